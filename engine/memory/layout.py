@@ -1,0 +1,63 @@
+"""What a layer keeps per token or per request, as plain numbers. No torch: the transfer plane reads this too.
+
+A *record* is the unit that moves: the bytes of one page (paged kinds) or one slot (slot kinds) of one layer. Records
+with consecutive indices are adjacent in memory, so a run of pages is one stretch of bytes.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.stages import LayerRange
+
+
+class CacheKind(StrEnum):
+    """What is cached. The value is the name on the wire, in digests, metrics and errors."""
+
+    KV = "kv"  # paged: [2 (k, v), num_kv_heads, page_size, head_dim] per page
+    CONV = "conv"  # slot: [conv_kernel - 1, channels], raw inputs, oldest first
+    STATE = "state"  # slot: [num_v_heads, head_k_dim, head_v_dim], fp32
+    LATENT = "latent"  # paged: [page_size, kv_lora_rank + qk_rope_head_dim] (MLA)
+    INDEX_KEY = "index_key"  # paged: [page_size, index_head_dim] (DSA)
+
+    @property
+    def is_paged(self) -> bool:
+        return self in (CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY)
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One cached tensor of one layer. `record_shape` is the shape of one page or slot, `dtype` torch's name for it."""
+
+    layer_id: int
+    kind: CacheKind
+    record_shape: tuple[int, ...]
+    dtype: str  # "bfloat16", "float32", "float16"
+    item_bytes: int  # of one element
+
+    @property
+    def record_bytes(self) -> int:
+        return math.prod(self.record_shape) * self.item_bytes
+
+
+@dataclass(frozen=True)
+class PoolGeometry:
+    """Everything a stage caches. `specs` covers the whole model; a stage keeps those of its `layers`."""
+
+    page_size: int
+    num_pages: int
+    num_slots: int
+    layers: LayerRange
+    specs: tuple[CacheSpec, ...]
+
+    def local_specs(self) -> tuple[CacheSpec, ...]:
+        return tuple(spec for spec in self.specs if spec.layer_id in self.layers)
+
+
+def bytes_per_page(specs: Iterable[CacheSpec]) -> int:
+    return sum(spec.record_bytes for spec in specs if spec.kind.is_paged)
+
+
+def bytes_per_slot(specs: Iterable[CacheSpec]) -> int:
+    return sum(spec.record_bytes for spec in specs if not spec.kind.is_paged)

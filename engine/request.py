@@ -1,0 +1,70 @@
+"""A generation request as the device side knows it: token ids in, token ids out, every default resolved."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens or the context limit
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request draws its tokens. Ranges are checked by the router; see protos/types.proto."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether earlier tokens change the distribution, so that they must travel with the batch."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. `stop_token_ids` includes the model's end-of-sequence ids unless the client ignores them."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    num_top_logprobs: int | None = None
+    priority: int = 0
+
+    def finish_reason(self, output_token_ids: list[int], max_context_tokens: int) -> FinishReason | None:
+        """Whether the last output token ends the request."""
+        if output_token_ids[-1] in self.stop_token_ids and len(output_token_ids) >= self.min_tokens:
+            return FinishReason.STOP
+        if len(output_token_ids) >= self.max_tokens:
+            return FinishReason.LENGTH
+        if len(self.prompt_token_ids) + len(output_token_ids) >= max_context_tokens:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities before temperature and filters: of the drawn token, and of the most likely ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class DrawnToken:
+    """One token of one request, as the sampler drew it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = field(default=None)

@@ -1,0 +1,60 @@
+from protos import transfer_pb2 as _transfer_pb2
+from protos import types_pb2 as _types_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DecodeOpen(_message.Message):
+    __slots__ = ("request", "source")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    request: _types_pb2.EngineRequest
+    source: _transfer_pb2.SourceTerms
+    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("open", "new_source", "first_token")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    NEW_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    open: DecodeOpen
+    new_source: _transfer_pb2.SourceTerms
+    first_token: _types_pb2.TokenChunk
+    def __init__(self, open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., new_source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., first_token: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ...) -> None: ...
+
+class DecodeCommitted(_message.Message):
+    __slots__ = ("transfer_exposed_s", "num_bytes")
+    TRANSFER_EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    transfer_exposed_s: float
+    num_bytes: int
+    def __init__(self, transfer_exposed_s: _Optional[float] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class DecodeFinished(_message.Message):
+    __slots__ = ("reason", "stop_token_id", "queue_s", "decode_s", "num_preemptions")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    reason: _types_pb2.FinishReason
+    stop_token_id: int
+    queue_s: float
+    decode_s: float
+    num_preemptions: int
+    def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+
+class DecodeResponse(_message.Message):
+    __slots__ = ("landing", "committed", "tokens", "finished")
+    LANDING_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    landing: _transfer_pb2.Landing
+    committed: DecodeCommitted
+    tokens: _types_pb2.TokenChunk
+    finished: DecodeFinished
+    def __init__(self, landing: _Optional[_Union[_transfer_pb2.Landing, _Mapping]] = ..., committed: _Optional[_Union[DecodeCommitted, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,94 @@
+from protos import transfer_pb2 as _transfer_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StageSessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STAGE_SESSION_STATE_UNSPECIFIED: _ClassVar[StageSessionState]
+    STAGE_SESSION_STATE_OPEN: _ClassVar[StageSessionState]
+    STAGE_SESSION_STATE_COMPLETE: _ClassVar[StageSessionState]
+    STAGE_SESSION_STATE_FAILED: _ClassVar[StageSessionState]
+    STAGE_SESSION_STATE_DRAINED: _ClassVar[StageSessionState]
+STAGE_SESSION_STATE_UNSPECIFIED: StageSessionState
+STAGE_SESSION_STATE_OPEN: StageSessionState
+STAGE_SESSION_STATE_COMPLETE: StageSessionState
+STAGE_SESSION_STATE_FAILED: StageSessionState
+STAGE_SESSION_STATE_DRAINED: StageSessionState
+
+class StageHello(_message.Message):
+    __slots__ = ("rank", "endpoint", "channel_address", "compatibility", "compatibility_text")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    endpoint: _transfer_pb2.StageEndpoint
+    channel_address: bytes
+    compatibility: str
+    compatibility_text: str
+    def __init__(self, rank: _Optional[int] = ..., endpoint: _Optional[_Union[_transfer_pb2.StageEndpoint, _Mapping]] = ..., channel_address: _Optional[bytes] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ...) -> None: ...
+
+class StageSession(_message.Message):
+    __slots__ = ("session_id", "epoch", "state", "error_reason", "error_text", "num_bytes")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_TEXT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    state: StageSessionState
+    error_reason: str
+    error_text: str
+    num_bytes: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[StageSessionState, str]] = ..., error_reason: _Optional[str] = ..., error_text: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("hello", "session")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    hello: StageHello
+    session: StageSession
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ...) -> None: ...
+
+class PoolFormed(_message.Message):
+    __slots__ = ("pool_epoch", "channel_addresses")
+    POOL_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    pool_epoch: int
+    channel_addresses: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, pool_epoch: _Optional[int] = ..., channel_addresses: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class OpenSession(_message.Message):
+    __slots__ = ("session_id", "source", "landing")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LANDING_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    source: _transfer_pb2.SourceTerms
+    landing: _transfer_pb2.Landing
+    def __init__(self, session_id: _Optional[str] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., landing: _Optional[_Union[_transfer_pb2.Landing, _Mapping]] = ...) -> None: ...
+
+class CloseSession(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("formed", "open_session", "close_session")
+    FORMED_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SESSION_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
+    formed: PoolFormed
+    open_session: OpenSession
+    close_session: CloseSession
+    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,124 @@
+"""Every error Baton raises on purpose, and the one place that says what each looks like to a gRPC client.
+
+    BatonError
+    ├── InvalidRequestError     the client asked for something impossible      INVALID_ARGUMENT
+    │   └── UnknownModelError   a model this router does not serve             NOT_FOUND
+    ├── DuplicateRequestError   request_id is running already                  ALREADY_EXISTS
+    ├── ConfigError             a flag, file or checkpoint cannot work         FAILED_PRECONDITION
+    ├── IncompatiblePeerError   two workers that must not be paired            FAILED_PRECONDITION
+    ├── CapacityError           a queue or pool is full                        RESOURCE_EXHAUSTED
+    ├── UnavailableError        draining, or no worker that could serve        UNAVAILABLE
+    │   └── PeerLostError       a process died in the middle of a request      ABORTED
+    ├── HandoffError            a transfer failed and no retry is left         ABORTED
+    │   └── IntegrityError      bytes arrived that are not the bytes sent      DATA_LOSS
+    ├── DeadlineError           the request's time is up                       DEADLINE_EXCEEDED
+    ├── RequestAborted          the client or its stream is gone               CANCELLED
+    └── InternalError           a bug: an invariant does not hold              INTERNAL
+        └── StalePlanError      attention metadata planned for another batch
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """One field of a request that cannot be accepted, and the limit it breaks."""
+
+    field: str
+    description: str
+
+
+class BatonError(Exception):
+    """Root of the tree. `reason` is for programs (UPPER_SNAKE, becomes ErrorInfo.reason), the message for people."""
+
+    reason = "INTERNAL"
+    retry_after_s: float | None = None
+
+
+class InvalidRequestError(BatonError):
+    """The request can never succeed as it is."""
+
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, *violations: FieldViolation) -> None:
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations))
+        self.violations = violations
+
+
+class UnknownModelError(InvalidRequestError):
+    reason = "UNKNOWN_MODEL"
+
+
+class DuplicateRequestError(BatonError):
+    reason = "DUPLICATE_REQUEST_ID"
+
+
+class ConfigError(BatonError):
+    """A setting, a checkpoint or their combination cannot work; `field` names the setting."""
+
+    reason = "BAD_CONFIG"
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class IncompatiblePeerError(BatonError):
+    """Prefill and decode differ in weights, geometry, dtype, page size or schema; the message shows both."""
+
+    reason = "INCOMPATIBLE_PEER"
+
+
+class CapacityError(BatonError):
+    """Full now; trying later can work. `resource` names what is full (queue, pages, slots)."""
+
+    reason = "OUT_OF_CAPACITY"
+
+    def __init__(self, message: str, *, resource: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.resource = resource
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(BatonError):
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PeerLostError(UnavailableError):
+    """A worker or stage died while it held part of a request; the whole request may be sent again."""
+
+    reason = "PEER_LOST"
+
+
+class HandoffError(BatonError):
+    reason = "HANDOFF_FAILED"
+
+
+class IntegrityError(HandoffError):
+    """The digest of a transferred item does not match; the message names layer, kind and index."""
+
+    reason = "DIGEST_MISMATCH"
+
+
+class DeadlineError(BatonError):
+    reason = "DEADLINE_EXCEEDED"
+
+
+class RequestAborted(BatonError):
+    reason = "ABORTED_BY_CLIENT"
+
+
+class InternalError(BatonError):
+    """An invariant does not hold. Never the client's fault."""
+
+    reason = "INTERNAL"
+
+
+class StalePlanError(InternalError):
+    """A forward was about to run on metadata planned for another batch, geometry or backend."""
+
+    reason = "STALE_PLAN"

@@ -1,0 +1,64 @@
+"""What two pools agree on for one handoff, as plain values. `transfer/codec.py` maps them to the wire."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.stages import LayerRange
+
+
+@dataclass(frozen=True)
+class StageEndpoint:
+    """One stage of a pool: its layers, the address of its transfer worker, the incarnation of its process."""
+
+    layers: LayerRange
+    address: bytes
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class SourceTerms:
+    """The sending side. `page_ids` are the prompt's pages in position order; no item spans a multiple of
+    `chunk_tokens`, so that an item can leave as soon as its chunk has passed its layer."""
+
+    compatibility: str
+    compatibility_text: str
+    page_size: int
+    num_tokens: int
+    chunk_tokens: int
+    page_ids: tuple[int, ...]
+    slot_id: int
+    stages: tuple[StageEndpoint, ...]
+
+
+@dataclass(frozen=True)
+class Landing:
+    """The receiving side: "deliver it like this". The destination states the layout, the source delivers it."""
+
+    session_id: str
+    epoch: int
+    tag_base: int
+    page_ids: tuple[int, ...]
+    slot_id: int
+    stages: tuple[StageEndpoint, ...]
+    plan_digest: str
+
+
+class StageSessionState(StrEnum):
+    """What a stage reports about one epoch of a session."""
+
+    OPEN = "open"  # receives posted, or sends planned
+    COMPLETE = "complete"  # everything landed and was checked, or everything was sent
+    FAILED = "failed"
+    DRAINED = "drained"  # no read or write of its memory can still happen; the last report of a session
+
+
+@dataclass(frozen=True)
+class StageSessionEvent:
+    """A session changed on this stage. `error_reason` is the `reason` of the BatonError, set when FAILED."""
+
+    session_id: str
+    epoch: int
+    state: StageSessionState
+    error_reason: str = ""
+    error_text: str = ""
+    num_bytes: int = 0
