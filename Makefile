@@ -1,0 +1,60 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11 or newer; `make help` says the rest.
+
+PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3))
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Touched when the install has succeeded: a warm run does not call pip.
+STAMP := $(VENV)/.installed
+PROTOS := $(wildcard protos/*.proto)
+STUBS := $(PROTOS:.proto=_pb2.py) $(PROTOS:.proto=_pb2.pyi) $(PROTOS:.proto=_pb2_grpc.py) $(PROTOS:.proto=_pb2_grpc.pyi)
+# One compute thread per process: a local cluster gives each process a core of its own.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv demo test check lint types buf stubs protos bench clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+venv: $(STAMP) ## a virtual environment with everything installed
+$(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (a minute or two the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,ucx]'
+	touch $@
+
+demo: venv ## start a whole local cluster, ask the shipped model a question, show the timings
+	$(BIN)/baton demo
+
+test: venv ## all tests that need no GPU
+	$(BIN)/python -m pytest
+
+check: lint types buf stubs ## everything that can be said without running
+
+lint: venv
+	$(BIN)/ruff check .
+
+types: venv
+	$(BIN)/mypy
+
+buf: venv
+	$(BIN)/buf lint
+
+# The committed stubs must be what the committed .proto files give.
+stubs: venv
+	@rm -rf build/stubs && mkdir -p build/stubs
+	@$(call protoc,build/stubs)
+	@for f in $(STUBS); do diff -u $$f build/stubs/$$f || { echo "$$f is stale: run make protos"; exit 1; }; done
+
+protos: venv ## regenerate the stubs from protos/*.proto
+	$(call protoc,.)
+
+protoc = $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) \
+	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=$(1) $(PROTOS)
+
+bench: venv ## benchmarks, one JSON line each
+	$(BIN)/python -m bench.handoff --json
+	$(BIN)/python -m bench.engine --json
+	$(BIN)/python -m bench.e2e --json
+
+clean: ## remove the virtual environment and everything generated outside version control
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
