@@ -1,0 +1,54 @@
+"""Which pools may be paired: a digest of everything that must be equal, and the same as text for people."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from engine.memory.layout import CacheSpec
+from runtime.errors import IncompatiblePeerError
+
+SCHEMA_VERSION = 1
+"""Raised whenever the copy plan, the tags, the trailer or the digests change."""
+
+
+@dataclass(frozen=True)
+class Compatibility:
+    """`digest` is compared, `text` is shown when two differ."""
+
+    digest: str
+    text: str
+
+
+def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int) -> Compatibility:
+    """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model."""
+    ordered = sorted(specs, key=lambda spec: (spec.layer_id, spec.kind))
+    lines = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"page_size={page_size}"]
+    lines += [f"{spec.layer_id}:{spec.kind}:{spec.record_shape}:{spec.dtype}" for spec in ordered]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    text = f"schema {SCHEMA_VERSION}, weights {revision[:12]}, page size {page_size}, {_describe(ordered)}"
+    return Compatibility(digest, text)
+
+
+def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
+    """Raises IncompatiblePeerError showing both sides when they must not be paired."""
+    if mine.digest != peer_digest:
+        raise IncompatiblePeerError(f"the pools differ: here {mine.text}; there {peer_text}")
+
+
+def _describe(specs: list[CacheSpec]) -> str:
+    """Layers with equal caches on one entry: "layers 0-2,4-6: conv (3, 256) bfloat16 + state (4, 32, 32) float32"."""
+    layers_by_cache: dict[str, list[int]] = {}
+    for layer_id, group in groupby(specs, key=lambda spec: spec.layer_id):
+        cache = " + ".join(f"{spec.kind} {spec.record_shape} {spec.dtype}" for spec in group)
+        layers_by_cache.setdefault(cache, []).append(layer_id)
+    return "; ".join(f"layers {_ranges(layers)}: {cache}" for cache, layers in layers_by_cache.items())
+
+
+def _ranges(ids: list[int]) -> str:
+    """[0, 1, 2, 4] as "0-2,4"."""
+    parts: list[str] = []
+    for _, group in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
+        run = [layer_id for _, layer_id in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ",".join(parts)
