@@ -12,6 +12,9 @@ from enum import StrEnum
 from engine.stages import LayerRange
 
 
+NULL_INDEX = 0  # the record of every pool that nobody owns: target of padded table entries and of padded rows
+
+
 class CacheKind(StrEnum):
     """What is cached. The value is the name on the wire, in digests, metrics and errors."""
 

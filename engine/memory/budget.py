@@ -1,0 +1,109 @@
+"""How many pages and slots a pool has: pure arithmetic that every stage repeats and gets the same answer.
+
+Page ids and slot ids are the same on every stage, so the counts must be too, though the stages own different layers.
+Each stage knows the cache specs of the whole model and the whole partition, works out what every stage could hold and
+takes the least. No stage asks another.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.memory.layout import CacheSpec, bytes_per_page, bytes_per_slot
+from engine.memory.pages import pages_for_tokens
+from engine.stages import LayerRange
+from runtime.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_SMALL_POOL = 32  # requests; a pool up to this size keeps twice as many more in hand for arrivals
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one page and one slot of a stage take, in bytes; 0 where it has no layer of that sort."""
+
+    layers: LayerRange
+    page_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class PoolBudget:
+    """The size of a pool. Both counts include the null record; `num_slots` is 0 without recurrent layers."""
+
+    num_pages: int
+    num_slots: int
+
+
+def stage_costs(specs: Sequence[CacheSpec], partition: Sequence[LayerRange]) -> tuple[StageCost, ...]:
+    """What each stage pays per page and per slot."""
+    costs = []
+    for layers in partition:
+        local = [spec for spec in specs if spec.layer_id in layers]
+        costs.append(StageCost(layers, bytes_per_page(local), bytes_per_slot(local)))
+    return tuple(costs)
+
+
+def plan_pools(
+    specs: Sequence[CacheSpec],
+    partition: Sequence[LayerRange],
+    *,
+    budget_bytes: int,
+    page_size: int,
+    max_context_tokens: int,
+    num_requests: int,
+) -> PoolBudget:
+    """Divide `budget_bytes`, the cache memory of *each* stage, between slots and pages.
+
+    Every one of `num_requests` (running and arriving) gets a slot; what remains becomes pages, as many as the stage
+    with the least room can hold, and no more than `num_requests` of `max_context_tokens` could ever use.
+
+    Raises:
+        ConfigError: some stage cannot hold the slots and the pages of one request of `max_context_tokens`; the
+            message shows the sum.
+    """
+    costs = stage_costs(specs, partition)
+    num_slots = num_requests + 1 if bytes_per_slot(specs) else 0
+    pages_per_request = pages_for_tokens(max_context_tokens, page_size)
+    num_pages = 1 + num_requests * pages_per_request
+    for rank, cost in enumerate(costs):
+        left = budget_bytes - num_slots * cost.slot_bytes
+        if left < (1 + pages_per_request) * cost.page_bytes:
+            raise ConfigError(_too_small(rank, cost, budget_bytes, num_slots, pages_per_request, max_context_tokens),
+                              field="budget_bytes")
+        if cost.page_bytes:
+            num_pages = min(num_pages, left // cost.page_bytes)
+    return PoolBudget(num_pages=num_pages, num_slots=num_slots)
+
+
+def decode_requests(max_running: int, *, num_arriving: int = 0) -> int:
+    """Requests a decode pool holds at once: the running ones, and those whose handoff is still on its way.
+
+    A pool of up to 32 requests keeps room for twice as many arrivals, so that a burst finds a landing; larger pools
+    keep `num_arriving`. (Rule of the field; a small pool's extra slots are cheap.)
+    """
+    return max_running + (2 * max_running if max_running <= _SMALL_POOL else num_arriving)
+
+
+def decode_slots(num_requests: int, *, num_configured: int = 0, num_copies: int = 0) -> int:
+    """Slots for `num_requests`, the null slot not counted: one each, and `num_copies` more for states kept aside.
+
+    A smaller `num_configured` (0: not configured) is raised, with a warning; a larger one is kept.
+    """
+    num_needed = num_requests * (1 + num_copies)
+    if 0 < num_configured < num_needed:
+        _log.warning("num_slots %d raised to %d: %d requests with %d states each",
+                     num_configured, num_needed, num_requests, 1 + num_copies)
+    return max(num_configured, num_needed)
+
+
+def _too_small(
+    rank: int, cost: StageCost, budget_bytes: int, num_slots: int, pages_per_request: int, max_context_tokens: int
+) -> str:
+    slots, pages = num_slots * cost.slot_bytes, (1 + pages_per_request) * cost.page_bytes
+    return (
+        f"cache budget of {budget_bytes} bytes is too small for one request of {max_context_tokens} tokens: stage {rank} "
+        f"(layers {cost.layers}) needs {num_slots} slots * {cost.slot_bytes} + (1 null page + {pages_per_request} pages) "
+        f"* {cost.page_bytes} = {slots + pages} bytes"
+    )
