@@ -87,6 +87,7 @@ class ForwardBatch:
     forward_metadata_planned_num_tokens: int | None = _rule(FieldRule.DROPPED, None)
     forward_metadata_replan_equivalent: bool = _rule(FieldRule.DROPPED, False)
     forward_metadata_planner: object | None = _rule(FieldRule.DROPPED, None)
+    forward_metadata_plan: object | None = _rule(FieldRule.DROPPED, None)
 
     @property
     def num_rows(self) -> int:
@@ -96,9 +97,11 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
-    def mark_forward_metadata_ready(self, planner: object, *, replan_equivalent: bool = False) -> None:
+    def mark_forward_metadata_ready(self, planner: object, *, plan: object | None = None,
+                                    replan_equivalent: bool = False) -> None:
         """Record that `planner` planned this batch with its present shapes.
 
+        `plan` is the planner's own frozen object, opaque here; a mark without one keeps what was planned before.
         `replan_equivalent` declares that planning again after padding gives an equally valid plan; only then may a
         forward re-plan. Without input ids the recorded token count is 0.
         """
@@ -107,6 +110,7 @@ class ForwardBatch:
         self.forward_metadata_planned_num_tokens = 0 if self.token_ids is None else self.token_ids.shape[0]
         self.forward_metadata_replan_equivalent = replan_equivalent
         self.forward_metadata_planner = planner
+        self.forward_metadata_plan = self.forward_metadata_plan if plan is None else plan
 
     def needs_forward_metadata_init(self) -> bool:
         """Whether a forward must plan first; the truth table of the design's section 3."""
@@ -142,14 +146,16 @@ class ForwardBatch:
 
     def clone(self) -> "ForwardBatch":
         """The same rows without a marker."""
-        dropped = {f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED}
+        dropped: dict[str, Any] = {f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED}
         return replace(self, **dropped)
 
 
 def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
     """The rows of both, without a marker. Both must have the same mode and agree on whether they carry token ids."""
-    if first.mode is not second.mode or (first.token_ids is None) != (second.token_ids is None):
+    if first.mode is not second.mode:
         raise ValueError(f"cannot merge a {first.mode} batch with a {second.mode} batch")
+    if (first.token_ids is None) != (second.token_ids is None):
+        raise ValueError("cannot merge a batch that carries token ids with one that carries none")
     width = max(first.page_tables.shape[1], second.page_tables.shape[1])
     tables = [torch.nn.functional.pad(b.page_tables, (0, width - b.page_tables.shape[1])) for b in (first, second)]
     ids = None

@@ -70,8 +70,11 @@ def plan_pools(
     for rank, cost in enumerate(costs):
         left = budget_bytes - num_slots * cost.slot_bytes
         if left < (1 + pages_per_request) * cost.page_bytes:
-            raise ConfigError(_too_small(rank, cost, budget_bytes, num_slots, pages_per_request, max_context_tokens),
-                              field="budget_bytes")
+            raise ConfigError(
+                f"cache budget of {budget_bytes} bytes is too small for one request of {max_context_tokens} tokens: "
+                + _needs(rank, cost, num_slots, pages_per_request),
+                field="budget_bytes",
+            )
         if cost.page_bytes:
             num_pages = min(num_pages, left // cost.page_bytes)
     return PoolBudget(num_pages=num_pages, num_slots=num_slots)
@@ -93,17 +96,19 @@ def decode_slots(num_requests: int, *, num_configured: int = 0, num_copies: int 
     """
     num_needed = num_requests * (1 + num_copies)
     if 0 < num_configured < num_needed:
-        _log.warning("num_slots %d raised to %d: %d requests with %d states each",
-                     num_configured, num_needed, num_requests, 1 + num_copies)
+        _log.warning(
+            "num_slots %d raised to %d: %d requests with %d states each",
+            num_configured,
+            num_needed,
+            num_requests,
+            1 + num_copies,
+        )
     return max(num_configured, num_needed)
 
 
-def _too_small(
-    rank: int, cost: StageCost, budget_bytes: int, num_slots: int, pages_per_request: int, max_context_tokens: int
-) -> str:
-    slots, pages = num_slots * cost.slot_bytes, (1 + pages_per_request) * cost.page_bytes
+def _needs(rank: int, cost: StageCost, num_slots: int, pages_per_request: int) -> str:
+    total = num_slots * cost.slot_bytes + (1 + pages_per_request) * cost.page_bytes
     return (
-        f"cache budget of {budget_bytes} bytes is too small for one request of {max_context_tokens} tokens: stage {rank} "
-        f"(layers {cost.layers}) needs {num_slots} slots * {cost.slot_bytes} + (1 null page + {pages_per_request} pages) "
-        f"* {cost.page_bytes} = {slots + pages} bytes"
+        f"stage {rank} (layers {cost.layers}) needs {num_slots} slots * {cost.slot_bytes} "
+        f"+ (1 null page + {pages_per_request} pages) * {cost.page_bytes} = {total} bytes"
     )

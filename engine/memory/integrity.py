@@ -28,8 +28,8 @@ class PoolBooks:
     def __str__(self) -> str:
         num_leased = sum(count for _, count in self.leased)
         owners = ", ".join(f"{owner} {count}" for owner, count in self.leased)
-        line = f"{self.name}: {self.num_free} free + {self.num_cached} cached + {num_leased} leased, of {self.num_total}"
-        return "; ".join([line + (f" ({owners})" if owners else ""), *self.faults])
+        sums = f"{self.num_free} free + {self.num_cached} cached + {num_leased} leased, of {self.num_total}"
+        return "; ".join([f"{self.name}: {sums}" + (f" ({owners})" if owners else ""), *self.faults])
 
 
 def read_books(

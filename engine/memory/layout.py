@@ -11,7 +11,6 @@ from enum import StrEnum
 
 from engine.stages import LayerRange
 
-
 NULL_INDEX = 0  # the record of every pool that nobody owns: target of padded table entries and of padded rows
 
 

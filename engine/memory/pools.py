@@ -98,9 +98,11 @@ class StagePools:
             raise InternalError(f"{kind} of layer {layer_id} is on {self._device}, which has no host bytes")
         end = first_index + count
         if first_index < 0 or count < 0 or end > self._num_records(kind):
-            raise InternalError(f"{kind} records {first_index}-{end} of layer {layer_id} "
-                                f"are outside 0-{self._num_records(kind)} (stage has layers {self._geometry.layers})")
-        return self._bytes[layer_id, kind][first_index * spec.record_bytes:end * spec.record_bytes]
+            raise InternalError(
+                f"{kind} records {first_index}-{end} of layer {layer_id} "
+                f"are outside 0-{self._num_records(kind)} (stage has layers {self._geometry.layers})"
+            )
+        return self._bytes[layer_id, kind][first_index * spec.record_bytes : end * spec.record_bytes]
 
     def poison(self, *, page_ids: Iterable[int] = (), slot_ids: Iterable[int] = ()) -> None:
         """Overwrite records with NaN, so that a read of what must not matter shows in every result. For tests.

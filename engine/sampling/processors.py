@@ -1,0 +1,99 @@
+"""From a row of logits to the distribution a token is drawn from. Pure numpy in double precision, one row at a time.
+
+One row at a time makes the result independent of the batch; double precision keeps a running sum over 150,000
+probabilities exact enough to invert. Legend: V the vocabulary, n tokens kept.
+"""
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import SamplingRow
+from engine.request import SamplingParams
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+_NUCLEUS_GUESS = 4096
+
+
+def changes_logits(row: SamplingRow) -> bool:
+    """Whether the most likely token may differ from that of the raw logits."""
+    return bool(row.banned_token_ids or row.params.logit_bias or row.params.needs_history)
+
+
+def adjusted(logits: Floats, row: SamplingRow) -> Floats:
+    """[V] logits after penalties, bias and bans, in this order; a copy.
+
+    Repetition divides positive and multiplies negative logits of every token in prompt or output (Keskar et al.,
+    2019); frequency is subtracted per occurrence in the output, presence once.
+    """
+    params, result = row.params, logits.copy()
+    if row.history is not None and params.needs_history:
+        prompt, output = row.history
+        seen = np.fromiter(set(prompt).union(output), dtype=np.int64)
+        values = result[seen]
+        rate = params.repetition_penalty
+        result[seen] = np.where(values > 0, values / rate, values * rate)
+        counts = Counter(output)
+        ids = np.fromiter(counts.keys(), dtype=np.int64)
+        result[ids] -= params.frequency_penalty * np.fromiter(counts.values(), dtype=np.float64)
+        result[ids] -= params.presence_penalty
+    for token_id, bias in params.logit_bias:
+        result[token_id] += bias
+    result[list(row.banned_token_ids)] = -np.inf
+    return result
+
+
+def filtered(logits: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
+    """Ids [n], ascending, and weights [n] of the tokens that may be drawn; the weights need not sum to 1.
+
+    Temperature, then top-k, then top-p of what top-k left, then min-p; equal weights stay in the order of their ids,
+    so exactly k tokens pass top-k. `params.temperature` is above 0 and the largest of `logits` finite.
+    """
+    with np.errstate(over="ignore"):  # a tiny temperature sends everything but the best to minus infinity
+        weights = np.exp((logits - logits.max()) / params.temperature)
+    ids = np.arange(len(weights), dtype=np.int64)
+    if 0 < params.top_k < len(weights):
+        ids = _highest(weights, params.top_k)
+    if params.top_p < 1:
+        ids = ids[_highest(weights[ids], _nucleus_size(weights[ids], params.top_p))]
+    if params.min_p > 0:  # the largest weight is 1
+        ids = ids[weights[ids] >= params.min_p]
+    return ids, weights[ids]
+
+
+def largest(values: Floats, count: int) -> Ids:
+    """Ids of the `count` largest values, largest first, equal ones by id."""
+    ids = _highest(values, count)
+    return ids[np.argsort(-values[ids], kind="stable")]
+
+
+def _highest(values: Floats, count: int) -> Ids:
+    """Ids of the `count` largest values, ascending; of equal ones the lower ids. Finds a threshold, sorts nothing."""
+    if count >= len(values):
+        return np.arange(len(values), dtype=np.int64)
+    if count < 1:
+        return np.empty(0, dtype=np.int64)
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    kept = values > threshold
+    equal = np.flatnonzero(values == threshold)
+    kept[equal[: count - int(kept.sum())]] = True
+    return np.flatnonzero(kept)
+
+
+def _nucleus_size(weights: Floats, top_p: float) -> int:
+    """How many of the largest weights it takes to hold a share of at least `top_p`; at least one."""
+    mass, num_weights = top_p * float(weights.sum()), len(weights)
+    if num_weights > _NUCLEUS_GUESS:  # the usual nucleus is small; sort only what may be in it
+        top = np.partition(weights, num_weights - _NUCLEUS_GUESS)[num_weights - _NUCLEUS_GUESS :]
+        size = _reach(top, mass)
+        if size <= _NUCLEUS_GUESS:
+            return size
+    return min(_reach(weights, mass), num_weights)  # rounding may leave the whole sum short of the mass
+
+
+def _reach(weights: Floats, mass: float) -> int:
+    """How many of the weights, largest first, sum to `mass`; one more than there are if all do not."""
+    return int(np.searchsorted(np.cumsum(np.sort(weights)[::-1]), mass)) + 1

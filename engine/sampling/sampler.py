@@ -1,0 +1,86 @@
+"""Draws one token per row of logits. Pure: the same logits and the same row give the same token, in any batch.
+
+Because the random number depends on (seed, position) alone, drawing at a node of a draft tree is the same call with
+that node's logits and row: the walk over the tree emits exactly what plain decoding would.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from engine.batch import SamplingRow
+from engine.request import DrawnToken, TokenLogprobs
+from engine.sampling.processors import Floats, adjusted, changes_logits, filtered, largest
+from engine.sampling.uniform import uniform
+from runtime.errors import InternalError
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
+    """One token per row. logits: [R, vocab] fp32, `rows` its R rows.
+
+    Temperature 0 takes the largest logit (the lowest id among equals); otherwise the inverse of the cumulative
+    distribution, in the order of token ids, at `uniform(seed, position)`.
+
+    Raises:
+        InternalError: `rows` does not fit `logits`, a row has no largest finite logit (NaN, infinity, or every
+            token banned).
+    """
+    if len(rows) != logits.shape[0]:
+        raise InternalError(f"{logits.shape[0]} rows of logits came with {len(rows)} sampling rows")
+    if not rows:
+        return []
+    if all(_takes_raw_maximum(row) for row in rows):
+        return _raw_maxima(logits)
+    host = logits.detach().cpu().numpy()
+    return [draw(host[index].astype(np.float64), row) for index, row in enumerate(rows)]
+
+
+def draw(logits: Floats, row: SamplingRow) -> DrawnToken:
+    """One token from one row of logits, [vocab] in double precision. Raises as `sample` does."""
+    final = adjusted(logits, row) if changes_logits(row) else logits
+    best = int(final.argmax())  # NaN counts as largest
+    _check_finite(float(final[best]))
+    if row.params.temperature == 0:
+        token_id = best
+    else:
+        ids, weights = filtered(final, row.params)
+        token_id = int(ids[_inverse(weights, uniform(row.params.seed, row.position))])
+    if row.num_top_logprobs is None:
+        return DrawnToken(token_id)
+    return DrawnToken(token_id, _logprobs(logits, token_id, row.num_top_logprobs))
+
+
+def _takes_raw_maximum(row: SamplingRow) -> bool:
+    return row.params.temperature == 0 and row.num_top_logprobs is None and not changes_logits(row)
+
+
+def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
+    """All rows at once, where they are; one trip to the host."""
+    values, ids = logits.max(dim=-1)  # the first of equals; NaN counts as largest
+    for value in values.tolist():
+        _check_finite(value)
+    return [DrawnToken(token_id) for token_id in ids.tolist()]
+
+
+def _inverse(weights: Floats, point: float) -> int:
+    """The first index whose cumulative share exceeds `point`, which is below 1."""
+    sums = weights.cumsum()
+    found = int(sums.searchsorted(point * sums[-1], side="right"))
+    # The product can round up to the total; the last token of weight then holds it.
+    return min(found, int(sums.searchsorted(sums[-1])))
+
+
+def _logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
+    peak = logits.max()
+    logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
+    top = largest(logprobs, num_top)
+    return TokenLogprobs(
+        logprob=float(logprobs[token_id]),
+        top=tuple((int(other), float(logprobs[other])) for other in top),
+    )
+
+
+def _check_finite(largest_logit: float) -> None:
+    if not np.isfinite(largest_logit):
+        raise InternalError(f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned")
