@@ -33,9 +33,9 @@ class FieldRule(StrEnum):
     DROPPED = "dropped"  # starts empty in the child
 
 
-def _rule(rule: FieldRule, default: Any = ...) -> Any:
-    metadata = {"rule": rule}
-    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+_CARRIED = {"rule": FieldRule.CARRIED}
+_RECOMPUTED = {"rule": FieldRule.RECOMPUTED}
+_DROPPED = {"rule": FieldRule.DROPPED}
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,23 @@ class ForwardBatch:
     spec_info          what a verify or draft forward needs beyond this; opaque here
     """
 
-    mode: ForwardMode = _rule(FieldRule.CARRIED)
-    request_ids: tuple[int, ...] = _rule(FieldRule.RECOMPUTED)
-    query_lens: tuple[int, ...] = _rule(FieldRule.RECOMPUTED)
-    context_lens: tuple[int, ...] = _rule(FieldRule.RECOMPUTED)
-    token_ids: Tensor | None = _rule(FieldRule.RECOMPUTED)
-    positions: Tensor = _rule(FieldRule.RECOMPUTED)
-    page_tables: Tensor = _rule(FieldRule.RECOMPUTED)
-    slot_ids: Tensor = _rule(FieldRule.RECOMPUTED)
-    sampling: tuple[SamplingRow | None, ...] = _rule(FieldRule.RECOMPUTED)
-    spec_info: object | None = _rule(FieldRule.DROPPED, None)
+    mode: ForwardMode = field(metadata=_CARRIED)
+    request_ids: tuple[int, ...] = field(metadata=_RECOMPUTED)
+    query_lens: tuple[int, ...] = field(metadata=_RECOMPUTED)
+    context_lens: tuple[int, ...] = field(metadata=_RECOMPUTED)
+    token_ids: Tensor | None = field(metadata=_RECOMPUTED)
+    positions: Tensor = field(metadata=_RECOMPUTED)
+    page_tables: Tensor = field(metadata=_RECOMPUTED)
+    slot_ids: Tensor = field(metadata=_RECOMPUTED)
+    sampling: tuple[SamplingRow | None, ...] = field(metadata=_RECOMPUTED)
+    spec_info: object | None = field(default=None, metadata=_DROPPED)
     # The plan marker.
-    forward_metadata_ready: bool = _rule(FieldRule.DROPPED, False)
-    forward_metadata_planned_bs: int | None = _rule(FieldRule.DROPPED, None)
-    forward_metadata_planned_num_tokens: int | None = _rule(FieldRule.DROPPED, None)
-    forward_metadata_replan_equivalent: bool = _rule(FieldRule.DROPPED, False)
-    forward_metadata_planner: object | None = _rule(FieldRule.DROPPED, None)
-    forward_metadata_plan: object | None = _rule(FieldRule.DROPPED, None)
+    forward_metadata_ready: bool = field(default=False, metadata=_DROPPED)
+    forward_metadata_planned_bs: int | None = field(default=None, metadata=_DROPPED)
+    forward_metadata_planned_num_tokens: int | None = field(default=None, metadata=_DROPPED)
+    forward_metadata_replan_equivalent: bool = field(default=False, metadata=_DROPPED)
+    forward_metadata_planner: object | None = field(default=None, metadata=_DROPPED)
+    forward_metadata_plan: object | None = field(default=None, metadata=_DROPPED)
 
     @property
     def num_rows(self) -> int:
@@ -107,7 +107,7 @@ class ForwardBatch:
         """
         self.forward_metadata_ready = True
         self.forward_metadata_planned_bs = self.num_rows
-        self.forward_metadata_planned_num_tokens = 0 if self.token_ids is None else self.token_ids.shape[0]
+        self.forward_metadata_planned_num_tokens = self._num_input_ids()
         self.forward_metadata_replan_equivalent = replan_equivalent
         self.forward_metadata_planner = planner
         self.forward_metadata_plan = self.forward_metadata_plan if plan is None else plan
@@ -118,8 +118,8 @@ class ForwardBatch:
             return True
         if not self.forward_metadata_replan_equivalent:
             return False
-        num_tokens = 0 if self.token_ids is None else self.token_ids.shape[0]
-        return (self.num_rows, num_tokens) != (self.forward_metadata_planned_bs, self.forward_metadata_planned_num_tokens)
+        planned = (self.forward_metadata_planned_bs, self.forward_metadata_planned_num_tokens)
+        return (self.num_rows, self._num_input_ids()) != planned
 
     def filter(self, rows: list[int]) -> "ForwardBatch":
         """The batch of these rows, in this order, without a marker."""
@@ -148,6 +148,9 @@ class ForwardBatch:
         """The same rows without a marker."""
         dropped: dict[str, Any] = {f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED}
         return replace(self, **dropped)
+
+    def _num_input_ids(self) -> int:
+        return 0 if self.token_ids is None else self.token_ids.shape[0]
 
 
 def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
