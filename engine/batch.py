@@ -97,8 +97,9 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
-    def mark_forward_metadata_ready(self, planner: object, *, plan: object | None = None,
-                                    replan_equivalent: bool = False) -> None:
+    def mark_forward_metadata_ready(
+        self, planner: object, *, plan: object | None = None, replan_equivalent: bool = False
+    ) -> None:
         """Record that `planner` planned this batch with its present shapes.
 
         `plan` is the planner's own frozen object, opaque here; a mark without one keeps what was planned before.

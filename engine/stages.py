@@ -69,8 +69,9 @@ def get_pp_indices(num_layers: int, rank: int, size: int, partition: str | None 
     if not 0 <= rank < size:
         raise ConfigError(f"pipeline rank must be in 0..{size - 1}, got {rank}", field="pipeline_rank")
     if size > num_layers:
-        raise ConfigError(f"{size} pipeline stages need at least {size} layers, the model has {num_layers}",
-                          field="pipeline_size")
+        raise ConfigError(
+            f"{size} pipeline stages need at least {size} layers, the model has {num_layers}", field="pipeline_size"
+        )
     if partition and size > 1:
         counts = _parse_partition(partition, num_layers, size)
     else:
@@ -84,14 +85,17 @@ def _parse_partition(partition: str, num_layers: int, size: int) -> list[int]:
     try:
         counts = [int(part) for part in partition.split(",")]
     except ValueError:
-        raise ConfigError(f"layer partition must be comma-separated integers, got {partition!r}",
-                          field="partition") from None
+        raise ConfigError(
+            f"layer partition must be comma-separated integers, got {partition!r}", field="partition"
+        ) from None
     if len(counts) != size:
-        raise ConfigError(f"layer partition {partition!r} names {len(counts)} stages, the pool has {size}",
-                          field="partition")
+        raise ConfigError(
+            f"layer partition {partition!r} names {len(counts)} stages, the pool has {size}", field="partition"
+        )
     if min(counts) < 1:
         raise ConfigError(f"layer partition {partition!r} has a stage without layers", field="partition")
     if sum(counts) != num_layers:
-        raise ConfigError(f"layer partition {partition!r} sums to {sum(counts)}, the model has {num_layers} layers",
-                          field="partition")
+        raise ConfigError(
+            f"layer partition {partition!r} sums to {sum(counts)}, the model has {num_layers} layers", field="partition"
+        )
     return counts
