@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.numerics import Numerics, min_matmul_rows
+from engine.numerics import Numerics, padded_rows
 
 _ALIGNMENT_BYTES = 64  # two copies of one weight at different alignment give different bits
 
@@ -25,20 +25,23 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._bias = None if not biases else _aligned(torch.cat(list(biases)))
-        self._min_rows = min_matmul_rows(weight.dtype) if numerics is Numerics.EXACT else 1
+        self._exact = numerics is Numerics.EXACT
         self._packed = weight.dtype is torch.bfloat16 and _has_onednn()
         self._weight = _packed(weight) if self._packed else _aligned(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in] in the weight's dtype. Returns [T, out]."""
         num_rows = x.shape[0]
+        if num_rows == 0:
+            return x.new_empty(0, self.out_features)
+        missing = padded_rows(num_rows, self.dtype) - num_rows if self._exact else 0
+        if missing:
+            return self._multiply(F.pad(x, (0, 0, 0, missing)))[:num_rows]
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if self._packed:
-            if num_rows == 0:
-                return x.new_empty(0, self.out_features)
             return _packed_linear(x, self._weight, self._bias)
-        if num_rows < self._min_rows:
-            padded = F.pad(x, (0, 0, 0, self._min_rows - num_rows))
-            return F.linear(padded, self._weight, self._bias)[:num_rows]
         return F.linear(x, self._weight, self._bias)
 
 

@@ -1,0 +1,110 @@
+"""Gated DeltaNet (Yang et al. 2024): a linear recurrence with decay and error-correcting writes.
+
+Per token x, with a short causal convolution before the recurrence:
+    q, k, v = split(silu(conv(W_qkv x)));  z = W_z x
+    beta = sigmoid(W_b x)                  write strength per value head
+    g = -exp(A_log) softplus(W_a x + dt)   log decay per value head
+    o = delta_rule(q, k, v, g, beta);      y = W_o (norm(o) silu(z))
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.memory.layout import CacheKind, CacheSpec
+from models.blocks.activations import sigmoid, softplus
+from models.blocks.norm import GatedRmsNorm
+from models.config import RawConfig
+from models.spec import Mixer, StagePass
+from models.weights import Weights
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSpec:
+    """Each key head serves `num_value_heads / num_key_heads` consecutive value heads."""
+
+    hidden_size: int
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    norm_eps: float
+
+    weights_name = "linear_attn"
+    chunk_grid = 64  # the chunked form is bit-equal only when cut on its own grid
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_width + self.value_width
+
+    def attention_geometry(self, page_size: int) -> None:
+        return None
+
+    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+        state_shape = (self.num_value_heads, self.key_head_dim, self.value_head_dim)
+        return (
+            CacheSpec(layer_id=layer_id, kind=CacheKind.CONV, record_shape=(self.conv_kernel - 1, self.conv_channels),
+                      dtype=str(dtype).split(".")[1], item_bytes=dtype.itemsize),
+            CacheSpec(layer_id=layer_id, kind=CacheKind.STATE, record_shape=state_shape, dtype="float32",
+                      item_bytes=4),
+        )
+
+    def build(self, weights: Weights, *, layer_id: int) -> Mixer:
+        return GatedDeltaNet(spec=self, weights=weights, layer_id=layer_id)
+
+
+def read_gated_delta_net(raw: RawConfig, *, norm_eps: float) -> GatedDeltaNetSpec:
+    """Raises ConfigError when key heads do not divide the value heads."""
+    key_heads, value_heads = raw.integer("linear_num_key_heads", 16), raw.integer("linear_num_value_heads", 32)
+    if value_heads % key_heads:
+        raise raw.fail("linear_num_key_heads", f"{key_heads} must divide linear_num_value_heads {value_heads}")
+    return GatedDeltaNetSpec(
+        hidden_size=raw.integer("hidden_size"), num_key_heads=key_heads, num_value_heads=value_heads,
+        key_head_dim=raw.integer("linear_key_head_dim", 128), value_head_dim=raw.integer("linear_value_head_dim", 128),
+        conv_kernel=raw.integer("linear_conv_kernel_dim", 4, minimum=2), norm_eps=norm_eps,
+    )
+
+
+class GatedDeltaNet:
+    """All four input projections in one product; the backend owns convolution and recurrence with their states."""
+
+    def __init__(self, *, spec: GatedDeltaNetSpec, weights: Weights, layer_id: int) -> None:
+        self._spec = spec
+        self._layer_id = layer_id
+        heads = spec.num_value_heads
+        self._input_widths = [spec.conv_channels, spec.value_width, heads, heads]
+        self._input = weights.linear("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", rows=self._input_widths,
+                                     in_features=spec.hidden_size)
+        self._conv = weights.tensor("conv1d.weight", spec.conv_channels, 1, spec.conv_kernel).squeeze(1)
+        self._decay = -weights.tensor("A_log", heads).float().exp()
+        self._step_offset = weights.tensor("dt_bias", heads).float()
+        self._norm = GatedRmsNorm(weight=weights.tensor("norm.weight", spec.value_head_dim), eps=spec.norm_eps)
+        self._output = weights.linear("out_proj", rows=(spec.hidden_size,), in_features=spec.value_width)
+
+    def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
+        spec, batch, recurrent = self._spec, stage_pass.batch, stage_pass.context.recurrent
+        num_tokens = x.shape[0]
+        mixed, gate, write, step = torch.split(self._input(x), self._input_widths, dim=-1)
+        mixed = recurrent.causal_conv(self._layer_id, mixed, self._conv, batch)
+        query, key, value = torch.split(mixed, [spec.key_width, spec.key_width, spec.value_width], dim=-1)
+        heads = recurrent.gated_delta_rule(
+            self._layer_id,
+            query.reshape(num_tokens, spec.num_key_heads, spec.key_head_dim),
+            key.reshape(num_tokens, spec.num_key_heads, spec.key_head_dim),
+            value.reshape(num_tokens, spec.num_value_heads, spec.value_head_dim),
+            self._decay * softplus(step.float() + self._step_offset),
+            sigmoid(write.float()),
+            batch,
+        )
+        heads = self._norm.forward(heads, gate.reshape(num_tokens, spec.num_value_heads, spec.value_head_dim))
+        return self._output(heads.reshape(num_tokens, -1).to(x.dtype))

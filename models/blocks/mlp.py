@@ -1,0 +1,41 @@
+"""The gated feed-forward: down(silu(gate(x)) * up(x))."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from models.blocks.activations import silu
+from models.config import RawConfig
+from models.spec import FeedForward
+from models.weights import Weights
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    hidden_size: int
+    intermediate_size: int
+    bias: bool = False
+
+    def build(self, weights: Weights) -> FeedForward:
+        return Mlp(spec=self, weights=weights)
+
+
+def read_mlp(raw: RawConfig, *, bias: bool = False) -> MlpSpec:
+    """Raises ConfigError for an activation other than silu."""
+    raw.require("hidden_act", only="silu", default="silu")
+    return MlpSpec(hidden_size=raw.integer("hidden_size"), intermediate_size=raw.integer("intermediate_size"),
+                   bias=bias)
+
+
+class Mlp:
+    """gate and up in one product."""
+
+    def __init__(self, *, spec: MlpSpec, weights: Weights) -> None:
+        width = spec.intermediate_size
+        self._gate_up = weights.linear("gate_proj", "up_proj", rows=(width, width), in_features=spec.hidden_size,
+                                       bias=spec.bias)
+        self._down = weights.linear("down_proj", rows=(spec.hidden_size,), in_features=width, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._down(silu(gate) * up)

@@ -1,0 +1,50 @@
+"""Root-mean-square norms. Sums are always fp32."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.blocks.activations import silu
+from models.weights import Weights
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """`zero_centred` norms multiply by (1 + w) in fp32 and cast last; the others cast first and multiply by w."""
+
+    eps: float
+    zero_centred: bool = False
+
+    def build(self, weights: Weights, name: str, size: int) -> "RmsNorm":
+        return RmsNorm(weight=weights.tensor(f"{name}.weight", size), spec=self)
+
+
+class RmsNorm:
+    """Over the last axis."""
+
+    def __init__(self, *, weight: Tensor, spec: NormSpec) -> None:
+        self._spec = spec
+        self._weight = 1.0 + weight.float() if spec.zero_centred else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = _scale_to_unit(x.float(), self._spec.eps)
+        if self._spec.zero_centred:
+            return (scaled * self._weight).to(x.dtype)
+        return self._weight * scaled.to(x.dtype)
+
+
+class GatedRmsNorm:
+    """w * rms(x) * silu(gate), the output norm of GatedDeltaNet: over each head's values, in fp32."""
+
+    def __init__(self, *, weight: Tensor, eps: float) -> None:
+        self._weight = weight.float()
+        self._eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x: [T, heads, head_dim] fp32; gate: same shape, model dtype. Returns fp32."""
+        return self._weight * _scale_to_unit(x, self._eps) * silu(gate.float())
+
+
+def _scale_to_unit(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)

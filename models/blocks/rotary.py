@@ -1,0 +1,152 @@
+"""Rotary position embedding: reading its parameters, the frequencies of each scaling type, and applying it.
+
+A stage computes cos and sin once per forward (`Rotary.table`, called by the stage's first layer) and every attention
+layer applies that table.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from models.config import RawConfig
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """One scaling of rotary frequencies. `dim` is the number of rotated dimensions of a head; fields that the kind
+    does not use keep their defaults. `original_context` is the context length the model was first trained for."""
+
+    dim: int
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    amplitude: float = 1.0  # yarn: factor on cos and sin
+
+
+def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
+              default_theta: float = 10000.0) -> RopeSpec:
+    """The rotary parameters of a config, in the newer style (`rope_parameters`) or the older one (`rope_theta` with
+    `rope_scaling`, whose kind is under `rope_type` or `type`).
+
+    Raises:
+        ConfigError: a kind other than default, linear, llama3, yarn, or a missing or impossible parameter.
+    """
+    name = "rope_parameters" if "rope_parameters" in raw else "rope_scaling"
+    params = raw.section(name) if name in raw else RawConfig({})
+    kind = params.text("rope_type" if "rope_type" in params else "type", "default")
+    theta = params.number("rope_theta", raw.number("rope_theta", default_theta))
+    partial = params.number("partial_rotary_factor", raw.number("partial_rotary_factor", default_partial))
+    dim = int(head_dim * partial)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise raw.fail("partial_rotary_factor", f"{partial} of head_dim {head_dim} gives {dim} rotated dimensions")
+    if kind == "default":
+        return RopeSpec(dim=dim, theta=theta)
+    if kind == "linear":
+        return RopeSpec(dim=dim, theta=theta, kind="linear", factor=params.number("factor"))
+    context_field = "original_max_position_embeddings"
+    original = params.integer(context_field, raw.integer(context_field, raw.integer("max_position_embeddings")))
+    if kind == "llama3":
+        return RopeSpec(dim=dim, theta=theta, kind="llama3", factor=params.number("factor"), original_context=original,
+                        low_freq_factor=params.number("low_freq_factor"),
+                        high_freq_factor=params.number("high_freq_factor"))
+    if kind == "yarn":
+        factor = params.number("factor", raw.integer("max_position_embeddings") / original)
+        return RopeSpec(dim=dim, theta=theta, kind="yarn", factor=factor, original_context=original,
+                        beta_fast=params.number("beta_fast", 32.0), beta_slow=params.number("beta_slow", 1.0),
+                        truncate=params.flag("truncate", default=True), amplitude=_yarn_amplitude(params, factor))
+    raise raw.fail(name, f"type {kind!r} is not supported, only default, linear, llama3, yarn")
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's growth of attention logits with the context factor (Peng et al. 2023, eq. 22)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn_amplitude(params: RawConfig, factor: float) -> float:
+    if "attention_factor" in params:
+        return params.number("attention_factor")
+    if "mscale" in params and "mscale_all_dim" in params:
+        mscale, all_dim = params.number("mscale"), params.number("mscale_all_dim")
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor)
+
+
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """Radians per position for each rotated pair: [dim / 2] fp32."""
+    plain = 1.0 / (spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim))
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(plain, spec)
+    if spec.kind == "yarn":
+        return _yarn(plain, spec)
+    return plain
+
+
+def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
+    """Long waves slowed down by `factor`, short ones kept, a smooth mix in between."""
+    turns = spec.original_context * plain / (2 * math.pi)  # within the original context
+    keep = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / spec.factor
+
+
+def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
+    """Pairs that turn often within the original context kept, rare ones slowed down, a linear ramp in between."""
+    def pair_of(turns: float) -> float:
+        return spec.dim * math.log(spec.original_context / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 1e-3)
+    slow = ramp.clamp(0, 1)
+    return plain * (1 - slow) + plain / spec.factor * slow
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """cos and sin of one batch's positions, [T, 1, dim / 2] in the model's dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def rotate_halves(self, x: Tensor) -> Tensor:
+        """Rotate pairs (i, i + dim/2) of the first dim of x [T, heads, head_dim]; the rest passes unchanged."""
+        half = self.cos.shape[-1]
+        a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin, rest], dim=-1)
+
+    def rotate_pairs(self, x: Tensor) -> Tensor:
+        """Rotate pairs (2i, 2i + 1) of the first dim of x [T, heads, head_dim]. The result is in halves layout:
+        dot products do not care, as long as queries and keys agree."""
+        dim = 2 * self.cos.shape[-1]
+        a, b, rest = x[..., 0:dim:2], x[..., 1:dim:2], x[..., dim:]
+        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin, rest], dim=-1)
+
+
+class Rotary:
+    """Computes the table of a batch. Stateless, so that no table can outlive its batch."""
+
+    def __init__(self, *, spec: RopeSpec, dtype: torch.dtype) -> None:
+        self._frequencies = inverse_frequencies(spec)
+        self._amplitude = spec.amplitude
+        self._dtype = dtype
+
+    def table(self, positions: Tensor) -> RotaryTable:
+        """positions: [T] int64 absolute positions."""
+        angles = (positions[:, None].float() * self._frequencies)[:, None]
+        return RotaryTable(cos=(angles.cos() * self._amplitude).to(self._dtype),
+                           sin=(angles.sin() * self._amplitude).to(self._dtype))

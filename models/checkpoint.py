@@ -1,0 +1,156 @@
+"""The safetensors files of a checkpoint: an index over their headers, and reads of single tensors.
+
+Format of a file: 8 bytes little-endian header length, a JSON header naming each tensor's dtype, shape and byte range,
+then the bytes. Nothing is mapped: a tensor's bytes are read straight into the memory they are used from.
+"""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import ConfigError
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+           "I64": torch.int64, "BOOL": torch.bool}
+_MAX_HEADER_BYTES = 100 << 20
+_SAMPLES_PER_FILE = 64
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies. `dtype` is the format's name ("BF16")."""
+
+    file: Path
+    offset: int  # absolute, in bytes
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All tensors of a checkpoint by the names its files give them."""
+
+    entries: dict[str, TensorEntry]
+    digest: str  # of the weights, hex
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Index `model.safetensors`, or the files `model.safetensors.index.json` lists. Reads headers and samples only.
+
+    The digest covers every file's name, size and header (so every tensor's name, dtype and shape) and 64 windows of
+    4 KiB spread evenly over it; a change of weights anywhere touches practically every window, a change of single bytes
+    between windows is not noticed. It does not depend on which stage asks.
+
+    Raises:
+        ConfigError: no such file, or one that is truncated or not safetensors.
+    """
+    entries: dict[str, TensorEntry] = {}
+    digest = hashlib.blake2b(digest_size=16)
+    for file, listed in _weight_files(folder).items():
+        found = _read_header(file, digest)
+        absent = sorted(listed - found.keys())
+        if absent:
+            raise ConfigError(f"{file.name} lacks tensors its index lists: {_names(absent)}", field="model")
+        entries.update({name: entry for name, entry in found.items() if not listed or name in listed})
+    return Checkpoint(entries=entries, digest=digest.hexdigest())
+
+
+def read_tensor(entry: TensorEntry, out: Tensor, *, item: int | None = None) -> None:
+    """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype if they differ.
+
+    Raises:
+        ConfigError: a dtype only quantised checkpoints have, or a file that ends early.
+    """
+    if entry.dtype not in _DTYPES:
+        raise ConfigError(f"{entry.file.name} holds {entry.dtype} weights; only BF16, F16 and F32 are supported",
+                          field="model")
+    stored = _DTYPES[entry.dtype]
+    target = out if stored == out.dtype else torch.empty(out.shape, dtype=stored)
+    offset = entry.offset if item is None else entry.offset + item * target.nbytes
+    _read_exactly(entry.file, offset, target)
+    if target is not out:
+        out.copy_(target)
+
+
+def _weight_files(folder: Path) -> dict[Path, set[str]]:
+    """Files in name order, each with the tensors an index says it holds (empty without an index)."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if not index.exists():
+        if not single.exists():
+            raise ConfigError(f"{folder} has neither model.safetensors nor model.safetensors.index.json", field="model")
+        return {single: set()}
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files: dict[Path, set[str]] = {}
+        for name, file in sorted(weight_map.items(), key=lambda pair: (pair[1], pair[0])):
+            files.setdefault(folder / Path(file).name, set()).add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is not a safetensors index: {error!r}", field="model") from error
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        raise ConfigError(f"{folder} lacks files its index lists: {_names(absent)}", field="model")
+    return files
+
+
+def _read_header(file: Path, digest: "hashlib.blake2b") -> dict[str, TensorEntry]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ConfigError(f"{file} is not a safetensors file: header of {length} bytes in a file of {size}",
+                              field="model")
+        header = stream.read(length)
+        digest.update(f"{file.name}:{size}:".encode() + header)
+        for start in _sample_offsets(8 + length, size):
+            stream.seek(start)
+            digest.update(stream.read(_SAMPLE_BYTES))
+    try:
+        return _parse_header(file, json.loads(header), data_start=8 + length, size=size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} has a damaged safetensors header: {error!r}", field="model") from error
+
+
+def _sample_offsets(start: int, end: int) -> range:
+    step = max(_SAMPLE_BYTES, math.ceil((end - start) / _SAMPLES_PER_FILE))
+    return range(start, end, step)
+
+
+def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: int) -> dict[str, TensorEntry]:
+    entries = {}
+    for name, fields in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape = str(fields["dtype"]), tuple(int(extent) for extent in fields["shape"])
+        start, end = (int(offset) for offset in fields["data_offsets"])
+        if data_start + end > size:
+            raise ConfigError(f"{file} is truncated: {name} ends at byte {data_start + end} of {size}", field="model")
+        if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - start:
+            raise ValueError(f"{name} of {dtype} {list(shape)} has {end - start} bytes")
+        entries[name] = TensorEntry(file=file, offset=data_start + start, num_bytes=end - start, dtype=dtype,
+                                    shape=shape)
+    return entries
+
+
+def _read_exactly(file: Path, offset: int, out: Tensor) -> None:
+    view = out.view(-1).view(torch.uint8).numpy().data
+    with file.open("rb", buffering=0) as stream:
+        while view:
+            count = os.preadv(stream.fileno(), [view], offset)
+            if count == 0:
+                raise ConfigError(f"{file} ended while it was read", field="model")
+            view, offset = view[count:], offset + count
+
+
+def _names(names: list[str]) -> str:
+    """The first few of a list of names, for a message."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

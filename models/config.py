@@ -1,0 +1,143 @@
+"""Reads a checkpoint's raw config.json. No field ever stands in for another, and every complaint names the field."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from runtime.errors import ConfigError
+
+# Fields a multimodal wrapper keeps at its top level although they concern the text model inside.
+_WRAPPER_FIELDS = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id",
+                   "quantization_config", "compression_config")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class RawConfig:
+    """One section of a config file, as it stands there. A null value counts as absent."""
+
+    def __init__(self, values: Mapping[str, object], *, where: str = "config.json") -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def fail(self, name: str, message: str) -> ConfigError:
+        """The error to raise about field `name`."""
+        return ConfigError(f"{self._where}: {name} {message}", field=name)
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self._read(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.fail(name, f"must be an integer of at least {minimum}, is {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self._read(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.fail(name, f"must be a positive number, is {value!r}")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self._read(name, default)
+        if not isinstance(value, bool):
+            raise self.fail(name, f"must be true or false, is {value!r}")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._read(name, default)
+        if not isinstance(value, str):
+            raise self.fail(name, f"must be a string, is {value!r}")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._read(name, None)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(name, f"must be a list of strings, is {value!r}")
+        return tuple(value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of non-negative integers; a single one is a list of one, none is empty."""
+        value = self._values.get(name, [])
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+            raise self.fail(name, f"must be non-negative integers, is {value!r}")
+        return tuple(items)
+
+    def section(self, name: str) -> "RawConfig":
+        value = self._read(name, None)
+        if not isinstance(value, dict):
+            raise self.fail(name, f"must be an object, is {value!r}")
+        return RawConfig(value, where=f"{self._where}: {name}")
+
+    def as_dict(self) -> dict[str, object]:
+        return dict(self._values)
+
+    def require(self, name: str, *, only: object, default: object) -> None:
+        """Refuse a variant that is not implemented: `name` must have the one value that is."""
+        value = self._values.get(name, default)
+        if value != only:
+            raise self.fail(name, f"{value!r} is not supported, only {only!r}")
+
+    def _read(self, name: str, default: object) -> object:
+        value = self._values.get(name, default)
+        if value is None:
+            raise self.fail(name, "is missing")
+        return value
+
+
+def read_config_file(path: Path) -> RawConfig:
+    """The raw content of one JSON file of a checkpoint.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or not a JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} is not a checkpoint: it has no {path.name}", field="model") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object", field="model")
+    return RawConfig(values, where=path.name)
+
+
+def architecture_of(raw: RawConfig) -> str:
+    """The one architecture a config names.
+
+    Raises:
+        ConfigError: none or several.
+    """
+    names = raw.texts("architectures")
+    if len(names) != 1:
+        raise raw.fail("architectures", f"must name one architecture, names {len(names)}")
+    return names[0]
+
+
+def text_config(raw: RawConfig) -> RawConfig:
+    """The config of the text model: of a wrapper, its `text_config` with the few fields the wrapper keeps for it.
+
+    Raises:
+        ConfigError: the checkpoint is quantised.
+    """
+    values = raw.as_dict()
+    if "text_config" in raw:
+        kept = {name: values[name] for name in _WRAPPER_FIELDS if name in values}
+        raw = RawConfig({**raw.section("text_config").as_dict(), **kept}, where="config.json: text_config")
+    for name in ("quantization_config", "compression_config"):
+        if name in raw:
+            method = raw.section(name).as_dict().get("quant_method", "unknown")
+            raise raw.fail(name, f"names a quantised checkpoint (method {method!r}); only bfloat16, float16 and "
+                                 "float32 weights are supported")
+    return raw
+
+
+def dtype_name(raw: RawConfig) -> str:
+    """Torch's name of the dtype the model runs in; `dtype` is the newer spelling of `torch_dtype`."""
+    name = "dtype" if "dtype" in raw else "torch_dtype"
+    value = raw.text(name, "float32")
+    if value not in _DTYPES:
+        raise raw.fail(name, f"{value!r} is not supported, only {', '.join(_DTYPES)}")
+    return value

@@ -1,0 +1,121 @@
+"""The stage skeleton all families share: embedding on the first stage, a range of layers, norm and head on the last."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.batch import ForwardBatch, ForwardMode
+from engine.model import ForwardContext, ModelFacts, StageOutput
+from engine.stages import LayerRange
+from models.blocks.rotary import Rotary
+from models.spec import DecoderSpec, LayerSpec, StagePass
+from models.weights import Weights
+from runtime.errors import InternalError
+
+EMBEDDING = "embed_tokens.weight"
+FINAL_NORM = "norm.weight"
+HEAD = "lm_head.weight"
+
+
+class DecoderLayer:
+    """Mixer and feed-forward, each behind a norm and beside a residual. The first layer of a stage also computes what
+    the whole stage needs once per forward."""
+
+    def __init__(self, *, spec: LayerSpec, decoder: DecoderSpec, layer_id: int, start_layer: int, rotary: Rotary,
+                 weights: Weights) -> None:
+        self.layer_id = layer_id
+        self.start_layer = start_layer
+        self._rotary = rotary
+        self._input_norm = decoder.norm.build(weights, "input_layernorm", decoder.hidden_size)
+        self._mixer = spec.mixer.build(weights.at(spec.mixer.weights_name), layer_id=layer_id)
+        self._post_norm = decoder.norm.build(weights, "post_attention_layernorm", decoder.hidden_size)
+        self._feed_forward = spec.feed_forward.build(weights.at("mlp"))
+
+    def forward(self, hidden: Tensor, stage_pass: StagePass) -> Tensor:
+        if self.layer_id == self.start_layer:
+            stage_pass.rotary = self._rotary.table(stage_pass.batch.positions)
+        hidden = hidden + self._mixer.forward(self._input_norm.forward(hidden), stage_pass)
+        if stage_pass.context.on_layer_done is not None:
+            stage_pass.context.on_layer_done(self.layer_id)
+        return hidden + self._feed_forward.forward(self._post_norm.forward(hidden))
+
+
+class DecoderStage:
+    """A `StageModel`: the layers of `layer_range`, built from `weights`.
+
+    `capture_layers` are global ids of layers whose output drafts want; a stage adds those it owns to `aux_hidden` and
+    passes the others on.
+    """
+
+    def __init__(self, *, facts: ModelFacts, spec: DecoderSpec, layer_range: LayerRange, weights: Weights,
+                 capture_layers: frozenset[int] = frozenset()) -> None:
+        self._facts = facts
+        self._layer_range = layer_range
+        self._capture_layers = capture_layers
+        self._is_first = layer_range.start == 0
+        self._is_last = layer_range.end == spec.num_layers
+        embedding_shape = (spec.vocab_size, spec.hidden_size)
+        needs_embedding = self._is_first or (self._is_last and spec.tied_head)
+        embedding = weights.tensor(EMBEDDING, *embedding_shape) if needs_embedding else None
+        self._embedding = embedding if self._is_first else None
+        rotary = Rotary(spec=spec.rope, dtype=getattr(torch, facts.dtype))
+        self.layers = [DecoderLayer(spec=spec.layers[layer_id], decoder=spec, layer_id=layer_id,
+                                    start_layer=layer_range.start, rotary=rotary,
+                                    weights=weights.at(f"layers.{layer_id}"))
+                       for layer_id in layer_range]
+        if self._is_last:
+            self._norm = spec.norm.build(weights, "norm", spec.hidden_size)
+            head = embedding if embedding is not None and spec.tied_head else weights.tensor(HEAD, *embedding_shape)
+            self._head = weights.linear_from(head)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def layer_range(self) -> LayerRange:
+        return self._layer_range
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
+                aux_hidden: Mapping[int, Tensor] | None = None) -> StageOutput:
+        """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through unchanged.
+
+        Raises:
+            InternalError: the first stage was given no token ids, or a later one no hidden states.
+        """
+        hidden = self._stage_input(batch, hidden)
+        captured = dict(aux_hidden or {})
+        stage_pass = StagePass(batch=batch, context=context)
+        for layer in self.layers:
+            if batch.num_tokens:
+                hidden = layer.forward(hidden, stage_pass)
+            if layer.layer_id in self._capture_layers:
+                captured[layer.layer_id] = hidden
+        if not self._is_last:
+            return StageOutput(hidden=hidden, aux_hidden=captured)
+        rows = hidden[_drawing_tokens(batch)]
+        return StageOutput(logits=self._head(self._norm.forward(rows)).float(), aux_hidden=captured)
+
+    def _stage_input(self, batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
+        if self._embedding is None:
+            if hidden is None or hidden.shape[0] != batch.num_tokens:
+                raise InternalError(f"stage {self._layer_range} needs hidden states of {batch.num_tokens} tokens")
+            return hidden
+        if batch.token_ids is None:
+            raise InternalError(f"stage {self._layer_range} needs token ids")
+        return F.embedding(batch.token_ids, self._embedding)
+
+
+def _drawing_tokens(batch: ForwardBatch) -> Tensor:
+    """Indices of the tokens whose logits are wanted, in batch order: of each row that draws its last token, of a tree
+    under verification all of them."""
+    wanted: list[int] = []
+    end = 0
+    for length, sampling in zip(batch.query_lens, batch.sampling, strict=True):
+        end += length
+        if sampling is not None and length:
+            wanted += range(end - length, end) if batch.mode is ForwardMode.VERIFY else [end - 1]
+    return torch.tensor(wanted, dtype=torch.long)

@@ -1,0 +1,189 @@
+"""From a checkpoint folder to what the serving side needs: facts first, and a stage's weights when asked.
+
+`read_model` reads configs and file headers. `load_stage` builds the blocks of one layer range; each asks for its own
+tensors, so a stage reads its own bytes and no others.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionGeometry
+from engine.memory.layout import CacheSpec
+from engine.model import ModelFacts
+from engine.numerics import Numerics
+from engine.stages import LayerRange
+from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor
+from models.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
+from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
+from models.registry import read_decoder
+from models.spec import DecoderSpec
+from models.weights import RandomWeights, Weights, WeightSource
+from runtime.errors import ConfigError
+
+# Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
+# wrapper saved as its text model keeps the wrapper's keys.
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+_NOT_OURS = re.compile(r"^(model\.)?(mtp|visual|vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_REVISION_IGNORES = ("transformers_version", "_name_or_path")
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A checkpoint, or a config without one, of which no weight is loaded yet."""
+
+    facts: ModelFacts
+    spec: DecoderSpec
+    checkpoint: Checkpoint | None  # None: weights are random
+
+    def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
+        """What every layer of the whole model caches, in layer order."""
+        dtype = _torch_dtype(self.facts.dtype)
+        return tuple(spec for layer_id, layer in enumerate(self.spec.layers)
+                     for spec in layer.mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype))
+
+    def attention_geometry(self, page_size: int) -> AttentionGeometry | None:
+        """Of the paged K/V layers, which share one; None if there are none."""
+        found = (layer.mixer.attention_geometry(page_size) for layer in self.spec.layers)
+        return next((geometry for geometry in found if geometry is not None), None)
+
+    def load_stage(self, layers: LayerRange, *, numerics: Numerics,
+                   capture_layers: frozenset[int] = frozenset()) -> DecoderStage:
+        """Build one stage with its weights in memory of its own.
+
+        `capture_layers`: global ids of layers whose outputs travel in `StageOutput.aux_hidden`.
+
+        Raises:
+            ConfigError: tensors are missing, unexpected, of the wrong shape or of an unsupported dtype, or a file is
+                damaged. All missing, unexpected and misshapen tensors are in one message.
+        """
+        if layers.end > self.facts.num_layers or not layers:
+            raise ConfigError(f"layers {layers} are not a stage of a model with {self.facts.num_layers} layers",
+                              field="partition")
+        unknown = sorted(layer_id for layer_id in capture_layers if layer_id >= self.facts.num_layers)
+        if unknown:
+            raise ConfigError(f"no layers {unknown} to capture in a model with {self.facts.num_layers}",
+                              field="capture_layers")
+        if self.checkpoint is None:
+            return self._build_stage(RandomWeights(seed=0), layers, numerics, capture_layers)
+        source = _StageWeights(self.checkpoint, self.spec, layers)
+        stage = self._build_stage(source, layers, numerics, capture_layers)
+        source.finish()
+        return stage
+
+    def _build_stage(self, source: WeightSource, layers: LayerRange, numerics: Numerics,
+                     capture_layers: frozenset[int]) -> DecoderStage:
+        weights = Weights(source, prefix="", dtype=_torch_dtype(self.facts.dtype), numerics=numerics)
+        return DecoderStage(facts=self.facts, spec=self.spec, layer_range=layers, weights=weights,
+                            capture_layers=capture_layers)
+
+
+def read_model(path: Path) -> ModelDescription:
+    """Describe the checkpoint in folder `path`.
+
+    `facts.revision` is a digest over config.json (without the fields that only say who wrote it) and the weight files
+    as `open_checkpoint` samples them. End-of-sequence ids are those of the config and of generation_config.json.
+
+    Raises:
+        ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, or a file is damaged.
+    """
+    raw = read_config_file(path / "config.json")
+    checkpoint = open_checkpoint(path)
+    generation = path / "generation_config.json"
+    eos_ids = read_config_file(generation).integers("eos_token_id") if generation.exists() else ()
+    return _describe(raw, checkpoint, eos_ids)
+
+
+def random_model(config: dict[str, object]) -> ModelDescription:
+    """A model of this config (the content of a config.json) with repeatable random weights."""
+    return _describe(RawConfig(config), None, ())
+
+
+def _describe(raw: RawConfig, checkpoint: Checkpoint | None, generation_eos_ids: tuple[int, ...]) -> ModelDescription:
+    architecture = architecture_of(raw)
+    text = text_config(raw)
+    spec = read_decoder(architecture, text)
+    settings = {name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES}
+    revision = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
+    revision.update((checkpoint.digest if checkpoint else "random").encode())
+    facts = ModelFacts(
+        architecture=architecture, num_layers=spec.num_layers, hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size, max_context_tokens=spec.max_context_tokens, dtype=dtype_name(text),
+        eos_token_ids=tuple(dict.fromkeys((*text.integers("eos_token_id"), *generation_eos_ids))),
+        revision=revision.hexdigest(), chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
+    )
+    return ModelDescription(facts=facts, spec=spec, checkpoint=checkpoint)
+
+
+class _StageWeights:
+    """The part of a checkpoint that one stage owns, and what went wrong while it was read."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange) -> None:
+        self._entries = stage_entries(checkpoint, spec, layers)
+        self._taken: set[str] = set()
+        self._missing: set[str] = set()
+        self._misshapen: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return name in self._entries
+
+    def read(self, name: str, out: Tensor, *, item: int | None = None) -> None:
+        entry = self._entries.get(name)
+        if entry is None:
+            self._missing.add(name)
+            return
+        self._taken.add(name)
+        shape = entry.shape if item is None else entry.shape[1:]
+        if shape != tuple(out.shape):
+            self._misshapen.add(f"{name} is {list(shape)}, the config says {list(out.shape)}")
+            return
+        read_tensor(entry, out, item=item)
+
+    def finish(self) -> None:
+        """Raise one ConfigError about everything that did not fit."""
+        unexpected = self._entries.keys() - self._taken
+        complaints = [f"{what}: {_listing(names)}" for what, names in
+                      (("missing", self._missing), ("wrong shape", self._misshapen), ("unexpected", unexpected))
+                      if names]
+        if complaints:
+            raise ConfigError("the checkpoint's tensors do not fit its config; " + "; ".join(complaints),
+                              field="model")
+
+
+def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange) -> dict[str, TensorEntry]:
+    """The tensors a stage owns, by name below the model's prefix. Other stages' layers are left out by layer id, before
+    anything looks at the rest of their names. A tied head means that the last stage owns the embedding too."""
+    is_first, is_last = layers.start == 0, layers.end == spec.num_layers
+    shared = {EMBEDDING: is_first or (is_last and spec.tied_head), FINAL_NORM: is_last,
+              HEAD: is_last and not spec.tied_head}
+    end = spec.num_layers + spec.num_extra_layers
+    owned = {}
+    for key, entry in checkpoint.entries.items():
+        if _NOT_OURS.search(key):
+            continue
+        name = key.removeprefix(next((prefix for prefix in _PREFIXES if key.startswith(prefix)), ""))
+        layer = _LAYER.match(name)
+        if layer is None:
+            mine = shared.get(name, True)  # an unknown name is every stage's, so that it is reported
+        else:
+            layer_id = int(layer[1])
+            mine = layer_id in layers or layer_id >= end
+        if mine:
+            owned[name] = entry
+    return owned
+
+
+def _listing(names: set[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:8]) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,28 @@
+"""Which family reads which architecture."""
+
+from collections.abc import Callable
+
+from models import llama, qwen3, qwen3_5
+from models.config import RawConfig
+from models.spec import DecoderSpec
+from runtime.errors import ConfigError
+
+_FAMILIES: dict[str, Callable[[RawConfig], DecoderSpec]] = {
+    "LlamaForCausalLM": llama.read_decoder,
+    "Qwen3ForCausalLM": qwen3.read_decoder,
+    "Qwen3_5ForCausalLM": qwen3_5.read_decoder,
+    "Qwen3_5ForConditionalGeneration": qwen3_5.read_decoder,
+}
+
+
+def read_decoder(architecture: str, raw: RawConfig) -> DecoderSpec:
+    """The decoder a (text) config describes.
+
+    Raises:
+        ConfigError: an architecture nobody here reads, or a config its family refuses.
+    """
+    family = _FAMILIES.get(architecture)
+    if family is None:
+        raise ConfigError(f"architecture {architecture!r} is not supported; known are {', '.join(sorted(_FAMILIES))}",
+                          field="architectures")
+    return family(raw)

@@ -1,0 +1,115 @@
+"""What a family declares: a decoder as a list of layers, each a token mixer and a feed-forward.
+
+A spec is plain data. It knows its cache needs without any weights, and it builds its block from them. So a family file
+only reads config fields into specs, and everything that is the same for all families lives in `decoder.py` and
+`blocks/`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionGeometry
+from engine.batch import ForwardBatch
+from engine.memory.layout import CacheSpec
+from engine.model import ForwardContext
+from models.blocks.norm import NormSpec
+from models.blocks.rotary import RopeSpec, RotaryTable
+from models.config import RawConfig
+from models.weights import Weights
+
+
+@dataclass
+class StagePass:
+    """One forward of one stage: what its layers share. Made new for every forward, so that nothing of an earlier
+    batch can be read by mistake; `rotary` is filled by the stage's first layer."""
+
+    batch: ForwardBatch
+    context: ForwardContext
+    rotary: RotaryTable | None = None
+
+    def rotary_table(self) -> RotaryTable:
+        assert self.rotary is not None, "the stage's first layer computes the table"
+        return self.rotary
+
+
+class Mixer(Protocol):
+    def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
+        """x: [T, hidden], normalised. Returns [T, hidden]."""
+        ...
+
+
+class FeedForward(Protocol):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden], normalised. Returns [T, hidden]."""
+        ...
+
+
+class MixerSpec(Protocol):
+    """How a layer mixes tokens."""
+
+    @property
+    def weights_name(self) -> str:
+        """The key part of its tensors, below the layer's."""
+        ...
+
+    @property
+    def chunk_grid(self) -> int:
+        """Prefill chunks must end on multiples of this many tokens."""
+        ...
+
+    def attention_geometry(self, page_size: int) -> AttentionGeometry | None:
+        """None if it does not use paged K/V."""
+        ...
+
+    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]: ...
+
+    def build(self, weights: Weights, *, layer_id: int) -> Mixer: ...
+
+
+class FeedForwardSpec(Protocol):
+    def build(self, weights: Weights) -> FeedForward: ...
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A whole model. `num_extra_layers` layers after the last (NextN drafts) may be in its files and are not its."""
+
+    vocab_size: int
+    hidden_size: int
+    max_context_tokens: int
+    norm: NormSpec
+    rope: RopeSpec
+    layers: tuple[LayerSpec, ...]
+    tied_head: bool
+    num_extra_layers: int = field(default=0)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def read_norm(raw: RawConfig, *, zero_centred: bool = False) -> NormSpec:
+    return NormSpec(eps=raw.number("rms_norm_eps", 1e-6), zero_centred=zero_centred)
+
+
+def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: RopeSpec, norm: NormSpec | None = None,
+                     num_extra_layers: int = 0) -> DecoderSpec:
+    """A decoder of these layers with the fields every config spells alike.
+
+    Raises:
+        ConfigError: a field is missing or out of range.
+    """
+    return DecoderSpec(
+        vocab_size=raw.integer("vocab_size"), hidden_size=raw.integer("hidden_size"),
+        max_context_tokens=raw.integer("max_position_embeddings"), norm=norm or read_norm(raw), rope=rope,
+        layers=layers, tied_head=raw.flag("tie_word_embeddings", default=False), num_extra_layers=num_extra_layers,
+    )

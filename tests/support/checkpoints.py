@@ -1,0 +1,101 @@
+"""Tiny random checkpoints of every family, written by transformers and remembered for the test session.
+
+`make_checkpoint(folder, name)` writes one; `oracle(folder)` opens it again as transformers sees it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_BASE: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "rope_parameters": _ROPE,
+}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_HYBRID: dict[str, Any] = {
+    **_BASE, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+           "out_hidden_size": 64, "num_position_embeddings": 16}
+_MARKERS = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
+
+
+def _text(cls: str, config_cls: str, **fields: object) -> Callable[[], PreTrainedModel]:
+    return lambda: getattr(transformers, cls)(getattr(transformers, config_cls)(**fields))
+
+
+_FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
+    "llama": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _LLAMA3}),
+    "llama_tied_bias": _text("LlamaForCausalLM", "LlamaConfig", **_BASE, tie_word_embeddings=True, attention_bias=True,
+                             mlp_bias=True),
+    "llama_yarn": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _YARN}),
+    "llama_linear": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _LINEAR}),
+    "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", **_BASE, head_dim=32),
+    "qwen3_5_text": _text("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_HYBRID),
+    "qwen3_5": _text("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", text_config=_HYBRID, vision_config=_VISION,
+                     **_MARKERS),
+}
+FAMILY_NAMES = tuple(_FAMILIES)
+
+
+def make_checkpoint(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, shard_bytes: int = 0) -> Path:
+    """Write family `name` below `folder` (once) and return its folder; `shard_bytes` splits it into several files."""
+    path = folder / f"{name}-{str(dtype).split('.')[1]}-{shard_bytes}"
+    if not path.exists():
+        torch.manual_seed(0)
+        model = _FAMILIES[name]()
+        spread_weights(model)
+        nn.Module.to(model, dtype)
+        model.save_pretrained(path, **({"max_shard_size": shard_bytes} if shard_bytes else {}))
+    return path
+
+
+def oracle(path: Path) -> PreTrainedModel:
+    """The checkpoint in transformers, as a causal language model over text."""
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    model.train(mode=False)
+    return model
+
+
+@torch.no_grad()
+def spread_weights(model: nn.Module, seed: int = 0) -> None:
+    """Random weights that make a lively model: fan-in scaling and norms, biases and decays away from their neutral
+    values, so that a forgotten one shows and the best token has a margin."""
+    generator = torch.Generator().manual_seed(seed)
+    zero_centred = {name for name, module in model.named_modules()
+                    if type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")}
+    routing = [(name, buffer) for name, buffer in model.named_buffers() if "e_score_correction" in name]
+    for name, tensor in [*model.named_parameters(), *routing]:
+        tensor.copy_(_spread(name, torch.randn(tensor.shape, generator=generator),
+                             is_zero_centred=name.rsplit(".", 1)[0] in zero_centred))
+
+
+def _spread(name: str, normal: Tensor, *, is_zero_centred: bool) -> Tensor:
+    if name.endswith("A_log"):
+        return normal * 0.8 + 0.5  # decays between about 0.2 and 8 per unit of time step
+    if name.endswith("dt_bias"):
+        return normal * 0.5 - 2.0
+    if "e_score_correction" in name:
+        return normal * 0.2
+    if "norm" in name and not is_zero_centred and name.endswith("weight"):
+        return normal * 0.1 + 1.0
+    if "norm" in name or name.endswith("bias"):
+        return normal * 0.1
+    if "embed" in name:
+        return normal
+    if "conv1d" in name:
+        return normal * 0.5
+    return normal * (1.2 / math.sqrt(normal.shape[-1]))

@@ -1,0 +1,98 @@
+"""The simplest thing that runs a model: plain tensors as pools, fixed pages per sequence, stages called in turn.
+
+Pools start as NaN, so that a read of anything unwritten shows. Sequences own shuffled pages, so that page order
+matters.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from engine.attention.cpu import CpuAttention
+from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.memory.layout import CacheKind
+from engine.model import ForwardContext, StageOutput
+from engine.numerics import Numerics
+from engine.recurrent.cpu import CpuRecurrent
+from engine.request import SamplingParams
+from engine.stages import LayerRange
+from models.decoder import DecoderStage
+from models.loader import ModelDescription
+
+
+class StageDriver:
+    """A model cut before each layer of `cuts`, and its sequences 0, 1, ... up to `num_sequences`."""
+
+    def __init__(self, model: ModelDescription, *, cuts: Sequence[int] = (), page_size: int = 16,
+                 num_sequences: int = 4, max_tokens: int = 256, numerics: Numerics = Numerics.EXACT,
+                 capture_layers: frozenset[int] = frozenset()) -> None:
+        bounds = [0, *cuts, model.facts.num_layers]
+        self.stages = [model.load_stage(LayerRange(a, b), numerics=numerics, capture_layers=capture_layers)
+                       for a, b in pairwise(bounds)]
+        self._lengths = [0] * num_sequences
+        pages_each = -(-max_tokens // page_size)
+        shuffled = torch.randperm(num_sequences * pages_each, generator=torch.Generator().manual_seed(1)) + 1
+        self._tables = shuffled.view(num_sequences, pages_each).int()
+        self.pools = _pools(model, page_size=page_size, num_pages=num_sequences * pages_each + 1,
+                            num_slots=num_sequences + 1)
+        geometry = model.attention_geometry(page_size)
+        assert geometry is not None
+        self.layers_done: list[int] = []
+        self.contexts = [ForwardContext(
+            attention=CpuAttention(kv_pools=self._local(CacheKind.KV, stage), geometry=geometry, numerics=numerics),
+            recurrent=CpuRecurrent(conv_pools=self._local(CacheKind.CONV, stage),
+                                   state_pools=self._local(CacheKind.STATE, stage), numerics=numerics),
+            on_layer_done=self.layers_done.append) for stage in self.stages]
+
+    def prefill(self, rows: dict[int, list[int]], *, draw: bool = True) -> Tensor:
+        """Append each sequence's tokens as one chunk; returns logits [rows, vocab] of the last ones."""
+        return self._logits(self.run(self.batch(ForwardMode.PREFILL, rows, draw=draw)))
+
+    def decode(self, rows: dict[int, int]) -> Tensor:
+        """Append one token to each sequence; returns logits [rows, vocab]."""
+        batch = self.batch(ForwardMode.DECODE, {row: [token] for row, token in rows.items()}, draw=True)
+        return self._logits(self.run(batch))
+
+    def batch(self, mode: ForwardMode, rows: dict[int, list[int]], *, draw: bool) -> ForwardBatch:
+        contexts = [self._lengths[row] for row in rows]
+        positions = [torch.arange(start, start + len(tokens))
+                     for start, tokens in zip(contexts, rows.values(), strict=True)]
+        index = torch.tensor(list(rows), dtype=torch.long)
+        drawn = SamplingRow(params=SamplingParams(), position=0) if draw else None
+        return ForwardBatch(
+            mode=mode, request_ids=tuple(rows), query_lens=tuple(len(tokens) for tokens in rows.values()),
+            context_lens=tuple(contexts), token_ids=torch.tensor([t for tokens in rows.values() for t in tokens]),
+            positions=torch.cat(positions), page_tables=self._tables[index], slot_ids=(index + 1).int(),
+            sampling=(drawn,) * len(rows),
+        )
+
+    def run(self, batch: ForwardBatch) -> StageOutput:
+        """One batch through all stages."""
+        output = StageOutput()
+        for index, (stage, context) in enumerate(zip(self.stages, self.contexts, strict=True)):
+            local = batch.clone()
+            if index:
+                local.token_ids = None
+            context.attention.plan(local)
+            output = stage.forward(local, output.hidden, context, output.aux_hidden)
+        for row, length in zip(batch.request_ids, batch.query_lens, strict=True):
+            self._lengths[row] += length
+        return output
+
+    def _local(self, kind: CacheKind, stage: DecoderStage) -> dict[int, Tensor]:
+        return {layer_id: pool for (layer_id, of_kind), pool in self.pools.items()
+                if of_kind is kind and layer_id in stage.layer_range}
+
+    @staticmethod
+    def _logits(output: StageOutput) -> Tensor:
+        assert output.logits is not None
+        return output.logits
+
+
+def _pools(model: ModelDescription, *, page_size: int, num_pages: int,
+           num_slots: int) -> dict[tuple[int, CacheKind], Tensor]:
+    return {(spec.layer_id, spec.kind): torch.full(
+        (num_pages if spec.kind.is_paged else num_slots, *spec.record_shape), float("nan"),
+        dtype=getattr(torch, spec.dtype)) for spec in model.cache_specs(page_size)}
