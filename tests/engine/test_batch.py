@@ -172,7 +172,8 @@ def test_s1_6_fields_follow_their_rule(name: str) -> None:
 
 def rows_of(batch: ForwardBatch) -> list[tuple[object, ...]]:
     """Row by row, everything that belongs to a row."""
-    rows, start = [], 0
+    rows: list[tuple[object, ...]] = []
+    start = 0
     for row in range(batch.num_rows):
         end = start + batch.query_lens[row]
         ids = None if batch.token_ids is None else batch.token_ids[start:end].tolist()
