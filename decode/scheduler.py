@@ -1,0 +1,339 @@
+"""Which requests take their next step: continuous batching, as many micro-batches in flight as there are stages.
+
+    reserved (pages, slot; receives posted) ─▶ running ─▶ finished
+                                                │   ▲
+                              out of pages ─▶ waiting (memory given back; replayed later)
+
+Pages run out in mid-stream: the least urgent, youngest request gives its memory back and waits. It comes back before
+anything new is admitted and is replayed: the prompt in prefill chunks, then its own output one token at a time
+without drawing. That repeats exactly the arithmetic of the first time, so its stream continues with the same bits; it
+never ends with an error. Belongs to the engine thread.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.batch import ForwardBatch, ForwardMode
+from engine.memory.integrity import check_integrity
+from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
+from engine.memory.slots import SlotAllocator, SlotLease
+from engine.pipeline.stages import StepResult
+from engine.request import DrawnToken, FinishReason, Request
+from engine.rows import Row, build_batch, chunk_end, sampling_row
+from runtime.clock import Clock
+from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The next token of the request."""
+
+    token: DrawnToken
+
+
+@dataclass(frozen=True)
+class Finished:
+    reason: FinishReason
+    stop_token_id: int | None
+    queue_s: float  # joined to first step
+    decode_s: float  # first step to last token
+    num_preemptions: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    error: BatonError
+
+
+Event = Drawn | Finished | Failed
+Emit = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Memory for one request: the pages its prompt lands in, in position order, and its state slot."""
+
+    key: int
+    prompt_page_ids: tuple[int, ...]
+    slot_id: int
+
+
+@dataclass
+class _Entry:
+    key: int
+    request: Request
+    emit: Emit
+    pages: PageLease | None = None  # None while waiting
+    slot: SlotLease | None = None
+    outputs: list[int] = field(default_factory=list)
+    computed: int = 0  # tokens of prompt + outputs whose cache entries exist or are in flight
+    running: bool = False  # has its memory filled and may be scheduled
+    in_flight: bool = False
+    released: bool = False
+    joined_s: float = 0.0
+    first_step_s: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.outputs)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        prompt = self.request.prompt_token_ids
+        return [*prompt[start:end], *self.outputs[max(0, start - len(prompt)):max(0, end - len(prompt))]]
+
+    def free(self) -> None:
+        for lease in (self.pages, self.slot):
+            if lease is not None:
+                lease.end()
+        self.pages = self.slot = None
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """`depth` is the number of stages; `growth_tokens` are reserved beyond the prompt at admission."""
+
+    page_size: int
+    grid: int
+    depth: int
+    max_running: int
+    max_context_tokens: int
+    chunk_tokens: int = 512  # of a replay's prefill batches
+    growth_tokens: int = 64
+
+
+@dataclass(frozen=True)
+class DecodeLoad:
+    running_requests: int
+    waiting_requests: int
+    pages_free: int
+    slots_free: int
+
+
+@dataclass
+class DecodeScheduler:
+    """Implements `engine.loop.Scheduler`."""
+
+    pages: PageAllocator
+    slots: SlotAllocator
+    limits: DecodeLimits
+    clock: Clock
+    _entries: dict[int, _Entry] = field(default_factory=dict)  # by key, in admission order
+    _waiting: list[_Entry] = field(default_factory=list)
+    _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
+    _next_key: int = 1
+
+    def reserve(self, request: Request, emit: Emit) -> Reservation:
+        """Memory for the prompt and some growth, at once or not at all.
+
+        Raises:
+            CapacityError: no room now, or a preempted request waits for it first.
+            InvalidRequestError: the request could never fit.
+        """
+        entry = self._admit(request, emit)
+        assert entry.pages is not None and entry.slot is not None
+        prompt_pages = pages_for_tokens(len(request.prompt_token_ids), self.limits.page_size)
+        return Reservation(entry.key, tuple(entry.pages.page_ids[:prompt_pages]), entry.slot.slot_id)
+
+    def join(self, key: int, first_token: int) -> None:
+        """The prompt has landed: the request joins the running batch without a forward, or ends if the first token
+        ended it. Unknown keys (released meanwhile) are ignored."""
+        entry = self._entries.get(key)
+        if entry is None or entry.released:
+            return
+        entry.outputs.append(first_token)
+        entry.computed = len(entry.request.prompt_token_ids)
+        self._run(entry)
+        self._finish_if_done(entry)
+
+    def submit_local(self, request: Request, emit: Emit) -> int:
+        """Generate without a handoff: prefill here too. For warm-up, and as the reference of every topology.
+
+        Raises as `reserve` does.
+        """
+        entry = self._admit(request, emit)
+        self._run(entry)
+        return entry.key
+
+    def release(self, key: int) -> None:
+        """The request is over and nothing writes its memory any more. Idempotent."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.released = True
+        if not entry.in_flight:
+            self._forget(entry)
+
+    def load(self) -> DecodeLoad:
+        return DecodeLoad(len(self._entries) - len(self._waiting), len(self._waiting), self.pages.num_free,
+                          self.slots.num_free)
+
+    def next_batch(self) -> ForwardBatch | None:
+        self._readmit()
+        ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
+        replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
+        if replays:
+            return self._replay_batch(replays)
+        share = -(-len(self._turns) // self.limits.depth)
+        rows: list[Row] = []
+        for entry in ready:
+            if len(rows) == share:
+                break
+            if entry.running and self._grow(entry):
+                rows.append(self._decode_row(entry))
+        return build_batch(ForwardMode.DECODE, rows) if rows else None
+
+    def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
+        drawn = iter(result.tokens)
+        for key, sampling in zip(batch.request_ids, batch.sampling, strict=True):
+            entry = self._entries[key]
+            entry.in_flight = False
+            token = next(drawn) if sampling is not None and result.error is None else None
+            if entry.released:
+                self._forget(entry)
+            elif result.error is not None:
+                self._fail(entry, result.error)
+            elif token is not None:
+                entry.outputs.append(token.token_id)
+                entry.emit(Drawn(token))
+                self._finish_if_done(entry)
+
+    def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+        for entry in list(self._entries.values()):
+            entry.in_flight = False
+            if entry.released:
+                self._forget(entry)
+            else:
+                self._fail(entry, error)
+
+    def on_idle(self) -> None:
+        check_integrity([self.pages.ledger, self.slots.ledger],
+                        live_owners={_owner(key) for key in self._entries})
+
+    def _admit(self, request: Request, emit: Emit) -> _Entry:
+        self._check_fits(request)
+        if self._waiting:
+            raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
+        if len(self._entries) >= self.limits.max_running:
+            raise CapacityError(f"{len(self._entries)} requests run, the limit is {self.limits.max_running}",
+                                resource="running requests")
+        entry = _Entry(self._next_key, request, emit, joined_s=self.clock.now())
+        self._lease(entry)
+        self._next_key += 1
+        self._entries[entry.key] = entry
+        return entry
+
+    def _check_fits(self, request: Request) -> None:
+        total = len(request.prompt_token_ids) + request.max_tokens
+        room = min(self.limits.max_context_tokens, self.pages.num_total * self.limits.page_size)
+        if total > room:
+            raise InvalidRequestError(FieldViolation(
+                "max_tokens", f"prompt of {len(request.prompt_token_ids)} and max_tokens {request.max_tokens} "
+                              f"are {total} tokens, the decode pool's limit is {room}"))
+
+    def _lease(self, entry: _Entry) -> None:
+        """Lease pages for the entry's tokens and some growth, and a slot; both or neither."""
+        most = len(entry.request.prompt_token_ids) + entry.request.max_tokens
+        wanted = min(entry.num_tokens + self.limits.growth_tokens, max(most, entry.num_tokens))
+        try:
+            entry.slot = self.slots.alloc(owner=_owner(entry.key))
+            entry.pages = self.pages.alloc(pages_for_tokens(wanted, self.limits.page_size), owner=_owner(entry.key))
+        except CapacityError:
+            entry.free()
+            raise
+
+    def _run(self, entry: _Entry) -> None:
+        entry.running = True
+        entry.joined_s = self.clock.now()
+        self._turns[entry.key] = None
+
+    def _readmit(self) -> None:
+        """Preempted requests come back, most urgent and oldest first, as far as memory goes."""
+        self._waiting.sort(key=lambda entry: (entry.request.priority, entry.key))
+        while self._waiting:
+            entry = self._waiting[0]
+            try:
+                self._lease(entry)
+            except CapacityError:
+                return
+            self._waiting.pop(0)
+            entry.running = True
+            self._turns[entry.key] = None
+
+    def _grow(self, entry: _Entry) -> bool:
+        """Make sure that the entry's next token has a page, at the cost of a less urgent request if need be."""
+        while entry.pages is not None:
+            missing = pages_for_tokens(entry.computed + 1, self.limits.page_size) - entry.pages.num_pages
+            if missing <= 0:
+                return True
+            try:
+                entry.pages.extend(missing)
+            except CapacityError:
+                victims = [other for key in self._turns if not (other := self._entries[key]).in_flight]
+                self._preempt(max(victims, key=lambda other: (other.request.priority, other.key)))
+        return False
+
+    def _preempt(self, entry: _Entry) -> None:
+        entry.free()
+        entry.computed = 0
+        entry.running = False
+        entry.num_preemptions += 1
+        del self._turns[entry.key]
+        self._waiting.append(entry)
+
+    def _replay_batch(self, entries: list[_Entry]) -> ForwardBatch | None:
+        rows: list[Row] = []
+        budget = self.limits.chunk_tokens
+        for entry in entries:
+            prompt_len = len(entry.request.prompt_token_ids)
+            end = chunk_end(entry.computed, prompt_len, budget, self.limits.grid)
+            if end > entry.computed:
+                draws = end == prompt_len and not entry.outputs
+                budget -= end - entry.computed
+                rows.append(self._row(entry, end, draws=draws))
+        return build_batch(ForwardMode.PREFILL, rows) if rows else None
+
+    def _decode_row(self, entry: _Entry) -> Row:
+        if entry.first_step_s is None:
+            entry.first_step_s = self.clock.now()
+        return self._row(entry, entry.computed + 1, draws=entry.computed == entry.num_tokens - 1)
+
+    def _row(self, entry: _Entry, end: int, *, draws: bool) -> Row:
+        assert entry.pages is not None and entry.slot is not None
+        row = Row(entry.key, entry.tokens(entry.computed, end), entry.computed, entry.pages.page_ids,
+                  entry.slot.slot_id, sampling_row(entry.request, entry.outputs) if draws else None)
+        entry.computed = end
+        entry.in_flight = True
+        del self._turns[entry.key]
+        self._turns[entry.key] = None
+        return row
+
+    def _finish_if_done(self, entry: _Entry) -> None:
+        reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
+        if reason is None:
+            return
+        now = self.clock.now()
+        first = now if entry.first_step_s is None else entry.first_step_s
+        stop = entry.outputs[-1] if reason is FinishReason.STOP else None
+        self._forget(entry)
+        entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
+
+    def _fail(self, entry: _Entry, error: BatonError) -> None:
+        """Tell the owner, who releases it; run no more of it."""
+        self._stop_running(entry)
+        entry.emit(Failed(error))
+
+    def _stop_running(self, entry: _Entry) -> None:
+        entry.running = False
+        self._turns.pop(entry.key, None)
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+
+    def _forget(self, entry: _Entry) -> None:
+        self._stop_running(entry)
+        entry.free()
+        del self._entries[entry.key]
+
+
+def _owner(key: int) -> str:
+    return f"request {key}"

@@ -1,0 +1,184 @@
+"""The only loop: schedule → prepare → launch → collect → publish, with a window of batches in flight.
+
+The window is the pipeline's depth: 1 on a single stage, the number of stages on a pipelined pool. One thread runs the
+loop and owns the scheduler, its allocators and the stage channel; everybody else hands it commands.
+
+    commands ─▶ [ scheduler.next_batch ─▶ pipeline.launch ]* ─▶ pipeline.collect ─▶ scheduler.on_result ─▶ …
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from engine.batch import ForwardBatch
+from engine.pipeline.stages import Pipeline, StepResult
+from runtime.errors import BatonError, CapacityError, InternalError, PeerLostError, UnavailableError
+
+T = TypeVar("T")
+MAX_COMMANDS = 65536
+
+
+class Scheduler(Protocol):
+    """Decides what runs. Called by the loop's thread alone."""
+
+    def next_batch(self) -> ForwardBatch | None:
+        """The next batch to launch, or None when nothing is ready that is not in flight already."""
+        ...
+
+    def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
+        """Publish a collected batch, or end its requests if `result.error` is set."""
+        ...
+
+    def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+        """The pool broke: end every request that depends on it."""
+        ...
+
+    def on_idle(self) -> None:
+        """Nothing runs and nothing waits: check that nothing leaked. Raises InternalError if something did."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoopObserver:
+    """Where the loop tells what it measures; every field is called from its thread."""
+
+    step_s: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None
+    waited_s: Callable[[float], None] = lambda seconds: None
+    unhealthy: Callable[[str], None] = lambda reason: None
+
+
+class EngineLoop:
+    """Runs a scheduler over a pipeline in its own thread.
+
+    `submit` is the one way in. Without a pipeline (before the pool has formed, after it broke) commands run and
+    batches wait.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, observer: LoopObserver | None = None,
+                 step_timeout_s: float = 60) -> None:
+        self._scheduler = scheduler
+        self._observer = observer or LoopObserver()
+        self._step_timeout_s = step_timeout_s
+        self._pipeline: Pipeline | None = None
+        self._in_flight: deque[tuple[ForwardBatch, float]] = deque()
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue(MAX_COMMANDS)
+        self._stopping = False
+        self._was_busy = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10) -> None:
+        """Ends the loop after the commands that are queued; batches in flight are abandoned."""
+        self.post(self._stop)
+        self._thread.join(timeout_s)
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run `command` on the loop's thread, soon. Raises CapacityError when too many are queued."""
+        try:
+            self._commands.put_nowait(command)
+        except queue.Full:
+            raise CapacityError("the engine has too many commands queued", resource="engine commands") from None
+        pipeline = self._pipeline
+        if pipeline is not None:
+            pipeline.wake()
+
+    async def submit(self, call: Callable[[], T]) -> T:
+        """Run `call` on the loop's thread and return its result, or raise what it raised, here."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def command() -> None:
+            try:
+                result = call()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, result, None)
+
+        self.post(command)
+        return await future
+
+    def attach(self, pipeline: Pipeline) -> None:
+        """Start launching batches. Loop thread only."""
+        self._pipeline = pipeline
+
+    def detach(self, error: BatonError) -> None:
+        """The pipeline is gone: end what depended on it. Loop thread only."""
+        if self._pipeline is None:
+            return
+        self._pipeline = None
+        batches = [batch for batch, _ in self._in_flight]
+        self._in_flight.clear()
+        self._scheduler.on_pipeline_lost(batches, error)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except PeerLostError as error:
+                self.detach(error)
+            except InternalError as error:
+                self._observer.unhealthy(str(error))
+                self.detach(UnavailableError(f"the engine stopped: {error}"))
+
+    def _turn(self) -> None:
+        self._drain_commands()
+        pipeline = self._pipeline
+        if pipeline is not None:
+            while len(self._in_flight) < pipeline.depth and (batch := self._scheduler.next_batch()) is not None:
+                self._in_flight.append((batch, time.monotonic()))
+                pipeline.launch(batch)
+                self._was_busy = True
+            if self._in_flight:
+                self._collect(pipeline)
+                return
+        if self._was_busy:
+            self._was_busy = False
+            self._scheduler.on_idle()
+        self._wait_for_command()
+
+    def _collect(self, pipeline: Pipeline) -> None:
+        began = time.monotonic()
+        batch, launched = self._in_flight[0]
+        result = pipeline.collect(0.5)
+        self._observer.waited_s(time.monotonic() - began)
+        if result is None:
+            if time.monotonic() - launched > self._step_timeout_s:
+                raise PeerLostError(f"a step took longer than {self._step_timeout_s} s")
+            return
+        self._in_flight.popleft()
+        self._observer.step_s(time.monotonic() - launched, batch)
+        self._scheduler.on_result(batch, result)
+
+    def _drain_commands(self) -> None:
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _wait_for_command(self) -> None:
+        try:
+            command = self._commands.get(timeout=1.0)
+        except queue.Empty:
+            return
+        command()
+        self._was_busy = True

@@ -1,0 +1,35 @@
+"""Runs one stage's layers on a batch: plan if the batch says so, then forward. Knows no neighbours."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.batch import ForwardBatch
+from engine.model import ForwardContext, StageModel, StageOutput
+from engine.recurrent.backend import RecurrentBackend
+
+LayerObserver = Callable[[ForwardBatch, int], None]
+
+
+class StageExecutor:
+    """One stage's model with its backends. `on_layer_done(batch, layer_id)` is told of each layer as it completes."""
+
+    def __init__(self, *, model: StageModel, attention: AttentionBackend, recurrent: RecurrentBackend,
+                 on_layer_done: LayerObserver | None = None) -> None:
+        self.model = model
+        self._attention = attention
+        self._recurrent = recurrent
+        self._on_layer_done = on_layer_done
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, hidden: Tensor | None = None,
+            aux_hidden: dict[int, Tensor] | None = None) -> StageOutput:
+        """Hidden states for the next stage, or logits of the drawing rows from the last."""
+        if batch.needs_forward_metadata_init():
+            self._attention.plan(batch)
+        observer = self._on_layer_done
+        done = None if observer is None else lambda layer_id: observer(batch, layer_id)
+        context = ForwardContext(self._attention, self._recurrent, done)
+        return self.model.forward(batch, hidden, context, aux_hidden)

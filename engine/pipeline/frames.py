@@ -1,0 +1,216 @@
+"""Bytes of a batch on its way through the stages: flat arrays with a typed table of contents, never pickle.
+
+A frame is a fixed header, a table (one entry per array: dtype, shape) and the arrays, each aligned to 8 bytes. Stage 0
+decides membership and ships it with every batch; later stages keep nothing between frames but their pools.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.request import DrawnToken, SamplingParams, TokenLogprobs
+from runtime.errors import InternalError
+
+_HEADER = struct.Struct("<4sBBHQ")  # magic, schema, kind, number of arrays, sequence number
+_ENTRY = struct.Struct("<BBxxIQQ")  # dtype code, dims, first three extents (0 where absent)
+_MAGIC, _SCHEMA = b"BATN", 1
+_DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "float64")
+_TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MODES = tuple(ForwardMode)
+
+Array = NDArray[np.generic]
+
+
+class FrameKind(IntEnum):
+    BATCH = 1  # to the next stage
+    RESULT = 2  # last stage to stage 0
+    ERROR = 3  # a stage could not run a batch; passed on to stage 0
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """A batch as a later stage gets it."""
+
+    batch: ForwardBatch
+    hidden: Tensor | None
+    aux_hidden: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Frame:
+    kind: FrameKind
+    sequence: int
+    arrays: tuple[Array, ...]
+
+
+def pack(kind: FrameKind, sequence: int, arrays: Sequence[Array]) -> bytearray:
+    """One contiguous frame."""
+    arrays = [np.ascontiguousarray(array) for array in arrays]
+    offset = _HEADER.size + _ENTRY.size * len(arrays)
+    offsets = []
+    for array in arrays:
+        offset = (offset + 7) & ~7
+        offsets.append(offset)
+        offset += array.nbytes
+    frame = bytearray(offset)
+    _HEADER.pack_into(frame, 0, _MAGIC, _SCHEMA, kind, len(arrays), sequence)
+    for i, (array, start) in enumerate(zip(arrays, offsets, strict=True)):
+        extents = (*array.shape, 0, 0, 0)[:3]
+        _ENTRY.pack_into(frame, _HEADER.size + i * _ENTRY.size, _DTYPES.index(array.dtype.name), array.ndim, *extents)
+        frame[start:start + array.nbytes] = array.reshape(-1).view(np.uint8).data
+    return frame
+
+
+def unpack(frame: bytes | bytearray | memoryview) -> Frame:
+    """Arrays that copy nothing: they live as long as `frame`'s memory.
+
+    Raises:
+        InternalError: not a frame of this schema, or shorter than its own table says.
+    """
+    try:
+        magic, schema, kind, count, sequence = _HEADER.unpack_from(frame, 0)
+        if magic != _MAGIC or schema != _SCHEMA:
+            raise InternalError(f"not a stage frame of schema {_SCHEMA}: magic {magic!r}, schema {schema}")
+        arrays, offset = [], _HEADER.size + _ENTRY.size * count
+        for i in range(count):
+            code, dims, *extents = _ENTRY.unpack_from(frame, _HEADER.size + i * _ENTRY.size)
+            shape, dtype = tuple(extents[:dims]), np.dtype(_DTYPES[code])
+            offset = (offset + 7) & ~7
+            size = int(np.prod(shape, dtype=np.int64))
+            arrays.append(np.frombuffer(frame, dtype, size, offset).reshape(shape))
+            offset += size * dtype.itemsize
+        return Frame(FrameKind(kind), sequence, tuple(arrays))
+    except (struct.error, ValueError, IndexError) as error:
+        raise InternalError(f"stage frame of {len(frame)} bytes is damaged: {error}") from error
+
+
+def pack_batch(sequence: int, batch: ForwardBatch, hidden: Tensor | None, aux_hidden: dict[int, Tensor]) -> bytearray:
+    """What the next stage needs to run its layers on the batch."""
+    tensors = [hidden] if hidden is not None else []
+    tensors += [aux_hidden[layer] for layer in sorted(aux_hidden)]
+    head = np.array([_MODES.index(batch.mode), hidden is not None, *sorted(aux_hidden)], np.int64)
+    arrays: list[Array] = [
+        head, np.array(batch.request_ids, np.int64), np.array(batch.query_lens, np.int64),
+        np.array(batch.context_lens, np.int64), batch.positions.numpy(), batch.page_tables.numpy(),
+        batch.slot_ids.numpy(), *_pack_sampling(batch.sampling)]
+    for tensor in tensors:
+        arrays += _tensor_arrays(tensor)
+    return pack(FrameKind.BATCH, sequence, arrays)
+
+
+def unpack_batch(frame: Frame) -> StageInput:
+    head, request_ids, query_lens, context_lens, positions, page_tables, slot_ids, *rest = frame.arrays
+    sampling = _unpack_sampling(rest[:_SAMPLING_ARRAYS])
+    tensors = [_array_tensor(rest[i], rest[i + 1]) for i in range(_SAMPLING_ARRAYS, len(rest), 2)]
+    batch = ForwardBatch(
+        mode=_MODES[int(head[0])], request_ids=tuple(request_ids.tolist()), query_lens=tuple(query_lens.tolist()),
+        context_lens=tuple(context_lens.tolist()), token_ids=None, positions=_owned(positions),
+        page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling)
+    hidden = tensors.pop(0) if head[1] else None
+    return StageInput(batch, hidden, dict(zip(head[2:].tolist(), tensors, strict=True)))
+
+
+def pack_result(sequence: int, tokens: Sequence[DrawnToken]) -> bytearray:
+    """One drawn token per row that draws, in row order."""
+    ids = np.array([token.token_id for token in tokens], np.int64)
+    chosen = np.array([np.nan if token.logprobs is None else token.logprobs.logprob for token in tokens], np.float64)
+    tops = [() if token.logprobs is None else token.logprobs.top for token in tokens]
+    lens = np.array([len(top) for top in tops], np.int64)
+    flat = [pair for top in tops for pair in top]
+    return pack(FrameKind.RESULT, sequence, [
+        ids, chosen, lens, np.array([pair[0] for pair in flat], np.int64),
+        np.array([pair[1] for pair in flat], np.float64)])
+
+
+def unpack_result(frame: Frame) -> list[DrawnToken]:
+    ids, chosen, lens, top_ids, top_values = (array.tolist() for array in frame.arrays)
+    tokens, start = [], 0
+    for token_id, logprob, count in zip(ids, chosen, lens, strict=True):
+        top = tuple(zip(top_ids[start:start + count], top_values[start:start + count], strict=True))
+        start += count
+        tokens.append(DrawnToken(token_id, None if logprob != logprob else TokenLogprobs(logprob, top)))
+    return tokens
+
+
+def pack_error(sequence: int, text: str) -> bytearray:
+    return pack(FrameKind.ERROR, sequence, [np.frombuffer(text.encode()[:4096], np.uint8)])
+
+
+def unpack_error(frame: Frame) -> str:
+    return frame.arrays[0].tobytes().decode(errors="replace")
+
+
+def _owned(array: Array) -> Tensor:
+    return torch.from_numpy(array.copy())
+
+
+def _tensor_arrays(tensor: Tensor) -> list[Array]:
+    code = np.array([_TORCH_DTYPES.index(tensor.dtype), *tensor.shape], np.int64)
+    return [code, tensor.contiguous().view(torch.uint8).reshape(-1).numpy()]
+
+
+def _array_tensor(code: Array, data: Array) -> Tensor:
+    dtype, *shape = code.tolist()
+    return torch.from_numpy(data.copy()).view(_TORCH_DTYPES[dtype]).view(shape)
+
+
+_SAMPLING_ARRAYS = 8
+
+
+def _ragged(lists: Sequence[Sequence[int]]) -> Array:
+    """[number of lists, their lengths..., all values...]"""
+    return np.array([len(lists), *(len(x) for x in lists), *(v for x in lists for v in x)], np.int64)
+
+
+def _unragged(array: Array) -> list[tuple[int, ...]]:
+    values = array.tolist()
+    lens, start, lists = values[1:1 + values[0]], 1 + values[0], []
+    for length in lens:
+        lists.append(tuple(values[start:start + length]))
+        start += length
+    return lists
+
+
+def _pack_sampling(rows: Sequence[SamplingRow | None]) -> list[Array]:
+    drawing = [row for row in rows if row is not None]
+    params = [row.params for row in drawing]
+    histories = [side for row in drawing for side in (row.history or ((), ()))]
+    biases = [p.logit_bias for p in params]
+    return [
+        np.array([row is not None for row in rows], np.uint8),
+        np.array([(p.temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty)
+                  for p in params], np.float64).reshape(-1, 6),
+        np.array([(p.top_k, row.position, -1 if row.num_top_logprobs is None else row.num_top_logprobs,
+                   row.history is not None) for p, row in zip(params, drawing, strict=True)], np.int64).reshape(-1, 4),
+        np.array([p.seed for p in params], np.uint64),
+        _ragged([[token for token, _ in bias] for bias in biases]),
+        np.array([value for bias in biases for _, value in bias], np.float64),
+        _ragged(histories),
+        _ragged([row.banned_token_ids for row in drawing]),
+    ]
+
+
+def _unpack_sampling(arrays: Sequence[Array]) -> tuple[SamplingRow | None, ...]:
+    draws, floats, ints, seeds, bias_ids, bias_values, histories, banned = arrays
+    bias_lists, sides, bans = _unragged(bias_ids), _unragged(histories), _unragged(banned)
+    values, start, drawing = bias_values.tolist(), 0, []
+    for i, (numbers, whole, seed) in enumerate(zip(floats.tolist(), ints.tolist(), seeds.tolist(), strict=True)):
+        temperature, top_p, min_p, frequency, presence, repetition = numbers
+        top_k, position, num_top, has_history = whole
+        bias = tuple(zip(bias_lists[i], values[start:start + len(bias_lists[i])], strict=True))
+        start += len(bias)
+        drawing.append(SamplingRow(
+            SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                           frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition,
+                           seed=seed, logit_bias=bias),
+            position, None if num_top < 0 else num_top,
+            (sides[2 * i], sides[2 * i + 1]) if has_history else None, bans[i]))
+    rows = iter(drawing)
+    return tuple(next(rows) if draw else None for draw in draws.tolist())

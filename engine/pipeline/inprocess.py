@@ -1,0 +1,74 @@
+"""Stages of one process talking through bounded queues: the stage channel for tests and single-process runs."""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from runtime.errors import DeadlineError, InternalError, PeerLostError
+
+
+@dataclass
+class _Mailboxes:
+    """Frames under way, by (sender, receiver), and who is gone. One condition guards all of it."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    frames: dict[tuple[int, int], deque[bytes]] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    woken: set[int] = field(default_factory=set)
+
+
+class InProcessChannel:
+    """One rank's end. Build a whole pool's with `InProcessChannel.pool(size)`."""
+
+    def __init__(self, mailboxes: _Mailboxes, rank: int, *, max_frame_bytes: int, max_frames: int) -> None:
+        self._boxes = mailboxes
+        self._rank = rank
+        self._max_frame_bytes = max_frame_bytes
+        self._max_frames = max_frames
+
+    @classmethod
+    def pool(cls, size: int, *, max_frame_bytes: int = 1 << 28, max_frames: int = 64) -> list["InProcessChannel"]:
+        boxes = _Mailboxes()
+        return [cls(boxes, rank, max_frame_bytes=max_frame_bytes, max_frames=max_frames) for rank in range(size)]
+
+    def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
+        if len(frame) > self._max_frame_bytes:
+            raise InternalError(f"frame of {len(frame)} bytes is over the channel's limit of {self._max_frame_bytes}")
+        boxes = self._boxes
+        with boxes.changed:
+            queue = boxes.frames.setdefault((self._rank, rank), deque())
+            room = boxes.changed.wait_for(lambda: len(queue) < self._max_frames or rank in boxes.gone, timeout_s)
+            if rank in boxes.gone:
+                raise PeerLostError(f"stage {rank} is gone")
+            if not room:
+                raise DeadlineError(f"stage {rank} took no frame for {timeout_s} s")
+            queue.append(bytes(frame))
+            boxes.changed.notify_all()
+
+    def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
+        boxes = self._boxes
+        deadline = time.monotonic() + timeout_s
+        with boxes.changed:
+            queue = boxes.frames.setdefault((rank, self._rank), deque())
+            while not queue:
+                if rank in boxes.gone:
+                    raise PeerLostError(f"stage {rank} is gone")
+                remaining = deadline - time.monotonic()
+                if self._rank in boxes.woken or remaining <= 0:
+                    boxes.woken.discard(self._rank)
+                    return None
+                boxes.changed.wait(remaining)
+            boxes.changed.notify_all()
+            return memoryview(queue.popleft())
+
+    def wake(self) -> None:
+        with self._boxes.changed:
+            self._boxes.woken.add(self._rank)
+            self._boxes.changed.notify_all()
+
+    def close(self) -> None:
+        """This rank is gone for the others."""
+        with self._boxes.changed:
+            self._boxes.gone.add(self._rank)
+            self._boxes.changed.notify_all()

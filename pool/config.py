@@ -1,0 +1,37 @@
+"""What a prefill or decode process is told at start. Flags and one TOML file fill it; it never changes after."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from runtime.config import AddressField, Config
+
+TransportName = Literal["auto", "shm", "tcp"]
+
+
+class WorkerConfig(Config):
+    """One process of a pool: its place, its memory, its limits."""
+
+    model: Path = Field(description="directory of the checkpoint (config.json, *.safetensors)")
+    model_name: str = Field("", description="name clients know the model by; default: the directory's name")
+    listen: AddressField = Field("127.0.0.1:0", description="HOST:PORT of the gRPC server; port 0 takes a free one")
+    metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
+    metrics_host: str = Field("127.0.0.1", description="address /metrics is served on")
+    announce: Path | None = Field(None, description="file to write addresses to once listening (JSON)")
+    rank: int = Field(0, ge=0, description="this process's pipeline stage; 0 leads the pool")
+    world_size: int = Field(1, ge=1, le=64, description="number of pipeline stages of the pool")
+    leader: str = Field("", description="HOST:PORT of stage 0's gRPC server; needed by the other stages")
+    partition: str = Field("", description='layers per stage, as "3,5"; default: even, later stages one more')
+    page_size: int = Field(64, ge=1, le=4096, description="tokens per cache page")
+    num_pages: int = Field(0, ge=0, description="cache pages, the null page included; 0: from --memory-mb")
+    memory_mb: int = Field(256, ge=1, description="cache memory per stage in MiB, when --num-pages is 0")
+    max_running: int = Field(16, ge=1, le=4096, description="requests that hold memory at the same time")
+    max_queued: int = Field(256, ge=1, le=65536, description="requests that may wait (prefill)")
+    chunk_tokens: int = Field(512, ge=1, le=65536, description="prompt tokens per forward")
+    numerics: Literal["exact", "fast"] = Field("exact", description="exact: the same bits from every topology")
+    threads: int = Field(1, ge=1, le=256, description="compute threads of this process")
+    transport: TransportName = Field("auto", description="UCX profile: shm within a host, tcp between hosts")
+    drain_s: float = Field(10.0, ge=0, description="how long SIGTERM lets running requests finish")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_style: Literal["human", "json"] = "human"

@@ -1,0 +1,160 @@
+"""A process of rank 1..n-1: joins the leader, serves its stage, and starts over when the leader is gone.
+
+Two threads: the engine thread owns the batch channel and the model, the event loop owns the Join stream. The leader's
+life is heard on that stream: when it drops, every session is closed, the batch channel is left, and the stage joins
+again with patience.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+from transfer.stage_channel import UcxStageChannel
+
+from engine.batch import ForwardBatch
+from engine.pipeline.stages import FollowerStage, Sampler
+from pool.config import WorkerConfig
+from pool.stage import Stage
+from protos import pipeline_pb2 as pb
+from protos import pipeline_pb2_grpc
+from runtime.client import open_channel
+from runtime.errors import BatonError, PeerLostError
+from runtime.status import error_from_rpc
+from transfer import codec
+from transfer.terms import StageSessionEvent
+
+REJOIN_MIN_S, REJOIN_MAX_S = 0.2, 2.0
+EVENT_LIMIT = 65536
+
+logger = logging.getLogger(__name__)
+
+
+class FollowerEngine:
+    """The engine thread of a follower: serves frames while the pool is formed, waits for orders otherwise."""
+
+    def __init__(self, stage: Stage, sampler: Sampler, channel: UcxStageChannel, *, rank: int, size: int,
+                 on_step: Callable[[float, ForwardBatch], None]) -> None:
+        self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, on_step=on_step)
+        self._channel = channel
+        self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
+        self._formed = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def form(self, addresses: list[bytes], epoch: int) -> None:
+        """Connect the batch channel for a new pool epoch. Any thread."""
+        self._order(lambda: self._connect(addresses, epoch))
+
+    def leave(self) -> None:
+        """The pool is broken: serve nothing until it is formed again. Any thread."""
+        self._order(self._leave)
+
+    def stop(self, timeout_s: float = 10) -> None:
+        self._order(self._stop)
+        self._thread.join(timeout_s)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.put_nowait(order)
+        self._channel.wake()
+
+    def _connect(self, addresses: list[bytes], epoch: int) -> None:
+        self._channel.connect(addresses, epoch)
+        self._formed = True
+
+    def _leave(self) -> None:
+        self._formed = False
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                if not self._formed:
+                    self._orders.get()()
+                    continue
+                self._follower.step(1.0)
+                while not self._orders.empty():
+                    self._orders.get_nowait()()
+            except PeerLostError as error:
+                logger.warning("the pool broke: %s", error)
+                self._formed = False
+            except BatonError:
+                logger.exception("stage step failed")
+                self._formed = False
+
+
+class Follower:
+    """Keeps the stage joined to its leader until cancelled."""
+
+    def __init__(self, config: WorkerConfig, stage: Stage, engine: FollowerEngine, channel_address: bytes) -> None:
+        self._config = config
+        self._stage = stage
+        self._engine = engine
+        self._channel_address = channel_address
+        self._events: asyncio.Queue[StageSessionEvent] = asyncio.Queue(EVENT_LIMIT)
+        self.joined = False
+
+    def on_stage_event(self, event: StageSessionEvent) -> None:
+        """Event loop's thread: a report of the transfer agent for the leader."""
+        if self.joined:
+            self._events.put_nowait(event)
+
+    async def run(self, on_joined: Callable[[bool], None]) -> None:
+        """Join, serve, rejoin, for ever. `on_joined` hears of each change of membership."""
+        delay = REJOIN_MIN_S
+        async with open_channel(self._config.leader) as channel:
+            stub = pipeline_pb2_grpc.PipelineStub(channel)
+            while True:
+                try:
+                    async for command in stub.Join(self._requests()):
+                        delay = REJOIN_MIN_S
+                        self._obey(command, on_joined)
+                    logger.warning("the leader %s closed the pool", self._config.leader)
+                except grpc.aio.AioRpcError as error:
+                    logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
+                finally:
+                    self._part(on_joined)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, REJOIN_MAX_S)
+
+    async def _requests(self) -> AsyncIterator[pb.JoinRequest]:
+        compatibility = self._stage.plan.compatibility
+        self._events = asyncio.Queue(EVENT_LIMIT)
+        yield pb.JoinRequest(hello=pb.StageHello(
+            rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
+            channel_address=self._channel_address, compatibility=compatibility.digest,
+            compatibility_text=compatibility.text))
+        self.joined = True
+        while True:
+            yield pb.JoinRequest(session=codec.event_to_proto(await self._events.get()))
+
+    def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
+        match command.WhichOneof("command"):
+            case "formed":
+                self._engine.form(list(command.formed.channel_addresses), command.formed.pool_epoch)
+                on_joined(True)  # noqa: FBT003
+            case "open_session":
+                source = codec.source_from_proto(command.open_session.source)
+                landing = codec.landing_from_proto(command.open_session.landing)
+                if command.open_session.request_key:
+                    self._stage.agent.open_send(command.open_session.request_key, source, landing)
+                else:
+                    self._stage.agent.open_receive(source, landing)
+            case "close_session":
+                if command.close_session.request_key:
+                    self._stage.agent.close_request(command.close_session.request_key)
+                else:
+                    self._stage.agent.close(command.close_session.session_id)
+
+    def _part(self, on_joined: Callable[[bool], None]) -> None:
+        self.joined = False
+        on_joined(False)  # noqa: FBT003
+        self._engine.leave()
+        self._stage.agent.close_all()

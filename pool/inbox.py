@@ -1,0 +1,88 @@
+"""Everything that can happen to one request, in one queue: its stream's messages, the engine's events, its session's
+reports. A service handles a request as a sequence of `get`s, so there is one place where it waits and one where it
+ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from google.protobuf.message import Message
+
+from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError
+from transfer.terms import StageSessionEvent
+
+MessageT = TypeVar("MessageT", bound=Message)
+EventT = TypeVar("EventT")
+
+
+@dataclass(frozen=True)
+class StreamEnded:
+    """The caller half-closed: it has nothing more to say and still listens."""
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    rank: int
+    event: StageSessionEvent
+
+
+class Inbox(Generic[MessageT, EventT]):
+    """Use as a context manager on the event loop's thread; leaving it stops the reader of the stream.
+
+    A request makes as many entries as it has tokens and stages, so the queue needs no bound of its own.
+    """
+
+    def __init__(self, stream: AsyncIterator[MessageT]) -> None:
+        self._stream = stream
+        self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionReport] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def first_message(self, timeout_s: float) -> MessageT:
+        """The message that opens the stream; before the context is entered.
+
+        Raises:
+            InvalidRequestError: the stream ended without one.
+            DeadlineError: none came in time.
+        """
+        try:
+            return await asyncio.wait_for(anext(self._stream), timeout_s)
+        except StopAsyncIteration:
+            raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
+        except TimeoutError:
+            raise DeadlineError(f"no request within {timeout_s} s of the stream's opening") from None
+
+    def __enter__(self) -> Self:
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _read(self) -> None:
+        async for message in self._stream:
+            self._queue.put_nowait(message)
+        self._queue.put_nowait(StreamEnded())
+
+    def emit(self, event: EventT) -> None:
+        """An engine event; any thread."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+    def report(self, rank: int, event: StageSessionEvent) -> None:
+        """A session report; event loop's thread."""
+        self._queue.put_nowait(SessionReport(rank, event))
+
+    async def get(self, timeout_s: float | None, waiting_for: str) -> MessageT | EventT | StreamEnded | SessionReport:
+        """The next thing that happened. `timeout_s` None waits as long as the stream lives.
+
+        Raises:
+            DeadlineError: nothing happened in time; the message says what was waited for.
+        """
+        try:
+            return await asyncio.wait_for(self._queue.get(), timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"waited {timeout_s:.1f} s for {waiting_for}") from None

@@ -1,0 +1,60 @@
+"""Ends what a request leaves behind, after its stream is gone: close its session everywhere, wait for the drain, and
+only then give its memory back. Two lifetimes, request and transfer; memory is free when both have ended."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from engine.loop import EngineLoop
+from pool.group import StageGroup
+from pool.handoff import HandoffProgress
+from transfer.terms import StageSessionEvent
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 30.0
+
+
+class Janitor:
+    """Runs one short task per ended request. `unhealthy` hears of a session that will not drain: its memory stays
+    leased rather than be written to by a stranger."""
+
+    def __init__(self, group: StageGroup, loop: EngineLoop, unhealthy: Callable[[str], None]) -> None:
+        self._group = group
+        self._loop = loop
+        self._unhealthy = unhealthy
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def open_tasks(self) -> int:
+        return len(self._tasks)
+
+    def end(self, release: Callable[[], None], *, close: Callable[[], None] | None = None, session_id: str = "",
+            progress: HandoffProgress | None = None) -> None:
+        """`close` aborts or releases the session on every stage; `release` runs on the engine thread afterwards."""
+        if close is not None:
+            close()
+        if progress is None or progress.drained:
+            self._group.forget(session_id)
+            self._loop.post(release)
+            return
+        drained = asyncio.Event()
+
+        def listen(rank: int, event: StageSessionEvent) -> None:
+            progress.on_report(rank, event)
+            if progress.drained:
+                drained.set()
+
+        self._group.listen(session_id, listen)
+        task = asyncio.create_task(self._finish(release, session_id, drained))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _finish(self, release: Callable[[], None], session_id: str, drained: asyncio.Event) -> None:
+        try:
+            await asyncio.wait_for(drained.wait(), DRAIN_TIMEOUT_S)
+        except TimeoutError:
+            self._unhealthy(f"session {session_id} did not drain within {DRAIN_TIMEOUT_S} s")
+            return
+        self._group.forget(session_id)
+        self._loop.post(release)

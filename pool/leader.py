@@ -1,0 +1,112 @@
+"""Stage 0 of a pool: runs the engine loop over whatever stages are joined, and says when it can serve.
+
+The event loop's thread owns membership, sessions and readiness; the engine thread owns scheduler, batch channel and
+model. A pool of one stage is formed from the start.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from transfer.stage_channel import UcxStageChannel
+
+from engine.loop import EngineLoop, LoopObserver, Scheduler
+from engine.pipeline.stages import HeadStage, Sampler, SingleStage
+from pool.config import WorkerConfig
+from pool.group import StageGroup
+from pool.membership import PipelineService, StageLink
+from pool.stage import Stage, max_frame_bytes
+from runtime.errors import BatonError, PeerLostError
+from transfer.terms import StageSessionEvent
+
+logger = logging.getLogger(__name__)
+
+ServingListener = Callable[[bool, str], None]
+
+
+class Leader:
+    """Ties a scheduler to the stages of its pool. Satisfies `pool.membership.MembershipObserver`.
+
+    `warm_up` sends one token through all stages; only when it returned does the pool serve.
+    """
+
+    def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: Sampler, *,
+                 warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
+                 observer: LoopObserver | None = None) -> None:
+        self._config = config
+        self._stage = stage
+        self._sampler = sampler
+        self._warm_up = warm_up
+        self._on_serving = on_serving
+        self.group = StageGroup(stage.agent, config.world_size)
+        self.loop = EngineLoop(scheduler, observer=observer)
+        self._channel: UcxStageChannel | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self.service: PipelineService | None = None
+        self.serving = False
+        self.reason = "starting"
+        if config.world_size > 1:
+            self._channel = UcxStageChannel(0, max_frame_bytes(config, stage.plan), config.transport)
+            self.service = PipelineService(layers=stage.plan.ranges, compatibility=stage.plan.compatibility,
+                                           leader_channel=self._channel.address, observer=self)
+
+    def start(self) -> None:
+        """Start the engine; a pool of one stage begins to serve, a larger one waits for its stages."""
+        self.loop.start()
+        if self._channel is None:
+            single = SingleStage(self._stage.executor, self._sampler)
+            self.loop.post(lambda: self.loop.attach(single))
+            self._warming = asyncio.create_task(self._become_ready())
+        else:
+            self._set_serving(None, f"waiting for {self._config.world_size - 1} more stages to join")
+
+    def stop(self) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+        self._set_serving(None, "stopping")
+        self.loop.stop()
+        if self._channel is not None:
+            self._channel.close()
+
+    def pool_formed(self, epoch: int, links: list[StageLink]) -> None:
+        channel = self._channel
+        assert channel is not None, "a pool of one stage has nobody to form with"
+        self.group.pool_formed(links)
+        addresses = [channel.address, *(link.channel_address for link in links)]
+        head = HeadStage(self._stage.executor, channel, size=self._config.world_size)
+
+        def attach() -> None:
+            channel.connect(addresses, epoch)
+            self.loop.attach(head)
+
+        self.loop.post(attach)
+        self._warming = asyncio.create_task(self._become_ready())
+
+    def stage_lost(self, rank: int) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+        self._set_serving(None, f"stage {rank} of the pool died")
+        error = PeerLostError(f"stage {rank} of the {self._config.world_size}-stage pool died")
+        self.loop.post(lambda: self.loop.detach(error))
+        self.group.stage_lost(rank)
+
+    def stage_event(self, rank: int, event: StageSessionEvent) -> None:
+        self.group.stage_event(rank, event)
+
+    def unhealthy(self, reason: str) -> None:
+        """An invariant broke: say so loudly and take no more requests."""
+        logger.error("the pool is unhealthy: %s", reason)
+        self._set_serving(None, reason)
+
+    async def _become_ready(self) -> None:
+        try:
+            await self._warm_up()
+        except BatonError as error:
+            self._set_serving(None, f"warm-up failed: {error}")
+            return
+        self._set_serving(self._config.world_size, "")
+
+    def _set_serving(self, stages: int | None, reason: str) -> None:
+        self.serving, self.reason = stages is not None, reason
+        logger.info("serving with %d stages", stages) if stages else logger.info("not serving: %s", reason)
+        self._on_serving(self.serving, reason)

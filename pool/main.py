@@ -1,0 +1,55 @@
+"""The command line of a worker process, shared by `python -m prefill` and `python -m decode`."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from runtime.config import leader_from_environment
+
+ENVIRONMENT_HELP = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read where the flags are absent."
+
+
+Start = Callable[[dict[str, object], Path | None], int]
+
+
+def worker_command(role_name: str, start: Start) -> typer.Typer:
+    """`start(flags, file)` runs the role and returns the exit code; it may import torch, this module does not."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.command(help=f"Run one process of a {role_name} pool. {ENVIRONMENT_HELP}")
+    def run(
+        model: Annotated[Path, typer.Option(help="Directory of the checkpoint.")],
+        model_name: Annotated[str | None, typer.Option(help="Name clients know the model by.")] = None,
+        listen: Annotated[str | None, typer.Option(help="HOST:PORT of the gRPC server; port 0: any.")] = None,
+        metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0: any.")] = None,
+        metrics_host: Annotated[str | None, typer.Option(help="Address /metrics is served on.")] = None,
+        announce: Annotated[Path | None, typer.Option(help="Write addresses to this file once listening.")] = None,
+        rank: Annotated[int | None, typer.Option(envvar="RANK", help="Pipeline stage; 0 leads the pool.")] = None,
+        world_size: Annotated[int | None, typer.Option(envvar="WORLD_SIZE", help="Stages of the pool.")] = None,
+        leader: Annotated[str | None, typer.Option(help="HOST:PORT of stage 0, for the other stages.")] = None,
+        partition: Annotated[str | None, typer.Option(help='Layers per stage, as "3,5".')] = None,
+        page_size: Annotated[int | None, typer.Option(help="Tokens per cache page.")] = None,
+        num_pages: Annotated[int | None, typer.Option(help="Cache pages; 0: from --memory-mb.")] = None,
+        memory_mb: Annotated[int | None, typer.Option(help="Cache memory per stage in MiB.")] = None,
+        max_running: Annotated[int | None, typer.Option(help="Requests that hold memory at a time.")] = None,
+        max_queued: Annotated[int | None, typer.Option(help="Prompts that may wait.")] = None,
+        chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per forward.")] = None,
+        numerics: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
+        threads: Annotated[int | None, typer.Option(help="Compute threads.")] = None,
+        transport: Annotated[str | None, typer.Option(help="UCX profile: auto, shm or tcp.")] = None,
+        drain_s: Annotated[float | None, typer.Option(help="Seconds SIGTERM leaves running requests.")] = None,
+        config: Annotated[Path | None, typer.Option(help="TOML file; flags beat it.")] = None,
+        log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+        log_style: Annotated[str | None, typer.Option(help="human or json.")] = None,
+    ) -> None:
+        flags = {key: value for key, value in locals().items() if key != "config"}
+        flags["leader"] = leader or leader_from_environment()
+        # Read by torch's allocator when it loads: huge pages make weights about a fifth faster to stream.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        sys.exit(start(flags, config))
+
+    return app

@@ -1,0 +1,123 @@
+"""Who is in a pool: stages 1..n-1 join stage 0 and stay joined as long as their stream lives.
+
+Leader side. A pool is *formed* when every rank has joined with the layers it should have; each forming gets a new
+epoch, and every stage reconnects its batch channel to it. A stage that is lost breaks the pool until it, or its
+successor, joins.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from engine.stages import LayerRange
+from protos import pipeline_pb2 as pb
+from protos import pipeline_pb2_grpc
+from runtime.errors import ConfigError
+from transfer import codec
+from transfer.compatibility import Compatibility, check_compatible
+from transfer.terms import StageEndpoint, StageSessionEvent
+
+HELLO_TIMEOUT_S = 10.0
+OUTBOX_LIMIT = 65536
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StageLink:
+    """A joined stage: what it said of itself, and the commands on their way to it."""
+
+    rank: int
+    endpoint: StageEndpoint
+    channel_address: bytes
+    outbox: asyncio.Queue[pb.JoinResponse] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
+
+    def send(self, **command: Message) -> None:
+        """Queue one command. A stage that lets thousands pile up is as good as lost: asyncio.QueueFull says so."""
+        self.outbox.put_nowait(pb.JoinResponse(**command))  # type: ignore[arg-type]
+
+
+class MembershipObserver(Protocol):
+    """What the leader does when the pool changes. Called on the event loop's thread."""
+
+    def pool_formed(self, epoch: int, links: list[StageLink]) -> None: ...
+
+    def stage_lost(self, rank: int) -> None: ...
+
+    def stage_event(self, rank: int, event: StageSessionEvent) -> None: ...
+
+
+class PipelineService(pipeline_pb2_grpc.PipelineServicer):
+    """The Join service of a leader. `layers` is what each rank must own; `compatibility` what it must run."""
+
+    def __init__(self, *, layers: list[LayerRange], compatibility: Compatibility, leader_channel: bytes,
+                 observer: MembershipObserver) -> None:
+        self._layers = layers
+        self._compatibility = compatibility
+        self._leader_channel = leader_channel
+        self._observer = observer
+        self._links: dict[int, StageLink] = {}
+        self._epoch = 0
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        return [rank for rank in range(1, len(self._layers)) if rank not in self._links]
+
+    async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
+                   context: grpc.aio.ServicerContext) -> AsyncIterator[pb.JoinResponse]:
+        link = self._welcome(await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT_S))
+        reader = asyncio.create_task(self._read(link, request_iterator))
+        try:
+            while not reader.done():
+                command = asyncio.create_task(link.outbox.get())
+                done, _ = await asyncio.wait({command, reader}, return_when=asyncio.FIRST_COMPLETED)
+                if command not in done:
+                    command.cancel()
+                    break
+                yield command.result()
+        finally:
+            reader.cancel()
+            self._lose(link)
+
+    async def _read(self, link: StageLink, requests: AsyncIterator[pb.JoinRequest]) -> None:
+        async for request in requests:
+            if request.WhichOneof("event") == "session" and self._links.get(link.rank) is link:
+                self._observer.stage_event(link.rank, codec.event_from_proto(request.session))
+
+    def _welcome(self, request: pb.JoinRequest) -> StageLink:
+        hello = request.hello
+        endpoint = codec.endpoint_from_proto(hello.endpoint)
+        if not 1 <= hello.rank < len(self._layers):
+            raise ConfigError(f"rank {hello.rank} is outside 1..{len(self._layers) - 1} of this pool", field="rank")
+        if endpoint.layers != self._layers[hello.rank]:
+            raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
+                              f"{self._layers[hello.rank]}", field="partition")
+        check_compatible(self._compatibility, hello.compatibility, hello.compatibility_text)
+        previous = self._links.pop(hello.rank, None)
+        if previous is not None:
+            self._observer.stage_lost(hello.rank)
+        link = StageLink(hello.rank, endpoint, hello.channel_address)
+        self._links[hello.rank] = link
+        logger.info("stage %d joined with layers %s", hello.rank, endpoint.layers)
+        if not self.missing_ranks:
+            self._form()
+        return link
+
+    def _form(self) -> None:
+        self._epoch += 1
+        links = [self._links[rank] for rank in range(1, len(self._layers))]
+        addresses = [self._leader_channel, *(link.channel_address for link in links)]
+        for link in links:
+            link.send(formed=pb.PoolFormed(pool_epoch=self._epoch, channel_addresses=addresses))
+        self._observer.pool_formed(self._epoch, links)
+
+    def _lose(self, link: StageLink) -> None:
+        if self._links.get(link.rank) is link:
+            del self._links[link.rank]
+            logger.warning("stage %d is lost", link.rank)
+            self._observer.stage_lost(link.rank)

@@ -1,0 +1,63 @@
+"""Requests and tokens between the wire and the engine. The router has checked requests; what a worker could trip over
+is checked again here, because anybody can reach its port."""
+
+import math
+
+from engine.request import DrawnToken, Request, SamplingParams
+from protos import types_pb2 as pb
+from runtime.errors import FieldViolation, InvalidRequestError
+
+MAX_TOP_LOGPROBS = 20
+
+
+def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_context_tokens: int) -> Request:
+    """Raises InvalidRequestError naming every field that this pool could not serve."""
+    violations = list(_violations(message, vocab_size, max_context_tokens))
+    if violations:
+        raise InvalidRequestError(*violations)
+    return Request(
+        request_id=message.request_id, prompt_token_ids=tuple(message.prompt_token_ids), max_tokens=message.max_tokens,
+        sampling=_sampling(message.sampling), min_tokens=message.min_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+        priority=message.priority)
+
+
+def chunk_to_proto(token: DrawnToken) -> pb.TokenChunk:
+    chunk = pb.TokenChunk(token_ids=[token.token_id])
+    if token.logprobs is not None:
+        top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in token.logprobs.top]
+        chunk.logprobs.append(pb.TokenLogprobs(logprob=token.logprobs.logprob, top=top))
+    return chunk
+
+
+def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: int) -> list[FieldViolation]:
+    prompt, found = message.prompt_token_ids, []
+    if not prompt:
+        found.append(FieldViolation("prompt_token_ids", "must not be empty"))
+    for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", message.stop_token_ids),
+                       ("sampling.logit_bias", message.sampling.logit_bias)):
+        if ids and max(ids) >= vocab_size:
+            found.append(FieldViolation(field, f"token id {max(ids)} is outside the vocabulary of {vocab_size}"))
+    if message.max_tokens < 1:
+        found.append(FieldViolation("max_tokens", "must be at least 1"))
+    if len(prompt) + message.max_tokens > max_context_tokens:
+        found.append(FieldViolation("prompt_token_ids", f"{len(prompt)} tokens and max_tokens {message.max_tokens} "
+                                                        f"are over the context limit of {max_context_tokens}"))
+    if message.num_top_logprobs > MAX_TOP_LOGPROBS:
+        found.append(FieldViolation("num_top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}"))
+    sampling = message.sampling
+    for descriptor, value in sampling.ListFields():
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(FieldViolation(f"sampling.{descriptor.name}", f"must be a finite number, got {value}"))
+    if sampling.temperature < 0:
+        found.append(FieldViolation("sampling.temperature", f"must not be negative, got {sampling.temperature}"))
+    return found
+
+
+def _sampling(message: pb.SamplingParams) -> SamplingParams:
+    """Absent fields keep the engine's defaults; zero is zero."""
+    names = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+             "seed")
+    given = {name: value for descriptor, value in message.ListFields() if (name := descriptor.name) in names}
+    return SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())))

@@ -1,0 +1,34 @@
+"""From flags to a running worker process; everything that loads torch is imported from here on."""
+
+import logging
+from pathlib import Path
+
+from pool.config import WorkerConfig
+from pool.process import Role, run_worker
+from runtime.config import describe, load
+from runtime.errors import ConfigError
+from runtime.log import LogStyle, configure
+from runtime.supervision import StopSignal, run_process
+
+logger = logging.getLogger(__name__)
+
+
+def start(role: Role, flags: dict[str, object], file: Path | None) -> int:
+    """Run until stopped; returns the exit code."""
+
+    async def run(stop: StopSignal) -> None:
+        config = load(WorkerConfig, section=role.name, flags=flags, file=file)
+        configure(level=config.log_level, style=LogStyle(config.log_style), role=f"{role.name}{config.rank}")
+        _check(config)
+        logger.debug("configuration:\n%s", describe(config))
+        await run_worker(config, role, stop)
+
+    return run_process(role.name, run)
+
+
+def _check(config: WorkerConfig) -> None:
+    if config.rank >= config.world_size:
+        raise ConfigError(f"rank {config.rank} is outside 0..{config.world_size - 1}", field="rank")
+    if config.rank > 0 and not config.leader:
+        raise ConfigError("a stage other than 0 needs --leader HOST:PORT (or MASTER_ADDR and MASTER_PORT)",
+                          field="leader")

@@ -1,0 +1,17 @@
+"""`python -m prefill`: one process of a prefill pool."""
+
+from pathlib import Path
+
+from pool.main import worker_command
+
+
+def _start(flags: dict[str, object], file: Path | None) -> int:
+    # Torch loads here, after --help has been answered and the environment prepared.
+    from pool.start import start
+    from prefill.worker import PrefillRole
+
+    return start(PrefillRole(), flags, file)
+
+
+if __name__ == "__main__":
+    worker_command("prefill", _start)()

@@ -1,0 +1,159 @@
+"""The Prefill service: one stream is one request, from the queue until decode has its bytes.
+
+    request ─▶ queued ─▶ started (source terms) … chunks run … ─▶ first_token
+         landing (whenever decode has reserved) ─▶ layers leave as they complete ─▶ sent
+         half-close by the router: decode has committed ─▶ pages freed, stream ends
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from engine.request import Request
+from pool.handoff import HandoffProgress
+from pool.inbox import Inbox, SessionReport, StreamEnded
+from pool.janitor import Janitor
+from pool.leader import Leader
+from pool.metrics import StageMeters
+from pool.requests import chunk_to_proto, request_from_proto
+from pool.stage import StagePlan
+from prefill.scheduler import Event, Failed, FirstToken, PrefillScheduler, Started
+from protos import prefill_pb2 as pb
+from protos import prefill_pb2_grpc
+from runtime.errors import (
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+    RequestAborted,
+    UnavailableError,
+)
+from runtime.log import bind
+from transfer import codec
+from transfer.agent import check_plan
+from transfer.terms import SourceTerms
+
+OPEN_TIMEOUT_S = 10.0
+HANDOFF_TIMEOUT_S = 120.0  # from the first token to the router's half-close
+
+PrefillInbox = Inbox[pb.RunRequest, Event]
+
+
+@dataclass(frozen=True)
+class PrefillParts:
+    """What a request on this pool works with."""
+
+    leader: Leader
+    scheduler: PrefillScheduler
+    plan: StagePlan
+    janitor: Janitor
+    meters: StageMeters
+    chunk_tokens: int
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """Thin: every decision is the scheduler's, every byte the transfer agents'."""
+
+    def __init__(self, parts: PrefillParts) -> None:
+        self._parts = parts
+
+    async def Run(self, request_iterator: AsyncIterator[pb.RunRequest],
+                  context: grpc.aio.ServicerContext) -> AsyncIterator[pb.RunResponse]:
+        parts = self._parts
+        if not parts.leader.serving:
+            raise UnavailableError(f"the prefill pool does not serve: {parts.leader.reason}")
+        inbox: PrefillInbox = Inbox(request_iterator)
+        opening = await inbox.first_message(OPEN_TIMEOUT_S)
+        if opening.WhichOneof("input") != "request":
+            raise InvalidRequestError(FieldViolation("input", "the first message must be request"))
+        request = request_from_proto(opening.request, vocab_size=parts.plan.description.facts.vocab_size,
+                                     max_context_tokens=parts.plan.max_context_tokens)
+        with bind(request_id=request.request_id), inbox:
+            key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit))
+            departure = _Departure(parts, inbox, request, key)
+            try:
+                async for response in departure.run():
+                    yield response
+            finally:
+                departure.end()
+
+
+class _Departure:
+    """One request on this pool and the session that carries its state away."""
+
+    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int) -> None:
+        self._parts = parts
+        self._inbox = inbox
+        self._request = request
+        self._key = key
+        self._source: SourceTerms | None = None
+        self._session_id = ""
+        self._progress: HandoffProgress | None = None
+        self._has_first_token = False
+        self._told_sent = False
+
+    async def run(self) -> AsyncIterator[pb.RunResponse]:
+        while True:
+            timeout_s = HANDOFF_TIMEOUT_S if self._has_first_token else None
+            match await self._inbox.get(timeout_s, "the router to confirm the handoff"):
+                case Started() as started:
+                    self._source = self._terms(started)
+                    self._parts.meters.work.queue_s.observe(started.queue_s)
+                    yield pb.RunResponse(started=pb.PrefillStarted(terms=codec.source_to_proto(self._source),
+                                                                   queue_s=started.queue_s))
+                case FirstToken(token, prefill_s):
+                    self._has_first_token = True
+                    yield pb.RunResponse(first_token=pb.PrefillFirstToken(token=chunk_to_proto(token),
+                                                                          prefill_s=prefill_s))
+                case Failed(error):
+                    raise error
+                case SessionReport() as report:
+                    if (sent := self._on_report(report)) is not None:
+                        yield pb.RunResponse(sent=sent)
+                case pb.RunRequest() as message:
+                    self._send_to(message)
+                case StreamEnded():
+                    if not self._has_first_token:
+                        raise RequestAborted("the router closed the stream before the first token")
+                    return
+                case other:
+                    raise InternalError(f"unexpected {type(other).__name__} on a prefill stream")
+
+    def _on_report(self, report: SessionReport) -> pb.PrefillSent | None:
+        """Note how far the sending is; tells once when every byte has left. Raises what made it fail."""
+        progress = self._progress
+        if progress is None:
+            return None
+        progress.on_report(report.rank, report.event)
+        if progress.error is not None:
+            self._parts.meters.transfer.failures.labels(progress.error.reason.lower()).inc()
+            raise progress.error
+        if not progress.complete or self._told_sent:
+            return None
+        self._told_sent = True
+        return pb.PrefillSent(num_bytes=progress.num_bytes)
+
+    def end(self) -> None:
+        """Close what is open and give the memory back once nothing can read it."""
+        key, session_id = self._key, self._session_id
+        self._parts.janitor.end(lambda: self._parts.scheduler.release(key), session_id=session_id,
+                                progress=self._progress,
+                                close=lambda: self._parts.leader.group.close_request(key, session_id))
+
+    def _terms(self, started: Started) -> SourceTerms:
+        parts = self._parts
+        return SourceTerms(
+            compatibility=parts.plan.compatibility.digest, compatibility_text=parts.plan.compatibility.text,
+            page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
+            chunk_tokens=parts.chunk_tokens, page_ids=started.page_ids, slot_id=started.slot_id,
+            stages=parts.leader.group.endpoints)
+
+    def _send_to(self, message: pb.RunRequest) -> None:
+        """The decode pool has reserved: start sending, beginning with what is computed already."""
+        if message.WhichOneof("input") != "landing" or self._source is None or self._progress is not None:
+            raise InvalidRequestError(FieldViolation("input", "expected one landing, after started"))
+        landing = codec.landing_from_proto(message.landing)
+        check_plan(self._source, landing, self._parts.plan.geometry.specs)
+        self._session_id = landing.session_id
+        self._progress = HandoffProgress(len(self._parts.plan.ranges), landing.epoch)
+        self._parts.leader.group.open_send(self._key, self._source, landing, self._inbox.report)

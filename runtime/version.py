@@ -1,0 +1,3 @@
+"""The version of this tree; pyproject.toml reads it here."""
+
+VERSION = "0.1.0"
