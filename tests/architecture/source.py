@@ -1,0 +1,112 @@
+"""The repository's own modules as syntax trees: who imports whom, and what they are made of."""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PRODUCT = ("baton", "bench", "decode", "demo", "engine", "models", "pool", "prefill", "protos", "router", "runtime",
+           "transfer")  # fmt: skip
+PACKAGES = (*PRODUCT, "tests")
+
+
+def module_name(path: Path) -> str:
+    """`engine/memory/pages.py` is `engine.memory.pages`, `engine/__init__.py` is `engine`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_generated(name: str) -> bool:
+    return name.endswith(("_pb2", "_pb2_grpc"))
+
+
+@cache
+def _paths() -> Mapping[str, Path]:
+    """Every module of the repository, read from disk once, so that all rules see the same files."""
+    return {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+@cache
+def _tree(name: str) -> ast.Module:
+    path = _paths()[name]
+    return ast.parse(path.read_text(), str(path))
+
+
+def modules(*packages: str) -> Mapping[str, ast.Module]:
+    """Every hand-written module of these packages by dotted name, parsed."""
+    return {name: _tree(name) for name in sorted(names(*packages)) if not is_generated(name)}
+
+
+def names(*packages: str) -> frozenset[str]:
+    """Dotted names of all modules of these packages, generated ones included."""
+    return frozenset(name for name in _paths() if name.split(".")[0] in packages)
+
+
+def imports_of(tree: ast.AST, known: Iterable[str]) -> Iterator[str]:
+    """What a module imports anywhere in its text: on top, under TYPE_CHECKING, inside functions.
+
+    `from a import b` is `a.b` where that is a module of `known`, else `a`. Relative imports keep their dots.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in known else base
+
+
+def import_graph(*packages: str) -> dict[str, set[str]]:
+    """Module -> imported modules, of these packages only. Importing `a.b.c` also runs `a` and `a.b`."""
+    known = names(*packages)
+    graph: dict[str, set[str]] = {name: set() for name in known}
+    for name, tree in modules(*packages).items():
+        for target in imports_of(tree, known):
+            graph[name] |= {part for part in _with_parents(target) if part in known and not _is_inside(name, part)}
+        graph[name] |= {target for target in imports_of(tree, known) if target in known}
+    return graph
+
+
+def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Some cycle as a closed path, or nothing. Depth first; a node on the path that is met again closes one."""
+    done: set[str] = set()
+
+    def search(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(graph.get(node, ())):
+            if cycle := search(target, [*path, node]):
+                return cycle
+        done.add(node)
+        return []
+
+    for start in sorted(graph):
+        if cycle := search(start, []):
+            return cycle
+    return []
+
+
+def reachable(graph: Mapping[str, set[str]], starts: Iterable[str]) -> set[str]:
+    """Everything that importing `starts` imports, themselves included."""
+    found: set[str] = set()
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += graph.get(node, ())
+    return found
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _is_inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")

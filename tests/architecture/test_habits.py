@@ -1,0 +1,96 @@
+"""Habits that a linter does not know: no process globals, no probing, and test files that test."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+
+from tests.architecture.source import PRODUCT, ROOT, modules, names
+
+NOT_SHIPPED = ("bench", "tests")
+
+
+def calls(tree: ast.AST, function: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
+            yield node
+
+
+def where(name: str, node: ast.stmt | ast.expr) -> str:
+    return f"{name}:{node.lineno}"
+
+
+def test_no_global_statement() -> None:
+    found = [
+        where(name, node) for name, tree in modules(*PRODUCT).items() for node in ast.walk(tree)
+        if isinstance(node, ast.Global)
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_no_probing_for_attributes() -> None:
+    """`hasattr`, and `getattr` with a default, ask an object what it is; a Protocol says it."""
+    found = [where(name, call) for name, tree in modules(*PRODUCT).items() for call in calls(tree, "hasattr")]
+    found += [
+        where(name, call) for name, tree in modules(*PRODUCT).items() for call in calls(tree, "getattr")
+        if len(call.args) > 2
+    ]  # fmt: skip
+    assert found == []
+
+
+def is_test(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+
+
+def is_check(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and node.attr in ("raises", "warns"))
+
+
+def is_suite(node: ast.AST) -> bool:
+    """A class that runs a suite written elsewhere against one more implementation."""
+    return isinstance(node, ast.ClassDef) and node.name.startswith("Test") and bool(node.bases)
+
+
+def test_every_test_file_tests() -> None:
+    """Each collects at least one test and checks at least one thing."""
+    idle = []
+    for name, tree in modules("tests").items():
+        nodes = list(ast.walk(tree))
+        tests = any(map(is_test, nodes)) and any(map(is_check, nodes))
+        if name.rpartition(".")[2].startswith("test_") and not tests and not any(map(is_suite, nodes)):
+            idle.append(name)
+    assert idle == []
+
+
+def test_every_test_module_is_one_that_pytest_finds() -> None:
+    """A test in a file that is not named test_*.py never runs."""
+    lost = [
+        where(name, node) for name, tree in modules("tests").items() for node in tree.body
+        if is_test(node) and not name.rpartition(".")[2].startswith("test_")
+    ]  # fmt: skip
+    assert lost == []
+
+
+def test_no_test_is_skipped() -> None:
+    markers = {"skip", "skipif", "xfail", "importorskip"}
+    found = [
+        where(name, node) for name, tree in modules("tests").items() for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in markers
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_every_package_is_shipped() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {
+        str(path.parent.relative_to(ROOT)).replace("/", ".")
+        for package in PRODUCT if package not in NOT_SHIPPED
+        for path in (ROOT / package).rglob("__init__.py")
+    }  # fmt: skip
+    assert set(listed) == folders
+    assert len(listed) == len(set(listed))
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    """A folder without __init__.py imports from here but is missing where the package is installed."""
+    found = names(*PRODUCT, "tests")
+    assert sorted(name for name in found if "." in name and name.rpartition(".")[0] not in found) == []

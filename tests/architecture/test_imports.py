@@ -1,0 +1,126 @@
+"""Who may import whom. Type-only and function-level imports count: a cycle of thought is a cycle."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source import (
+    PACKAGES,
+    PRODUCT,
+    ROOT,
+    find_cycle,
+    import_graph,
+    imports_of,
+    is_generated,
+    modules,
+    names,
+    reachable,
+)
+
+# Package -> what it may import besides itself: a package, or one module of it.
+ALLOWED = {
+    "runtime": (),
+    "protos": (),
+    "engine": ("runtime",),
+    "models": ("engine", "runtime"),
+    "transfer": ("engine.memory.layout", "engine.stages", "protos", "runtime"),
+    "pool": ("engine", "models", "transfer", "protos", "runtime"),
+    "prefill": ("pool", "engine", "models", "transfer", "protos", "runtime"),
+    "decode": ("pool", "engine", "models", "transfer", "protos", "runtime"),
+    "router": ("protos", "runtime"),
+    "baton": ("protos", "runtime"),
+    "demo": ("engine", "models", "runtime"),
+    "bench": ("baton", "demo", "engine", "models", "pool", "protos", "runtime", "transfer"),
+}  # fmt: skip
+TORCH_FREE = ("baton", "protos", "router", "runtime", "transfer")
+
+
+def breaches(package: str) -> list[str]:
+    """Imports of our own packages that `package` must not make, as "module imports module"."""
+    allowed, found = (package, *ALLOWED[package]), []
+    for name, tree in modules(package).items():
+        for target in imports_of(tree, names(*PACKAGES)):
+            ours = target.split(".")[0] in PACKAGES
+            if ours and not any(target == part or target.startswith(f"{part}.") for part in allowed):
+                found.append(f"{name} imports {target}")
+    return found
+
+
+def test_every_package_has_a_rule() -> None:
+    assert set(ALLOWED) == set(PRODUCT)
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_imports_go_one_way(package: str) -> None:
+    assert breaches(package) == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert find_cycle(import_graph(*PACKAGES)) == []
+
+
+def test_imports_are_absolute() -> None:
+    relative = [
+        name for name, tree in modules(*PACKAGES).items() for target in imports_of(tree, ()) if target.startswith(".")
+    ]
+    assert relative == []
+
+
+def test_imports_are_spelled_out() -> None:
+    """An import by string escapes every rule of this file."""
+    dynamic = [
+        name for name, tree in modules(*PRODUCT).items() for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+        and (node.id if isinstance(node, ast.Name) else node.attr) in ("import_module", "__import__")
+    ]  # fmt: skip
+    assert dynamic == []
+
+
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_no_path_leads_to_torch(package: str) -> None:
+    graph, trees = import_graph(*PRODUCT), modules(*PRODUCT)
+    found = [
+        name for name in sorted(reachable(graph, names(package))) if not is_generated(name)
+        for target in imports_of(trees[name], ()) if target.split(".")[0] == "torch"
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_router_client_and_runtime_start_where_torch_is_not_installed() -> None:
+    wanted = sorted(name for name in names("baton", "router", "runtime") if not name.endswith("__main__"))
+    program = f"""
+import importlib, sys
+sys.modules["torch"] = None  # importing it raises ImportError
+for name in {wanted!r}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_reader_sees_imports_wherever_they_are() -> None:
+    source = """
+import a.b
+from c import d, e
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from f.g import h
+def late():
+    import i
+    from . import j
+try:
+    from k import m as n
+except ImportError:
+    pass
+"""
+    found = list(imports_of(ast.parse(source), known={"c.d", "f.g.h"}))
+    assert sorted(found) == sorted(["a.b", "c.d", "c", "typing", "f.g.h", "i", ".", "k"])
+
+
+def test_the_cycle_finder_finds_cycles() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"a"}}) == ["a", "a"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}) == []
