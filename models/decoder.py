@@ -78,7 +78,6 @@ class DecoderStage:
     def layer_range(self) -> LayerRange:
         return self._layer_range
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
                 aux_hidden: Mapping[int, Tensor] | None = None) -> StageOutput:
         """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through unchanged.

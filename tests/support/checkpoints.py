@@ -59,13 +59,13 @@ def make_checkpoint(folder: Path, name: str, *, dtype: torch.dtype = torch.float
         model = _FAMILIES[name]()
         spread_weights(model)
         nn.Module.to(model, dtype)
-        model.save_pretrained(path, **({"max_shard_size": shard_bytes} if shard_bytes else {}))
+        model.save_pretrained(path, max_shard_size=shard_bytes or "5GB")
     return path
 
 
-def oracle(path: Path) -> PreTrainedModel:
-    """The checkpoint in transformers, as a causal language model over text."""
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+def oracle(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The checkpoint in transformers, as a causal language model over text, in its own dtype unless given."""
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
     model.train(mode=False)
     return model
 

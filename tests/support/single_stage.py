@@ -31,6 +31,7 @@ class StageDriver:
         bounds = [0, *cuts, model.facts.num_layers]
         self.stages = [model.load_stage(LayerRange(a, b), numerics=numerics, capture_layers=capture_layers)
                        for a, b in pairwise(bounds)]
+        self.numerics = numerics
         self._lengths = [0] * num_sequences
         pages_each = -(-max_tokens // page_size)
         shuffled = torch.randperm(num_sequences * pages_each, generator=torch.Generator().manual_seed(1)) + 1
@@ -57,14 +58,16 @@ class StageDriver:
 
     def batch(self, mode: ForwardMode, rows: dict[int, list[int]], *, draw: bool) -> ForwardBatch:
         contexts = [self._lengths[row] for row in rows]
-        positions = [torch.arange(start, start + len(tokens))
-                     for start, tokens in zip(contexts, rows.values(), strict=True)]
+        positions = [p for start, tokens in zip(contexts, rows.values(), strict=True)
+                     for p in range(start, start + len(tokens))]
         index = torch.tensor(list(rows), dtype=torch.long)
         drawn = SamplingRow(params=SamplingParams(), position=0) if draw else None
         return ForwardBatch(
             mode=mode, request_ids=tuple(rows), query_lens=tuple(len(tokens) for tokens in rows.values()),
-            context_lens=tuple(contexts), token_ids=torch.tensor([t for tokens in rows.values() for t in tokens]),
-            positions=torch.cat(positions), page_tables=self._tables[index], slot_ids=(index + 1).int(),
+            context_lens=tuple(contexts),
+            token_ids=torch.tensor([token for tokens in rows.values() for token in tokens], dtype=torch.long),
+            positions=torch.tensor(positions, dtype=torch.long), page_tables=self._tables[index],
+            slot_ids=(index + 1).int(),
             sampling=(drawn,) * len(rows),
         )
 

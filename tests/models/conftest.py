@@ -1,0 +1,17 @@
+"""Tiny checkpoints, written once per test session."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+
+CheckpointMaker = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointMaker:
+    """`checkpoint("llama")` is the folder of that family's tiny checkpoint; options as in `make_checkpoint`."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return lambda name, **options: make_checkpoint(folder, name, **options)

@@ -1,0 +1,190 @@
+"""Loading: each stage takes its own tensors and touches no others, and whatever does not fit is named."""
+
+import json
+import os
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.memory.layout import CacheKind
+from engine.numerics import Numerics
+from engine.stages import LayerRange
+from models.loader import random_model, read_model, stage_entries
+from runtime.errors import ConfigError
+from tests.models.conftest import CheckpointMaker
+from tests.support.checkpoints import FAMILY_NAMES
+from tests.support.single_stage import StageDriver
+
+
+@pytest.fixture
+def broken(checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
+    """A private copy of a checkpoint, to damage."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+
+
+def edit_tensors(folder: Path, added: dict[str, Tensor], *, drop: str = "") -> None:
+    tensors = load_file(folder / "model.safetensors") | {name: tensor.clone() for name, tensor in added.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if name != drop}, folder / "model.safetensors")
+
+
+def load_all(folder: Path) -> None:
+    model = read_model(folder)
+    model.load_stage(LayerRange(0, model.facts.num_layers), numerics=Numerics.EXACT)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_stages_take_every_tensor_once_s4_5(name: str, checkpoint: CheckpointMaker) -> None:
+    model = read_model(checkpoint(name))
+    assert model.checkpoint is not None
+    whole = stage_entries(model.checkpoint, model.spec, LayerRange(0, model.facts.num_layers))
+    bounds = range(model.facts.num_layers + 1)
+    stages = [stage_entries(model.checkpoint, model.spec, LayerRange(a, b)) for a, b in pairwise(bounds)]
+    taken = [entry for stage in stages for entry in stage]
+    twice = {entry for entry in taken if taken.count(entry) > 1}
+    assert set(taken) == set(whole)
+    assert twice == ({"embed_tokens.weight"} if model.spec.tied_head else set())
+    assert "embed_tokens.weight" in stages[0]
+    assert "norm.weight" in stages[-1]
+
+
+@pytest.mark.parametrize("shard_bytes", [0, 60_000])
+def test_a_middle_stage_reads_only_its_own_bytes(shard_bytes: int, checkpoint: CheckpointMaker,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint("qwen3", shard_bytes=shard_bytes)
+    model = read_model(path)
+    assert model.checkpoint is not None
+    own = {key: entry for key, entry in model.checkpoint.entries.items() if key.startswith("model.layers.2.")}
+    reads: list[tuple[str, int, int]] = []
+    original = os.preadv
+
+    def recording(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = original(descriptor, buffers, offset)
+        reads.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, offset, count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", recording)
+    model.load_stage(LayerRange(2, 3), numerics=Numerics.EXACT)
+    assert sorted(reads) == sorted((entry.file.name, entry.offset, entry.num_bytes) for entry in own.values())
+    if shard_bytes:
+        assert len(list(path.glob("*.safetensors"))) > 3
+
+
+def test_sharded_and_single_file_load_the_same(checkpoint: CheckpointMaker) -> None:
+    single, sharded = (StageDriver(read_model(checkpoint("qwen3", shard_bytes=size))) for size in (0, 60_000))
+    assert torch.equal(single.prefill({0: [5, 6, 7]}), sharded.prefill({0: [5, 6, 7]}))
+
+
+def test_names_of_other_models_in_the_file_are_not_layers_s4_5(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3_5"), tmp_path / "model"))
+    stray = torch.full((64, 64), 7.0)
+    edit_tensors(folder, {"mtp.layers.0.mlp.up_proj.weight": stray, "model.visual.layers.0.norm.weight": stray,
+                          "model.language_model.layers.0.self_attn.rotary_emb.inv_freq": stray})
+    expected = StageDriver(read_model(checkpoint("qwen3_5"))).prefill({0: [5, 6, 7]})
+    assert torch.equal(StageDriver(read_model(folder)).prefill({0: [5, 6, 7]}), expected)
+
+
+def test_a_wrapper_saved_as_its_text_model_keeps_the_wrapper_keys(checkpoint: CheckpointMaker,
+                                                                   tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3_5"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = StageDriver(read_model(checkpoint("qwen3_5"))).prefill({0: [5, 6, 7]})
+    assert torch.equal(StageDriver(read_model(folder)).prefill({0: [5, 6, 7]}), expected)
+
+
+def test_everything_that_does_not_fit_is_named_at_once(broken: Path) -> None:
+    edit_tensors(broken, {"model.layers.2.mlp.extra.weight": torch.zeros(2), "model.norm.weight": torch.zeros(63)},
+                 drop="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ConfigError) as caught:
+        load_all(broken)
+    message = str(caught.value)
+    assert "missing: layers.1.mlp.up_proj.weight" in message
+    assert "unexpected: layers.2.mlp.extra.weight" in message
+    assert "norm.weight is [63], the config says [64]" in message
+
+
+def test_layers_past_the_config_are_unexpected(broken: Path) -> None:
+    edit_tensors(broken, {"model.layers.4.input_layernorm.weight": torch.ones(64)})
+    with pytest.raises(ConfigError, match=r"unexpected: layers\.4\.input_layernorm"):
+        load_all(broken)
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.01, 0.0])
+def test_a_truncated_file_is_refused(broken: Path, kept: float) -> None:
+    file = broken / "model.safetensors"
+    os.truncate(file, int(file.stat().st_size * kept))
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        load_all(broken)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\x08", b"\x08" + b"\0" * 7 + b'{"a": 1}', b"\xff" * 64,
+                                     b"\x02" + b"\0" * 7 + b"[]"])
+def test_a_file_that_is_not_safetensors_is_refused(broken: Path, garbage: bytes) -> None:
+    (broken / "model.safetensors").write_bytes(garbage)
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        load_all(broken)
+
+
+def test_a_missing_shard_is_named(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3", shard_bytes=60_000), tmp_path / "model"))
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=shard.name):
+        read_model(folder)
+
+
+def test_quantised_weights_are_refused(broken: Path) -> None:
+    edit_tensors(broken, {"model.layers.0.mlp.up_proj.weight": torch.zeros(96, 64, dtype=torch.float8_e4m3fn)})
+    with pytest.raises(ConfigError, match="F8_E4M3"):
+        load_all(broken)
+
+
+def test_revision_follows_weights_and_config_not_the_folder(checkpoint: CheckpointMaker, broken: Path) -> None:
+    original = read_model(checkpoint("llama")).facts.revision
+    assert read_model(broken).facts.revision == original
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"transformers_version": "9"}, indent=7))
+    assert read_model(broken).facts.revision == original
+    (broken / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert read_model(broken).facts.revision != original
+    (broken / "config.json").write_text(json.dumps(config))
+    edit_tensors(broken, {"model.norm.weight": torch.zeros(64)})
+    assert read_model(broken).facts.revision != original
+
+
+def test_weights_lie_in_aligned_memory_of_their_own(checkpoint: CheckpointMaker) -> None:
+    model = read_model(checkpoint("llama"))
+    stage = model.load_stage(LayerRange(0, 4), numerics=Numerics.EXACT)
+    embedding = stage._embedding
+    assert embedding is not None
+    assert embedding.data_ptr() % 64 == 0
+
+
+def test_facts_and_caches_of_a_hybrid(checkpoint: CheckpointMaker) -> None:
+    model = read_model(checkpoint("qwen3_5"))
+    facts = model.facts
+    assert (facts.architecture, facts.num_layers, facts.chunk_grid) == ("Qwen3_5ForConditionalGeneration", 4, 64)
+    assert (facts.vocab_size, facts.hidden_size, facts.max_context_tokens, facts.dtype) == (256, 64, 512, "float32")
+    shapes = [(spec.layer_id, spec.kind, spec.record_shape, spec.dtype) for spec in model.cache_specs(16)]
+    recurrent = [(CacheKind.CONV, (3, 160), "float32"), (CacheKind.STATE, (4, 16, 24), "float32")]
+    assert shapes == [(layer_id, *spec) for layer_id in range(3) for spec in recurrent] + [
+        (3, CacheKind.KV, (2, 2, 16, 32), "float32")]
+
+
+def test_eos_ids_of_both_files(broken: Path) -> None:
+    (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert read_model(broken).facts.eos_token_ids == (2, 7)
+
+
+def test_random_model_needs_no_files_and_repeats(checkpoint: CheckpointMaker) -> None:
+    config = json.loads((checkpoint("qwen3_5_text") / "config.json").read_text())
+    model = random_model(config)
+    whole, cut = StageDriver(model), StageDriver(random_model(config), cuts=(1, 3))
+    logits = whole.prefill({0: [5, 6, 7]})
+    assert torch.isfinite(logits).all()
+    assert torch.equal(cut.prefill({0: [5, 6, 7]}), logits)

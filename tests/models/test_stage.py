@@ -1,0 +1,108 @@
+"""What a stage does around its layers: first-layer work, signals, captures, empty batches, wrong calls."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import ForwardMode
+from engine.stages import LayerRange, get_pp_indices
+from models.blocks.rotary import Rotary, RotaryTable
+from models.loader import ModelDescription, read_model
+from runtime.errors import ConfigError, InternalError
+from tests.models.conftest import CheckpointMaker
+from tests.support.single_stage import StageDriver
+
+
+@pytest.fixture(params=["llama", "qwen3_5_text"])
+def model(request: pytest.FixtureRequest, checkpoint: CheckpointMaker) -> ModelDescription:
+    return read_model(checkpoint(request.param))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_one_layer_per_stage_does_first_layer_work_s0_5(model: ModelDescription, num_stages: int,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[Tensor] = []
+    original = Rotary.table
+
+    def counting(self: Rotary, positions: Tensor) -> RotaryTable:
+        tables.append(positions.clone())
+        return original(self, positions)
+
+    monkeypatch.setattr(Rotary, "table", counting)
+    cuts = [get_pp_indices(4, rank, num_stages).start for rank in range(1, num_stages)]
+    driver = StageDriver(model, cuts=cuts)
+    for stage in driver.stages:
+        assert {layer.start_layer for layer in stage.layers} == {stage.layer_range.start}
+    driver.prefill({0: list(range(3, 67))}, draw=False)
+    driver.prefill({0: [5, 6, 7]})
+    driver.decode({0: 9})
+    expected = [torch.arange(64), torch.arange(64, 67), torch.arange(67, 68)]
+    assert len(tables) == 3 * num_stages
+    for index, positions in enumerate(tables):
+        assert torch.equal(positions, expected[index // num_stages])
+
+
+def test_layers_report_in_order_once_their_cache_is_complete(model: ModelDescription) -> None:
+    driver = StageDriver(model, cuts=(1, 3))
+    driver.prefill({0: [5, 6, 7]})
+    assert driver.layers_done == [0, 1, 2, 3]
+    driver.decode({0: 8})
+    assert Counter(driver.layers_done) == Counter([0, 1, 2, 3] * 2)
+
+
+def test_only_rows_that_draw_give_logits(model: ModelDescription) -> None:
+    driver = StageDriver(model)
+    alone = driver.prefill({0: [5, 6, 7]})
+    batch = driver.batch(ForwardMode.PREFILL, {1: [9, 10], 2: [5, 6, 7]}, draw=True)
+    batch.sampling = (None, batch.sampling[1])
+    logits = driver.run(batch).logits
+    assert logits is not None
+    assert logits.dtype is torch.float32
+    assert torch.equal(logits, alone)
+    assert driver.prefill({3: [8]}, draw=False).shape == (0, model.facts.vocab_size)
+
+
+def test_captured_layer_outputs_travel_to_the_last_stage_s0_9(model: ModelDescription) -> None:
+    wanted = frozenset({0, 2, 3})
+    whole = StageDriver(model, capture_layers=wanted)
+    expected = whole.run(whole.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)).aux_hidden
+    assert set(expected) == wanted
+    for cuts in ((1,), (3,), (1, 2, 3)):
+        driver = StageDriver(model, cuts=cuts, capture_layers=wanted)
+        captured = driver.run(driver.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)).aux_hidden
+        assert set(captured) == wanted
+        assert all(torch.equal(captured[layer_id], expected[layer_id]) for layer_id in wanted)
+    # The output of a stage's last layer is what the next stage gets.
+    front = StageDriver(model, cuts=(1,), capture_layers=wanted)
+    batch = front.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)
+    front.contexts[0].attention.plan(batch)
+    output = front.stages[0].forward(batch, None, front.contexts[0])
+    assert output.hidden is not None
+    assert torch.equal(output.aux_hidden[0], output.hidden)
+
+
+def test_a_batch_without_tokens_passes_every_stage(model: ModelDescription) -> None:
+    driver = StageDriver(model, cuts=(2,), capture_layers=frozenset({1}))
+    output = driver.run(driver.batch(ForwardMode.IDLE, {}, draw=False))
+    assert output.logits is not None
+    assert output.logits.shape == (0, model.facts.vocab_size)
+    assert output.aux_hidden[1].shape == (0, model.facts.hidden_size)
+    assert driver.layers_done == []
+
+
+def test_a_stage_needs_its_input(model: ModelDescription) -> None:
+    driver = StageDriver(model, cuts=(2,))
+    batch = driver.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)
+    with pytest.raises(InternalError, match="2-4 needs hidden states of 3 tokens"):
+        driver.stages[1].forward(batch, None, driver.contexts[1])
+    batch.token_ids = None
+    with pytest.raises(InternalError, match="0-2 needs token ids"):
+        driver.stages[0].forward(batch, None, driver.contexts[0])
+
+
+@pytest.mark.parametrize("layers", [LayerRange(0, 5), LayerRange(2, 2)])
+def test_impossible_stage_is_refused(model: ModelDescription, layers: LayerRange) -> None:
+    with pytest.raises(ConfigError, match="not a stage of a model with 4 layers"):
+        model.load_stage(layers, numerics=StageDriver(model).numerics)
