@@ -1,0 +1,104 @@
+"""Settings: frozen pydantic models filled from flags and one TOML file.
+
+    class PrefillConfig(Config): ...                                   unknown keys are refused
+    load(PrefillConfig, section="prefill", flags={...}, file=path)     flags beat the file, the file beats defaults
+    describe(config) -> str                                            the effective values, one per line
+    parse_address("HOST:PORT") -> Address; AddressField for models
+
+The TOML file has one table per role, so that a whole cluster can share it.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from runtime.errors import ConfigError
+
+SECTIONS = ("router", "prefill", "decode")
+
+
+class Config(BaseModel):
+    """Root of all settings. Never written after it was built."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens or is found. Port 0 asks the system for one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str, *, field: str = "address") -> Address:
+    """HOST:PORT or [IPV6]:PORT. Raises ConfigError naming `field`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or (":" in host and not host.startswith("[")):
+        raise ConfigError(f"{field} must be HOST:PORT, got {text!r}", field=field)
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{field} must end in a port from 0 to 65535, got {text!r}", field=field)
+    return Address(host.strip("[]"), int(port))
+
+
+def _checked_address(text: str) -> str:
+    try:
+        return str(parse_address(text))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+AddressField = Annotated[str, AfterValidator(_checked_address)]
+
+
+def load(kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file: Path | None = None) -> ConfigT:
+    """Build the settings of one role. Flags that are None were not given.
+
+    Raises ConfigError naming the key for unknown keys, unreadable files and values that do not fit.
+    """
+    values = {} if file is None else read_section(file, section)
+    values.update({key: value for key, value in flags.items() if value is not None})
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        problem = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
+        given = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+        raise ConfigError(f"{section}.{key}: {problem}{given}", field=key) from error
+
+
+def read_section(file: Path, section: str) -> dict[str, object]:
+    """One role's table of the file, empty if it has none. Raises ConfigError."""
+    try:
+        tables = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", field="config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}", field="config") from error
+    for name, table in tables.items():
+        if name not in SECTIONS or not isinstance(table, dict):
+            raise ConfigError(f"{file}: {name!r} is not one of the tables {', '.join(SECTIONS)}", field=name)
+    return dict(tables.get(section, {}))
+
+
+def describe(config: Config) -> str:
+    """The effective values, as they could stand in the file."""
+    return "\n".join(f"{key} = {value}" for key, value in config.model_dump(mode="json").items())
+
+
+def leader_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The leader as launchers name it (MASTER_ADDR, MASTER_PORT); None unless both are set."""
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    return str(parse_address(f"{host}:{port}", field="MASTER_PORT")) if host and port else None

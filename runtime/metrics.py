@@ -1,0 +1,234 @@
+"""Prometheus metrics: one registry per process, typed instruments per role. Names are stable; units are base units.
+
+    registry = new_registry(role="decode", version="0.1.0")
+    rpc, pool = RpcMetrics.create(registry), PoolMetrics.create(registry)
+    exposition = Exposition.start(registry, port=0)             # exposition.port; exposition.close()
+
+A role creates the instrument sets it moves and no others. Labels never hold anything a client chose.
+"""
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    Info,
+    PlatformCollector,
+    ProcessCollector,
+    start_http_server,
+)
+
+from runtime.errors import ConfigError
+
+TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+TPOT_S = (.001, .0025, .005, .0075, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+E2E_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+STAGE_S = (.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 300)
+TRANSFER_S = (.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .2, .3, .5, .75, 1, 5)
+STEP_S = (.0005, .001, .0025, .005, .0075, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
+PICK_S = (.00001, .00005, .0001, .0005, .001, .005, .01, .05, .1)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+def new_registry(*, role: str, version: str) -> CollectorRegistry:
+    """A registry with the process's own figures (memory, CPU, descriptors, garbage collection)."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    Info("baton_build", "What runs here.", registry=registry).info({"role": role, "version": version})
+    return registry
+
+
+class Exposition:
+    """Serves /metrics from a thread of its own."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    @classmethod
+    def start(cls, registry: CollectorRegistry, *, port: int, host: str = "127.0.0.1") -> Self:
+        """Listen; port 0 lets the system choose. Raises ConfigError naming the address."""
+        try:
+            return cls(*start_http_server(port, host, registry))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}", field="metrics_port") from error
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+@dataclass(frozen=True)
+class RpcMetrics:
+    """Every gRPC call of this process; the interceptor moves them."""
+
+    requests: Counter
+    seconds: Histogram
+    running: Gauge
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _counter(registry, "requests", "gRPC calls that ended, by status code.", "method", "grpc_code"),
+            _histogram(registry, "request_seconds", "Length of gRPC calls.", E2E_S, "method"),
+            _gauge(registry, "requests_in_flight", "gRPC calls now open.", "method"),
+        )
+
+    def ended(self, method: str, code: str, seconds: float) -> None:
+        self.requests.labels(method, code).inc()
+        self.seconds.labels(method).observe(seconds)
+
+    def in_flight(self, method: str) -> Gauge:
+        return self.running.labels(method)
+
+
+@dataclass(frozen=True)
+class RouterMetrics:
+    """What clients experience, and how the router decided."""
+
+    ttft_s: Histogram
+    tpot_s: Histogram
+    itl_s: Histogram
+    e2e_s: Histogram
+    stage_s: Histogram
+    prompt_tokens: Counter
+    completion_tokens: Counter
+    queue_depth: Gauge
+    queue_oldest_s: Gauge
+    running: Gauge
+    decisions: Counter
+    pick_s: Histogram
+    retries: Counter
+    workers: Gauge
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _histogram(registry, "ttft_seconds", "Request received to first token sent.", TTFT_S),
+            _histogram(registry, "tpot_seconds", "Mean time per token after the first, per request.", TPOT_S),
+            _histogram(registry, "itl_seconds", "Gap between two messages of a stream.", TPOT_S),
+            _histogram(registry, "e2e_seconds", "Request received to finish, by finish reason.", E2E_S, "outcome"),
+            _histogram(registry, "stage_seconds", "Time per part of a request's life.", STAGE_S, "stage"),
+            _counter(registry, "prompt_tokens", "Prompt tokens of accepted requests."),
+            _counter(registry, "completion_tokens", "Tokens sent to clients."),
+            _gauge(registry, "queue_depth", "Requests held back."),
+            _gauge(registry, "queue_oldest_seconds", "Age of the request held back longest."),
+            _gauge(registry, "router_running", "Requests given to a pair of workers and not ended."),
+            _counter(registry, "router_decisions", "Choices of a worker.", "policy", "result"),
+            _histogram(registry, "router_pick_seconds", "Time one choice took.", PICK_S),
+            _counter(registry, "router_retries", "Requests given to another worker.", "role", "reason"),
+            _gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
+        )
+
+
+@dataclass(frozen=True)
+class WorkerMetrics:
+    """The work of one prefill or decode stage. `queue_*`, `running` and the token counters move on stage 0 only."""
+
+    queue_depth: Gauge
+    queue_s: Histogram
+    running: Gauge
+    prompt_tokens: Counter
+    output_tokens: Counter
+    preemptions: Counter
+    batch_rows: Histogram
+    batch_tokens: Histogram
+    step_s: Histogram
+    idle_ratio: Gauge
+    link_bytes: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _gauge(registry, "queue_depth", "Requests waiting on this worker."),
+            _histogram(registry, "queue_seconds", "Time a request waited on this worker.", STAGE_S),
+            _gauge(registry, "running", "Requests in the running batch."),
+            _counter(registry, "prompt_tokens", "Prompt tokens computed."),
+            _counter(registry, "output_tokens", "Tokens drawn."),
+            _counter(registry, "preemptions", "Requests set back because pages ran out."),
+            _histogram(registry, "batch_rows", "Requests per forward.", ROWS),
+            _histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
+            _histogram(registry, "pp_stage_step_seconds", "One forward of this stage.", STEP_S),
+            _gauge(registry, "pp_bubble_ratio", "Share of recent time this stage had work in flight but none to do."),
+            _counter(registry, "pp_link_bytes", "Bytes sent to other stages of the pool."),
+        )
+
+
+@dataclass(frozen=True)
+class PoolMetrics:
+    """Memory of one stage's pools."""
+
+    pages_total: Gauge
+    pages_used: Gauge
+    pages_held_for_transfer: Gauge
+    slots_total: Gauge
+    slots_used: Gauge
+    leases: Gauge
+    imbalances: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _gauge(registry, "kv_pages_total", "Pages of the pool."),
+            _gauge(registry, "kv_pages_used", "Pages under lease."),
+            _gauge(registry, "kv_pages_held_for_transfer", "Pages whose request ended but whose transfer has not."),
+            _gauge(registry, "state_slots_total", "Recurrent-state slots of the pool."),
+            _gauge(registry, "state_slots_used", "Recurrent-state slots under lease."),
+            _gauge(registry, "kv_leases", "Leases by kind.", "kind"),
+            _counter(registry, "kv_imbalances", "Idle checks that found free plus leased unequal to total."),
+        )
+
+
+@dataclass(frozen=True)
+class TransferMetrics:
+    """Handoffs, as this stage saw them."""
+
+    sessions: Gauge
+    transfer_s: Histogram
+    exposed_s: Histogram
+    bytes_moved: Counter
+    failures: Counter
+    integrity_failures: Counter
+    handshake_s: Histogram
+    handshake_failures: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _gauge(registry, "kv_sessions", "Open sessions by state.", "state"),
+            _histogram(registry, "kv_transfer_seconds", "Session opened to everything moved.", TRANSFER_S),
+            _histogram(registry, "kv_transfer_exposed_seconds",
+                       "First token known to everything landed and checked.", TRANSFER_S),
+            _counter(registry, "kv_transfer_bytes", "Bytes moved.", "kind"),
+            _counter(registry, "kv_transfer_failures", "Sessions that failed.", "reason"),
+            _counter(registry, "kv_integrity_failures", "Items whose digest did not match."),
+            _histogram(registry, "handshake_seconds", "Connecting to a peer for the first time.", STAGE_S),
+            _counter(registry, "handshake_failures", "Peers that could not be connected to.", "reason"),
+        )
+
+
+def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"baton_{name}", text, labels, registry=registry)
+
+
+def _gauge(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Gauge:
+    return Gauge(f"baton_{name}", text, labels, registry=registry)
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
+    return Histogram(f"baton_{name}", text, labels, buckets=tuple(buckets), registry=registry)

@@ -1,0 +1,121 @@
+"""One gRPC server per process: health, reflection, error mapping and drain included.
+
+    server = GrpcServer(ServerOptions(listen="0.0.0.0:7000"), services=("baton.v1.Prefill",), metrics=rpc_metrics)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
+    address = await server.start()                       # "0.0.0.0:41873" when port 0 was asked for
+    await server.health.set_serving("baton.v1.Prefill")  # services start as NOT_SERVING, "" as SERVING
+    await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
+"""
+
+import logging
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from runtime.config import Address, parse_address
+from runtime.errors import ConfigError
+from runtime.interceptor import CallGuard
+from runtime.metrics import RpcMetrics
+
+logger = logging.getLogger(__name__)
+
+# Above the limit the guard enforces, gRPC itself drops messages, with RESOURCE_EXHAUSTED and no details.
+_HARD_LIMIT_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never."""
+
+    listen: str
+    max_message_bytes: int = 16 << 20
+    keepalive_s: float = 1.5
+    keepalive_timeout_s: float = 2.5
+    max_connection_age_s: float | None = None
+    max_connection_age_grace_s: float = 3600.0
+    reflection: bool = True
+
+    def as_grpc(self) -> list[tuple[str, int]]:
+        options = [
+            ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
+            ("grpc.max_receive_message_length", self.max_message_bytes * _HARD_LIMIT_FACTOR),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.keepalive_time_ms", round(self.keepalive_s * 1e3)),
+            ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
+            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1e3)),  # see runtime.client
+            ("grpc.keepalive_permit_without_calls", 1),
+            # Clients may ping as often as our own channels do, also while a long prefill says nothing.
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+        if self.max_connection_age_s is not None:
+            options += [("grpc.max_connection_age_ms", round(self.max_connection_age_s * 1e3)),
+                        ("grpc.max_connection_age_grace_ms", round(self.max_connection_age_grace_s * 1e3))]
+        return options
+
+
+class Health:
+    """grpc.health.v1 with a true Watch. "" is the process, full service names are readiness."""
+
+    def __init__(self, services: tuple[str, ...]) -> None:
+        self._services = services
+        self.servicer = health.aio.HealthServicer()
+
+    async def start(self) -> None:
+        for service in self._services:
+            await self.set_not_serving(service)
+
+    async def set_serving(self, service: str) -> None:
+        await self.servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    async def set_not_serving(self, service: str) -> None:
+        await self.servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def shut_down(self) -> None:
+        """NOT_SERVING for all names, for good."""
+        await self.servicer.enter_graceful_shutdown()
+
+
+class GrpcServer:
+    """Build inside a running event loop. `services` are the full names whose readiness this process reports;
+    `background_methods` are endless streams that a drain does not wait for."""
+
+    def __init__(self, options: ServerOptions, *, services: tuple[str, ...], metrics: RpcMetrics,
+                 background_methods: frozenset[str] = frozenset()) -> None:
+        self._options = options
+        self._listen = parse_address(options.listen, field="listen")
+        self._services = services
+        self._guard = CallGuard(background_methods=background_methods, max_message_bytes=options.max_message_bytes,
+                                metrics=metrics)
+        self.health = Health(services)
+        self.grpc = grpc.aio.server(interceptors=[self._guard], options=options.as_grpc())
+
+    async def start(self) -> str:
+        """Listen and return the address. Raises ConfigError naming the address when it cannot be bound."""
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self.grpc)
+        if self._options.reflection:
+            names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self.grpc)
+        try:
+            port = self.grpc.add_insecure_port(str(self._listen))
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            await self.grpc.stop(None)
+            raise ConfigError(f"cannot listen on {self._listen}: the address is in use or not of this machine",
+                              field="listen")
+        await self.health.start()
+        await self.grpc.start()
+        return str(Address(self._listen.host, port))
+
+    async def drain(self, *, grace_s: float) -> None:
+        """Say NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest, stop."""
+        await self.health.shut_down()
+        self._guard.refuse_new("the server is draining")
+        if not await self._guard.wait_quiet(timeout_s=grace_s):
+            logger.warning("calls still in flight after the grace period are ended", extra={"grace_s": grace_s})
+        self._guard.expel()
+        await self._guard.wait_quiet(timeout_s=1.0)
+        await self.grpc.stop(grace=0.2)

@@ -1,0 +1,207 @@
+"""Errors on the wire: one table from `BatonError` to a gRPC status with google.rpc details, and the way back.
+
+    failure_of(error, request_id="") -> RpcFailure          for servers; runtime.server calls it for every handler
+    error_from_rpc(rpc_error) -> BatonError                 for clients, sync and async
+
+Details: ErrorInfo always (domain "baton"); BadRequest for InvalidRequestError; QuotaFailure for CapacityError;
+PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where trying later can work; RequestInfo for
+bugs, whose text stays in the server's log.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2 as details_pb2
+from google.rpc.status_pb2 import Status
+
+from runtime import errors
+from runtime.errors import BatonError
+
+DOMAIN = "baton"
+DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+
+_CODES: Mapping[type[BatonError], grpc.StatusCode] = {
+    errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.IncompatiblePeerError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.PeerLostError: grpc.StatusCode.ABORTED,
+    errors.HandoffError: grpc.StatusCode.ABORTED,
+    errors.IntegrityError: grpc.StatusCode.DATA_LOSS,
+    errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.RequestAborted: grpc.StatusCode.CANCELLED,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+    BatonError: grpc.StatusCode.INTERNAL,
+}
+
+
+@dataclass(frozen=True)
+class RpcFailure:
+    """How a call ends: what `context.abort` is given."""
+
+    code: grpc.StatusCode
+    message: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+
+
+class EndedCall(Protocol):
+    """What the sync and the async gRPC error have in common."""
+
+    def code(self) -> grpc.StatusCode | None: ...
+
+    def details(self) -> str | None: ...
+
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
+def code_of(error: BatonError) -> grpc.StatusCode:
+    """The status code of the nearest ancestor in the table."""
+    return next(_CODES[ancestor] for ancestor in type(error).__mro__ if ancestor in _CODES)
+
+
+def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
+    """The status a client sees. Bugs and foreign exceptions show the request id instead of their text."""
+    if not isinstance(error, BatonError) or isinstance(error, errors.InternalError):
+        reason = error.reason if isinstance(error, BatonError) else BatonError.reason
+        message = f"internal error, see the server's log for request {request_id or '(no id)'}"
+        info = details_pb2.RequestInfo(request_id=request_id)
+        return _failure(grpc.StatusCode.INTERNAL, message, [_error_info(reason, {}), info])
+    code = code_of(error)
+    details: list[Message] = [_error_info(error.reason, _facts(error)), *_specific(error)]
+    trailers: list[tuple[str, str | bytes]] = []
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(details_pb2.RetryInfo(retry_delay=delay))
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            trailers.append((PUSHBACK_KEY, str(round(error.retry_after_s * 1e3))))
+    return _failure(code, str(error), details, trailers)
+
+
+def _error_info(reason: str, facts: Mapping[str, str]) -> details_pb2.ErrorInfo:
+    return details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=facts)
+
+
+def _facts(error: BatonError) -> dict[str, str]:
+    """What the typed error carries beyond its message, so that the client can rebuild it."""
+    if isinstance(error, errors.CapacityError):
+        return {"resource": error.resource}
+    if isinstance(error, errors.ConfigError):
+        return {"field": error.field}
+    return {}
+
+
+def _specific(error: BatonError) -> list[Message]:
+    if isinstance(error, errors.InvalidRequestError):
+        violations = [details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
+                      for v in error.violations]
+        return [details_pb2.BadRequest(field_violations=violations)]
+    if isinstance(error, errors.CapacityError):
+        quota = details_pb2.QuotaFailure.Violation(subject=error.resource, description=str(error))
+        return [details_pb2.QuotaFailure(violations=[quota])]
+    if isinstance(error, errors.ConfigError | errors.IncompatiblePeerError):
+        subject = error.field if isinstance(error, errors.ConfigError) else ""
+        broken = details_pb2.PreconditionFailure.Violation(type=error.reason, subject=subject, description=str(error))
+        return [details_pb2.PreconditionFailure(violations=[broken])]
+    return []
+
+
+def _failure(code: grpc.StatusCode, message: str, details: list[Message],
+             trailers: Iterable[tuple[str, str | bytes]] = ()) -> RpcFailure:
+    packed = []
+    for detail in details:
+        packed.append(AnyMessage())
+        packed[-1].Pack(detail)
+    number: int = code.value[0]
+    status = Status(code=number, message=message, details=packed)
+    return RpcFailure(code, message, (*trailers, (DETAILS_KEY, status.SerializeToString())))
+
+
+@dataclass(frozen=True)
+class _Details:
+    """What we read out of a status: the opposite of `_failure`."""
+
+    reason: str
+    facts: Mapping[str, str]
+    violations: tuple[errors.FieldViolation, ...]
+    retry_after_s: float | None
+
+
+_Builder = Callable[[str, _Details], BatonError]
+
+
+def _named(kind: Callable[[str], BatonError]) -> _Builder:
+    return lambda message, _: kind(message)
+
+
+def _invalid(kind: type[errors.InvalidRequestError]) -> _Builder:
+    return lambda message, details: kind(*(details.violations or (errors.FieldViolation("request", message),)))
+
+
+_BY_REASON: Mapping[str, _Builder] = {
+    errors.InvalidRequestError.reason: _invalid(errors.InvalidRequestError),
+    errors.UnknownModelError.reason: _invalid(errors.UnknownModelError),
+    errors.DuplicateRequestError.reason: _named(errors.DuplicateRequestError),
+    errors.ConfigError.reason: lambda m, d: errors.ConfigError(m, field=d.facts.get("field", "")),
+    errors.IncompatiblePeerError.reason: _named(errors.IncompatiblePeerError),
+    errors.CapacityError.reason: lambda m, d: errors.CapacityError(m, resource=d.facts.get("resource", "unknown"),
+                                                                   retry_after_s=d.retry_after_s or 0.0),
+    errors.UnavailableError.reason: lambda m, d: errors.UnavailableError(m, retry_after_s=d.retry_after_s),
+    errors.PeerLostError.reason: lambda m, d: errors.PeerLostError(m, retry_after_s=d.retry_after_s),
+    errors.HandoffError.reason: _named(errors.HandoffError),
+    errors.IntegrityError.reason: _named(errors.IntegrityError),
+    errors.DeadlineError.reason: _named(errors.DeadlineError),
+    errors.RequestAborted.reason: _named(errors.RequestAborted),
+    errors.StalePlanError.reason: _named(errors.StalePlanError),
+    errors.InternalError.reason: _named(errors.InternalError),
+}
+
+# For statuses that gRPC itself produced, which carry no details.
+_BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
+    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
+    grpc.StatusCode.CANCELLED: errors.RequestAborted,
+    grpc.StatusCode.UNIMPLEMENTED: lambda m: errors.ConfigError(f"the server does not offer this call: {m}",
+                                                                field="target"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: lambda m: errors.CapacityError(m, resource="message size"),
+    grpc.StatusCode.INVALID_ARGUMENT: lambda m: errors.InvalidRequestError(errors.FieldViolation("request", m)),
+}
+
+
+def error_from_rpc(call: EndedCall) -> BatonError:
+    """The typed error behind a failed call, with field violations and retry delay where the server gave them."""
+    message = call.details() or "no details"
+    details = _read_details(call)
+    if details.reason in _BY_REASON:
+        return _BY_REASON[details.reason](message, details)
+    code = call.code() or grpc.StatusCode.UNKNOWN
+    if code in _BY_CODE:
+        return _BY_CODE[code](message)
+    return errors.InternalError(f"{code.name}: {message}")
+
+
+def _read_details(call: EndedCall) -> _Details:
+    status = Status()
+    raw = next((value for key, value in call.trailing_metadata() or () if key == DETAILS_KEY), b"")
+    with suppress(DecodeError):  # not ours, then: the code alone decides
+        status.ParseFromString(raw if isinstance(raw, bytes) else raw.encode())
+    info, bad, retry = details_pb2.ErrorInfo(), details_pb2.BadRequest(), details_pb2.RetryInfo()
+    for packed in status.details:
+        for detail in (info, bad, retry):
+            packed.Unpack(detail)
+    return _Details(
+        reason=info.reason if info.domain == DOMAIN else "",
+        facts=dict(info.metadata),
+        violations=tuple(errors.FieldViolation(v.field, v.description) for v in bad.field_violations),
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+    )

@@ -1,0 +1,119 @@
+"""The life of a process: signals, fail-fast background work, exit codes.
+
+    def main() -> int:
+        return run_process("prefill", run)                   # 0 stopped as asked, 1 failed, 2 bad config, 70 a bug
+
+    async def run(stop: StopSignal) -> None:                 # the composition root
+        ...start...
+        async with background(stop, pool.run(), directory.run()):     # the first to fail ends the process
+            await stop.wait()
+        await server.drain(grace_s)
+
+A second signal ends the process without draining.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+from runtime.errors import BatonError, ConfigError, InternalError
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_BUG = 1, 2, 70
+
+
+class StopSignal:
+    """Set once, by SIGTERM, SIGINT or the process itself."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._reason = ""
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def set(self, reason: str) -> None:
+        if not self._event.is_set():
+            self._reason = reason
+            self._event.set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+
+@asynccontextmanager
+async def background(stop: StopSignal, *work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run `work` beside the block. A failure sets `stop` at once and is raised when the block has ended; leaving the
+    block cancels what still runs."""
+    tasks = [asyncio.create_task(item) for item in work]
+    for task in tasks:
+        task.add_done_callback(lambda ended: _stop_on_failure(stop, ended))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+def _stop_on_failure(stop: StopSignal, task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        stop.set(f"{type(error).__name__}: {error}")
+
+
+def run_process(name: str, run: Callable[[StopSignal], Awaitable[None]]) -> int:
+    """Run a composition root to its end and return the exit code; failures become one clear line on stderr."""
+    try:
+        asyncio.run(_with_signals(name, run))
+    except BaseExceptionGroup as group:
+        return _exit_code(name, _first_leaf(group))
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt) as error:  # noqa: BLE001 (the process edge)
+        return _exit_code(name, error)
+    return 0
+
+
+def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def _exit_code(name: str, error: BaseException) -> int:
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        print(f"{name}: stopped at once", file=sys.stderr)
+        return EXIT_FAILED
+    if isinstance(error, BatonError) and not isinstance(error, InternalError):
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    logger.critical("%s ends on a bug", name, exc_info=error)
+    return EXIT_BUG
+
+
+async def _with_signals(name: str, run: Callable[[StopSignal], Awaitable[None]]) -> None:
+    stop = StopSignal()
+    loop, root = asyncio.get_running_loop(), asyncio.current_task()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set and root is not None:
+            root.cancel()
+        logger.info("%s: %s", name, f"{number.name}, stopping")
+        stop.set(number.name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await run(stop)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

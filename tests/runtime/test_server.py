@@ -1,0 +1,220 @@
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from prometheus_client import CollectorRegistry
+
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
+from runtime import errors
+from runtime.client import open_channel, open_sync_channel, wait_serving
+from runtime.metrics import RpcMetrics
+from runtime.server import GrpcServer, ServerOptions
+from runtime.status import error_from_rpc
+from tests.support.generation import SERVICE, EchoGeneration, serve_echo
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Ticker(worker_pb2_grpc.WorkerServicer):
+    """An endless stream."""
+
+    async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any],
+                    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        while True:
+            yield worker_pb2.WatchResponse()
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[tuple[EchoGeneration, GrpcServer, str]]:
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer, max_message_bytes=4096)
+    yield servicer, server, address
+    await server.drain(grace_s=0)
+
+
+async def fail(address: str, *, text: str, request_id: str = "") -> errors.BatonError:
+    async with open_channel(address) as channel:
+        request = pb.GenerateRequest(text=text, request_id=request_id)
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(request)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    return error_from_rpc(caught.value)
+
+
+async def test_errors_of_a_stream_reach_the_client_typed(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    full = await fail(echo[2], text="full")
+    assert isinstance(full, errors.CapacityError)
+    assert (full.resource, full.retry_after_s) == ("queue", 2.5)
+    bug = await fail(echo[2], text="bug", request_id="r7")
+    assert isinstance(bug, errors.InternalError)
+    assert "r7" in str(bug)
+    assert "secret" not in str(bug)
+
+
+async def test_oversize_message_names_the_limit(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    error = await fail(echo[2], text="x" * 5000)
+    assert isinstance(error, errors.InvalidRequestError)
+    assert "4096" in error.violations[0].description
+
+
+async def test_message_beyond_the_hard_limit_is_refused_by_grpc(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    assert isinstance(await fail(echo[2], text="x" * 50000), errors.CapacityError)
+
+
+async def test_cancelled_stream_is_closed_at_once(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    servicer, _, address = echo
+    async with open_channel(address) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
+        await call.read()
+        assert servicer.running
+        call.cancel()
+        await asyncio.wait_for(servicer.ended.wait(), 1)
+        assert not servicer.running
+
+
+async def test_dropped_channel_is_a_cancellation(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    servicer, _, address = echo
+    channel = open_channel(address)
+    await generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang")).read()
+    await channel.close()
+    await asyncio.wait_for(servicer.ended.wait(), 1)
+
+
+async def test_calls_are_counted() -> None:
+    registry = CollectorRegistry()
+    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,), metrics=RpcMetrics.create(registry))
+    generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
+    address = await server.start()
+    await fail(address, text="full")
+    async with open_channel(address) as channel:
+        await generation_pb2_grpc.GenerationStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+    labels = {"method": "/baton.v1.Generation/Generate", "grpc_code": "RESOURCE_EXHAUSTED"}
+    assert registry.get_sample_value("baton_requests_total", labels) == 1
+    labels = {"method": "/baton.v1.Generation/GetModelInfo", "grpc_code": "OK"}
+    assert registry.get_sample_value("baton_requests_total", labels) == 1
+    assert registry.get_sample_value("baton_requests_in_flight", {"method": labels["method"]}) == 0
+    await server.drain(grace_s=0)
+
+
+async def test_health_watch_follows_and_drain_says_not_serving_first() -> None:
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer)
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))  # type: ignore[attr-defined]  # stubs lack it
+        assert (await watch.read()).status == SERVING
+        await server.health.set_not_serving(SERVICE)
+        assert (await watch.read()).status == NOT_SERVING
+        await server.health.set_serving(SERVICE)
+        assert (await watch.read()).status == SERVING
+        running = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
+        await running.read()
+        draining = asyncio.create_task(server.drain(grace_s=0.3))
+        assert (await watch.read()).status == NOT_SERVING
+        refused = await fail(address, text="hello")
+        assert isinstance(refused, errors.UnavailableError)
+        assert "draining" in str(refused)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # it had its grace period
+            await running.read()
+        assert isinstance(error_from_rpc(caught.value), errors.UnavailableError)
+        await asyncio.wait_for(draining, 3)
+    assert not servicer.running
+
+
+async def test_drain_lets_calls_finish_and_does_not_wait_for_background_streams() -> None:
+    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
+                        metrics=RpcMetrics.create(CollectorRegistry()),
+                        background_methods=frozenset({"/baton.v1.Worker/Watch"}))
+    worker_pb2_grpc.add_WorkerServicer_to_server(Ticker(), server.grpc)
+    address = await server.start()
+    async with open_channel(address) as channel:
+        watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
+        await watch.read()
+        await asyncio.wait_for(server.drain(grace_s=30), 3)
+
+
+async def test_reflection_lists_the_services(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    def names() -> set[str]:
+        with open_sync_channel(echo[2]) as channel:
+            return set(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    assert {SERVICE, "grpc.health.v1.Health"} <= await asyncio.to_thread(names)
+
+
+async def test_port_in_use_is_one_clear_error(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    with pytest.raises(errors.ConfigError, match=echo[2]) as caught:
+        await serve_echo(EchoGeneration(), listen=echo[2])
+    assert caught.value.field == "listen"
+
+
+async def test_wait_serving_says_what_it_saw(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    async with open_channel(echo[2]) as channel:
+        await wait_serving(channel, SERVICE, timeout_s=5)
+        await echo[1].health.set_not_serving(SERVICE)
+        with pytest.raises(errors.UnavailableError, match="NOT_SERVING"):
+            await wait_serving(channel, SERVICE, timeout_s=0.3)
+
+
+async def test_silent_peer_is_given_up_within_five_seconds_by_both_sides() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        relay = await Relay.start(silent)
+        servicer = EchoGeneration()
+        server, relay.target = await serve_echo(servicer)
+        async with open_channel(relay.address) as channel:
+            call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
+            await call.read()
+            relay.muted = True
+            async with asyncio.timeout(5):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                await servicer.ended.wait()
+            assert isinstance(error_from_rpc(caught.value), errors.UnavailableError)
+        await relay.close()
+        await server.drain(grace_s=0)
+
+
+class Relay:
+    """Passes bytes on until it is muted: then it keeps its connections open and says nothing."""
+
+    def __init__(self) -> None:
+        self.muted = False
+        self.target = ""
+        self.address = ""
+        self._server: asyncio.Server | None = None
+        self._pumps: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(cls, listening: socket.socket) -> "Relay":
+        relay = cls()
+        host, port = listening.getsockname()
+        relay.address = f"{host}:{port}"
+        relay._server = await asyncio.start_server(relay._accept, sock=listening)
+        return relay
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self.target.rpartition(":")
+        to_server = await asyncio.open_connection(host, int(port))
+        self._pumps += [asyncio.create_task(self._pump(reader, to_server[1])),
+                        asyncio.create_task(self._pump(to_server[0], writer))]
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                if not self.muted:
+                    writer.write(data)
+        finally:
+            writer.close()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)

@@ -1,0 +1,132 @@
+from collections.abc import Iterator
+from typing import TypeVar
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2 as details_pb2
+from google.rpc.status_pb2 import Status
+
+from runtime import errors
+from runtime.errors import BatonError, FieldViolation
+from runtime.status import DETAILS_KEY, PUSHBACK_KEY, RpcFailure, error_from_rpc, failure_of
+
+DetailT = TypeVar("DetailT", bound=Message)
+
+
+def every_kind(root: type[BatonError] = BatonError) -> Iterator[type[BatonError]]:
+    for kind in root.__subclasses__():
+        if kind.__module__ == "runtime.errors":
+            yield kind
+            yield from every_kind(kind)
+
+
+EXPECTED = {
+    errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.IncompatiblePeerError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.PeerLostError: grpc.StatusCode.ABORTED,
+    errors.HandoffError: grpc.StatusCode.ABORTED,
+    errors.IntegrityError: grpc.StatusCode.DATA_LOSS,
+    errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.RequestAborted: grpc.StatusCode.CANCELLED,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+    errors.StalePlanError: grpc.StatusCode.INTERNAL,
+}
+
+
+def make(kind: type[BatonError]) -> BatonError:
+    if issubclass(kind, errors.InvalidRequestError):
+        return kind(FieldViolation("prompt", "is empty"), FieldViolation("stop.max_tokens", "at least 1, got 0"))
+    if kind is errors.CapacityError:
+        return errors.CapacityError("no pages", resource="pages", retry_after_s=2.5)
+    if kind is errors.ConfigError:
+        return errors.ConfigError("no such folder", field="model")
+    return kind("what happened")
+
+
+def as_rpc_error(failure: RpcFailure) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(failure.code, grpc.aio.Metadata(),
+                                grpc.aio.Metadata.from_tuple(failure.trailing_metadata), failure.message)
+
+
+def unpack(failure: RpcFailure, kind: type[DetailT]) -> list[DetailT]:
+    raw = dict(failure.trailing_metadata)[DETAILS_KEY]
+    assert isinstance(raw, bytes)
+    status = Status.FromString(raw)
+    found = []
+    for packed in status.details:
+        detail = kind()
+        if packed.Unpack(detail):
+            found.append(detail)
+    return found
+
+
+def test_every_error_of_the_tree_has_an_expected_code() -> None:
+    assert set(every_kind()) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
+def test_error_survives_the_wire(kind: type[BatonError]) -> None:
+    error = make(kind)
+    failure = failure_of(error, "r1")
+    back = error_from_rpc(as_rpc_error(failure))
+    assert failure.code is EXPECTED[kind]
+    assert type(back) is kind
+    if not isinstance(error, errors.InternalError):
+        assert str(back) == str(error)
+        assert back.retry_after_s == error.retry_after_s
+        assert vars(back) == vars(error)
+    info = unpack(failure, details_pb2.ErrorInfo)
+    assert [(i.reason, i.domain) for i in info] == [(kind.reason, "baton")]
+
+
+def test_invalid_request_names_each_field() -> None:
+    (bad,) = unpack(failure_of(make(errors.InvalidRequestError)), details_pb2.BadRequest)
+    assert [(v.field, v.description) for v in bad.field_violations] == [
+        ("prompt", "is empty"), ("stop.max_tokens", "at least 1, got 0")]
+
+
+def test_capacity_tells_when_to_come_back() -> None:
+    failure = failure_of(make(errors.CapacityError))
+    (retry,) = unpack(failure, details_pb2.RetryInfo)
+    (quota,) = unpack(failure, details_pb2.QuotaFailure)
+    assert retry.retry_delay.ToMilliseconds() == 2500
+    assert quota.violations[0].subject == "pages"
+    assert dict(failure.trailing_metadata)[PUSHBACK_KEY] == "2500"
+
+
+def test_config_error_is_a_failed_precondition() -> None:
+    (broken,) = unpack(failure_of(make(errors.ConfigError)), details_pb2.PreconditionFailure)
+    assert (broken.violations[0].type, broken.violations[0].subject) == ("BAD_CONFIG", "model")
+
+
+@pytest.mark.parametrize("error", [errors.StalePlanError("layer 3 secret"), ZeroDivisionError("layer 3 secret")])
+def test_bugs_show_the_request_id_and_not_their_text(error: Exception) -> None:
+    failure = failure_of(error, "r1")
+    (info,) = unpack(failure, details_pb2.RequestInfo)
+    assert info.request_id == "r1"
+    assert "r1" in failure.message
+    assert "secret" not in failure.message + repr(failure.trailing_metadata)
+
+
+@pytest.mark.parametrize(("code", "kind"), [
+    (grpc.StatusCode.UNAVAILABLE, errors.UnavailableError),
+    (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineError),
+    (grpc.StatusCode.CANCELLED, errors.RequestAborted),
+    (grpc.StatusCode.UNIMPLEMENTED, errors.ConfigError),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.CapacityError),
+    (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequestError),
+    (grpc.StatusCode.PERMISSION_DENIED, errors.InternalError),
+])
+def test_statuses_of_grpc_itself_become_typed_errors(code: grpc.StatusCode, kind: type[BatonError]) -> None:
+    assert type(error_from_rpc(as_rpc_error(RpcFailure(code, "text", ())))) is kind
+
+
+def test_garbage_in_the_details_trailer_is_ignored() -> None:
+    failure = RpcFailure(grpc.StatusCode.UNAVAILABLE, "text", ((DETAILS_KEY, b"\xff\xff\xff"),))
+    assert type(error_from_rpc(as_rpc_error(failure))) is errors.UnavailableError
