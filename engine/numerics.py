@@ -1,8 +1,19 @@
-"""How strictly a row's bits must be independent of what it travels with."""
+"""How strictly a row's bits must be independent of what it travels with, and what keeps them so.
+
+torch computes fp32 `silu`, `sigmoid`, `softplus` and `pow` (and bf16 `rsqrt`) with two codes: vectors for most of a
+tensor and scalars for its tail, or for the tail of each thread's share. The two differ in the last bit, so a value
+changes with the length of its tensor. `exp`, `log1p`, `tanh`, `sin`, `cos`, fp32 `rsqrt` and plain arithmetic do not
+(measured, x86, 1 to 4 threads), and `silu` is built from those.
+"""
 
 from enum import StrEnum
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_VECTOR_PAIR = 64  # bf16 elements torch's kernels take per step with the widest vectors (two of 512 bits)
+_PARALLEL_ELEMENTS = 32768  # torch shares out elementwise work from this size on
 
 
 class Numerics(StrEnum):
@@ -15,10 +26,24 @@ class Numerics(StrEnum):
     FAST = "fast"
 
 
-def min_matmul_rows(dtype: torch.dtype) -> int:
-    """The smallest row count from which a matrix product on the CPU gives each row the same bits for every count.
+def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
+    """The row count to give a matrix product on the CPU so that no row's bits depend on the count.
 
-    Measured with MKL and oneDNN on x86: 32-bit products of 1 to 3 rows take another path, bf16 products do not.
-    The tests check it on the machine they run on.
+    Measured with MKL and oneDNN on x86, 1 to 8 threads. fp32 products of fewer than 4 rows take another path, and with
+    several threads so do those of fewer than 12 that are not a multiple of 4; a single bf16 row may be summed in
+    parallel pieces. The tests check it on the machine they run on.
     """
-    return 1 if dtype is torch.bfloat16 else 4
+    if dtype is torch.bfloat16:
+        return max(num_rows, 2)
+    return num_rows if num_rows >= 12 else -(-num_rows // 4) * 4
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) in fp32, returned in x's dtype.
+
+    bf16 tensors that neither leave a tail nor are shared out to threads go through torch's own kernel.
+    """
+    if x.dtype is torch.bfloat16 and x.shape[-1] % _VECTOR_PAIR == 0 and x.numel() < _PARALLEL_ELEMENTS:
+        return F.silu(x)
+    wide = x.float()
+    return (wide / (-wide).exp_().add_(1.0)).to(x.dtype)

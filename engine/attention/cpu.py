@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionGeometry
 from engine.attention.plan import AttentionPlan, TileGroup, build_plan, key_block
 from engine.batch import ForwardBatch
-from engine.numerics import Numerics, min_matmul_rows
+from engine.numerics import Numerics, padded_rows
 from runtime.errors import InternalError, StalePlanError
 
 
@@ -53,7 +53,7 @@ class CpuAttention:
             StalePlanError: the batch was not planned by this backend, or its rows or tokens are not the planned ones.
             InternalError: this stage has no KV tensor for the layer.
         """
-        plan = self._checked_plan(q, batch)
+        plan = self._checked_plan(batch, q, k, v)
         pool = self._pools.get(layer_id)
         if pool is None:
             raise InternalError(f"layer {layer_id} has no KV pages on this stage")
@@ -66,15 +66,18 @@ class CpuAttention:
             out[group.token_index] = self._attend(q[group.token_index], pool, group)
         return out
 
-    def _checked_plan(self, q: Tensor, batch: ForwardBatch) -> AttentionPlan:
+    def _checked_plan(self, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> AttentionPlan:
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self or not isinstance(plan, AttentionPlan):
             raise StalePlanError("the batch was not planned by this attention backend")
-        if plan.geometry != self._geometry or q.shape[1:] != (self._geometry.num_heads, self._geometry.head_dim):
-            raise StalePlanError(f"planned for {plan.geometry}, q is {tuple(q.shape)}")
-        if (batch.num_rows, batch.num_tokens) != (plan.num_rows, plan.num_tokens) or q.shape[0] != plan.num_tokens:
+        if (batch.num_rows, batch.num_tokens) != (plan.num_rows, plan.num_tokens):
             raise StalePlanError(f"planned for {plan.num_rows} rows and {plan.num_tokens} tokens, the batch has "
-                                 f"{batch.num_rows} and {batch.num_tokens}, q {q.shape[0]}")
+                                 f"{batch.num_rows} and {batch.num_tokens}")
+        geometry = plan.geometry
+        kv_shape = (plan.num_tokens, geometry.num_kv_heads, geometry.head_dim)
+        if q.shape != (plan.num_tokens, geometry.num_heads, geometry.head_dim) or not k.shape == v.shape == kv_shape:
+            raise StalePlanError(f"planned for {plan.num_tokens} tokens of {geometry}, got q {tuple(q.shape)}, "
+                                 f"k {tuple(k.shape)}, v {tuple(v.shape)}")
         return plan
 
     def _attend(self, q: Tensor, pool: Tensor, group: TileGroup) -> Tensor:
@@ -100,7 +103,7 @@ class CpuAttention:
         geometry = self._geometry
         shape = (group.num_tiles, group.tile_tokens, geometry.num_kv_heads, self._group_size, geometry.head_dim)
         folded = q.reshape(shape).transpose(1, 2).flatten(2, 3)
-        missing = min_matmul_rows(q.dtype) - folded.shape[2]
+        missing = padded_rows(folded.shape[2], q.dtype) - folded.shape[2]
         return F.pad(folded, (0, 0, 0, missing)) if missing > 0 else folded
 
     def _unfold(self, out: Tensor, group: TileGroup) -> Tensor:
@@ -122,7 +125,7 @@ class CpuAttention:
         pages_per_block = self._block // self._geometry.page_size
         if pages_per_block > 1:
             pages = pages.view(-1, pages_per_block, *pages.shape[1:]).transpose(1, 2)
-        return pages.reshape(-1, self._block, self._geometry.head_dim)
+        return pages.contiguous().view(-1, self._block, self._geometry.head_dim)
 
     def _mask(self, scores: Tensor, group: TileGroup, rows: int) -> Tensor:
         """Minus infinity where a key must not be seen; rows added by padding stay as they are."""

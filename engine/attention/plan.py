@@ -101,7 +101,7 @@ def _storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
 
 def _tiles(batch: ForwardBatch) -> list[_Tile]:
     tiles, first_token = [], 0
-    is_tree = isinstance(batch.spec_info, TreeMask)
+    is_tree = _tree_mask(batch) is not None
     for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         step = query_len if is_tree else MAX_TILE_TOKENS
         for start in range(0, query_len, max(step, 1)):
@@ -146,16 +146,25 @@ def _group(tiles: Sequence[_Tile], batch: ForwardBatch, pages: Tensor, geometry:
     )
 
 
+def _tree_mask(batch: ForwardBatch) -> TreeMask | None:
+    if batch.mode in (ForwardMode.VERIFY, ForwardMode.DRAFT) and isinstance(batch.spec_info, TreeMask):
+        return batch.spec_info
+    return None
+
+
 def _hidden(tile: _Tile, batch: ForwardBatch, key_ids: Tensor) -> Tensor:
     """[tile tokens, keys] bool, True where a token must not see a key."""
     own = tile.first_position + torch.arange(tile.num_tokens)
-    if not isinstance(batch.spec_info, TreeMask) or batch.mode not in (ForwardMode.VERIFY, ForwardMode.DRAFT):
+    mask = _tree_mask(batch)
+    if mask is None:
         return key_ids[None, :] > own[:, None]
-    visible = batch.spec_info.visible[tile.row]
+    visible = mask.visible[tile.row]
     width = visible.shape[1]
     if visible.shape[0] != tile.num_tokens or not tile.num_tokens <= width <= tile.num_keys:
         raise InternalError(f"tree mask of row {tile.row} is {tuple(visible.shape)}, the row has {tile.num_tokens} new "
                             f"tokens and {tile.num_keys} keys")
+    if not visible.diagonal(width - tile.num_tokens).all():
+        raise InternalError(f"tree mask of row {tile.row} has a token that does not see itself")
     hidden = (key_ids >= tile.num_keys).repeat(tile.num_tokens, 1)
     hidden[:, tile.num_keys - width : tile.num_keys] = ~visible
     return hidden

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode
-from engine.numerics import Numerics
+from engine.numerics import Numerics, silu
 from engine.recurrent.gated_delta import CHUNK, chunked, normalise_heads, recurrent_step
 from runtime.errors import InternalError
 
@@ -98,8 +97,8 @@ def _check_mode(batch: ForwardBatch) -> None:
         if any(length != 1 for length in batch.query_lens):
             raise InternalError(f"decode rows bring one token each, got {batch.query_lens}")
     elif batch.mode is ForwardMode.PREFILL:
-        for row, context_len in enumerate(batch.context_lens):
-            if context_len % CHUNK:
+        for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            if query_len and context_len % CHUNK:
                 raise InternalError(f"prefill row {row} starts at {context_len}, not on a multiple of {CHUNK}")
     elif batch.num_tokens:
         raise InternalError(f"recurrent layers cannot run a {batch.mode} batch")
@@ -125,7 +124,7 @@ def _convolve(windows: "tuple[Tensor, ...] | list[Tensor]", taps: Tensor) -> Ten
     total = windows[0] * taps[0]
     for window, tap in zip(windows[1:], taps[1:], strict=True):
         total = total + window * tap
-    return F.silu(total)
+    return silu(total)
 
 
 def _row_layout(batch: ForwardBatch, kernel: int) -> _RowLayout:
@@ -147,7 +146,7 @@ def _row_layout(batch: ForwardBatch, kernel: int) -> _RowLayout:
 
 
 def _to_chunks(x: Tensor, layout: _RowLayout) -> Tensor:
-    """[T, H, d] to [chunks, H, 64, d], zero where a row's last chunk has no token."""
+    """[T, H, d] to contiguous [chunks, H, 64, d], zero where a row's last chunk has no token."""
     padded = x.new_zeros(sum(layout.counts) * CHUNK, *x.shape[1:])
     padded[layout.token_at] = x
-    return padded.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2)
+    return padded.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()

@@ -47,7 +47,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     total = g.cumsum(-1)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, float("-inf")).exp()
-    k_t = k.transpose(-1, -2)
+    # Contiguous, because a product of a transposed view rounds differently from one of its copy.
+    k_t = k.transpose(-1, -2).contiguous()
     system = (beta[..., None] * (k @ k_t) * decay).tril(-1)
     # Solved for both right-hand sides at once, so that only small products depend on the running state.
     sides = torch.cat([beta[..., None] * v, (beta * total.exp())[..., None] * k], -1)
@@ -55,7 +56,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     u_free, u_state = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     scores = (q @ k_t) * decay
     q_in = total.exp()[..., None] * q
-    k_out_t = (k * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)
+    k_out_t = k_t * (total[..., -1:] - total).exp()[..., None, :]
     chunk_decay = total[..., -1].exp()[..., None, None]
 
     starts = [sum(chunk_counts[:row]) for row in range(len(chunk_counts))]

@@ -1,0 +1,196 @@
+"""In exact numerics a token's output has the same bits whatever it travels with."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention.backend import AttentionGeometry
+from engine.attention.cpu import CpuAttention
+from engine.attention.plan import MAX_TILE_TOKENS
+from engine.batch import ForwardMode
+from engine.numerics import Numerics
+from runtime.errors import InternalError
+from tests.support.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
+
+NUM_TOKENS = 150
+QUICK = settings(max_examples=25, deadline=None, derandomize=True)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+page_sizes = st.sampled_from([4, 16, 64])
+heads = st.sampled_from([(4, 4), (4, 2), (8, 2), (3, 1)])
+
+
+def geometry_of(num_heads: tuple[int, int], page_size: int) -> AttentionGeometry:
+    return AttentionGeometry(*num_heads, head_dim=16, page_size=page_size, scale=0.25)
+
+
+def backend_of(geometry: AttentionGeometry, dtype: torch.dtype, *, num_pages: int = 400) -> CpuAttention:
+    pool = poisoned_pool(num_pages, geometry, dtype)
+    return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry, numerics=Numerics.EXACT)
+
+
+def prompt_of(
+    geometry: AttentionGeometry, dtype: torch.dtype, *, seed: int = 0, first_page: int = 1, num_tokens: int = NUM_TOKENS
+) -> Prompt:
+    num_pages = -(-num_tokens // geometry.page_size)
+    pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)) + first_page
+    return make_prompt(num_tokens, geometry, pages=pages.tolist(), seed=seed, dtype=dtype)
+
+
+def whole(geometry: AttentionGeometry, dtype: torch.dtype, *, seed: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
+    prompt = prompt_of(geometry, dtype, seed=seed, num_tokens=num_tokens)
+    return feed(backend_of(geometry, dtype), ForwardMode.PREFILL, (prompt, num_tokens))
+
+
+@QUICK
+@given(dtype=dtypes, page_size=page_sizes, num_heads=heads, cuts=st.sets(st.integers(1, NUM_TOKENS - 1), max_size=6))
+def test_any_chunking(dtype: torch.dtype, page_size: int, num_heads: tuple[int, int], cuts: set[int]) -> None:
+    geometry = geometry_of(num_heads, page_size)
+    prompt, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
+    edges = [0, *sorted(cuts), NUM_TOKENS]
+    for start, end in itertools.pairwise(edges):
+        feed(backend, ForwardMode.PREFILL, (prompt, end - start))
+    assert torch.equal(prompt.output(), whole(geometry, dtype))
+
+
+@QUICK
+@given(
+    dtype=dtypes,
+    page_size=page_sizes,
+    num_heads=heads,
+    prefill=st.integers(1, NUM_TOKENS - 1),
+    others=st.lists(st.integers(1, 140), max_size=5),
+    place=st.integers(0, 5),
+    table_width=st.integers(0, 60),
+)
+def test_any_company(
+    dtype: torch.dtype,
+    page_size: int,
+    num_heads: tuple[int, int],
+    prefill: int,
+    others: list[int],
+    place: int,
+    table_width: int,
+) -> None:
+    """Prefill and decode beside other rows, at any place in the batch, under a page table of any width."""
+    geometry = geometry_of(num_heads, page_size)
+    backend = backend_of(geometry, dtype)
+    prompt = prompt_of(geometry, dtype)
+    steps = NUM_TOKENS - prefill
+    company = [
+        prompt_of(geometry, dtype, seed=9 + i, first_page=50 + 60 * i, num_tokens=n + steps)
+        for i, n in enumerate(others)
+    ]
+    parts = list(zip(company, others, strict=True))
+    parts.insert(place, (prompt, prefill))
+    feed(backend, ForwardMode.PREFILL, *parts, table_width=table_width)
+    for _ in range(min(steps, 4)):
+        feed(backend, ForwardMode.DECODE, *((other, 1) for other, _ in parts), table_width=table_width)
+    expected = whole(geometry, dtype)
+    assert torch.equal(prompt.output(), expected[: prompt.fed])
+
+
+@QUICK
+@given(dtype=dtypes, page_size=page_sizes, num_heads=heads, context=st.integers(1, 140), length=st.integers(1, 9))
+def test_a_chain_is_verified_with_the_bits_of_plain_decoding(
+    dtype: torch.dtype, page_size: int, num_heads: tuple[int, int], context: int, length: int
+) -> None:
+    geometry = geometry_of(num_heads, page_size)
+    prompt, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
+    feed(backend, ForwardMode.PREFILL, (prompt, context))
+    chain = torch.ones(length, length, dtype=torch.bool).tril()
+    feed(backend, ForwardMode.VERIFY, (prompt, length), visible=[chain])
+    assert torch.equal(prompt.output(), whole(geometry, dtype)[: prompt.fed])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 3, 64, 150, 2 * MAX_TILE_TOKENS + 1])
+def test_page_size_does_not_show(dtype: torch.dtype, num_tokens: int) -> None:
+    outputs = [whole(geometry_of((8, 2), page_size), dtype, num_tokens=num_tokens) for page_size in (1, 4, 16, 64)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_heads", [(1, 1), (5, 1), (4, 2)])
+def test_threads_do_not_show(threads: int, dtype: torch.dtype, num_heads: tuple[int, int]) -> None:
+    geometry = geometry_of(num_heads, 16)
+    two = whole(geometry, dtype)
+    stepped, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
+    for count in (1, 5, 100, 9, 1, 34):
+        feed(backend, ForwardMode.PREFILL, (stepped, count))
+    torch.set_num_threads(1)
+    assert torch.equal(two, whole(geometry, dtype))
+    assert torch.equal(two, stepped.output())
+
+
+def test_bf16_is_as_near_to_the_truth_as_bf16_allows() -> None:
+    geometry = AttentionGeometry(8, 2, head_dim=64, page_size=16, scale=0.125)
+    prompt = make_prompt(300, geometry, pages=range(1, 20), seed=3, dtype=torch.bfloat16)
+    out = feed(backend_of(geometry, torch.bfloat16), ForwardMode.PREFILL, (prompt, 300)).double()
+    truth = dense(prompt, geometry)
+    assert (out - truth).norm() / truth.norm() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
+    geometry = geometry_of((4, 2), 16)
+    prompt = prompt_of(geometry, dtype)
+    prompt.q *= 1000
+    out = feed(backend_of(geometry, dtype), ForwardMode.PREFILL, (prompt, NUM_TOKENS))
+    assert out.isfinite().all()
+
+
+@QUICK
+@given(page_size=page_sizes, dtype=dtypes, context=st.integers(0, 70), count=st.integers(1, 70))
+def test_what_a_stranger_left_behind_does_not_show(
+    page_size: int, dtype: torch.dtype, context: int, count: int
+) -> None:
+    """Free pages, the null page and unwritten tails hold NaN, infinities or huge numbers: same bits."""
+    geometry = geometry_of((4, 2), page_size)
+    outputs = []
+    for junk in (float("nan"), float("inf"), 1e9, 0.0):
+        pool = torch.full_like(poisoned_pool(60, geometry, dtype), junk)
+        backend = CpuAttention(kv_pools={LAYER: pool}, geometry=geometry, numerics=Numerics.EXACT)
+        prompt = prompt_of(geometry, dtype)
+        other = prompt_of(geometry, dtype, seed=5, first_page=40, num_tokens=3)
+        if context:
+            feed(backend, ForwardMode.PREFILL, (prompt, context))
+        feed(backend, ForwardMode.PREFILL, (other, 1), (prompt, count), table_width=45)
+        feed(backend, ForwardMode.DECODE, (other, 1), (prompt, 1), table_width=45)
+        outputs.append(torch.cat([prompt.output(), other.output()]))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.parametrize("page_size", [3, 48, 65])
+def test_odd_page_sizes(page_size: int) -> None:
+    geometry = geometry_of((4, 2), page_size)
+    if page_size > 64:
+        prompt = prompt_of(geometry, torch.float32)
+        out = feed(backend_of(geometry, torch.float32), ForwardMode.PREFILL, (prompt, NUM_TOKENS))
+        torch.testing.assert_close(out.double(), dense(prompt, geometry), rtol=1e-5, atol=2e-6)
+    else:
+        with pytest.raises(InternalError, match="page_size"):
+            backend_of(geometry, torch.float32)
+
+
+def test_heads_that_cannot_be_shared_evenly_are_refused() -> None:
+    with pytest.raises(InternalError, match="5 heads"):
+        backend_of(geometry_of((5, 2), 16), torch.float32)
+
+
+def test_pages_of_another_shape_are_refused() -> None:
+    pool = poisoned_pool(4, geometry_of((4, 4), 16))
+    with pytest.raises(InternalError, match="layer 3"):
+        CpuAttention(kv_pools={LAYER: pool}, geometry=geometry_of((4, 2), 16), numerics=Numerics.EXACT)
