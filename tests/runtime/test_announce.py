@@ -1,0 +1,24 @@
+from pathlib import Path
+
+import pytest
+
+from runtime.announce import Announcement, read_announcement, write_announcement
+from runtime.errors import ConfigError
+
+
+def test_round_trip_leaves_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "decode-0.json"
+    assert read_announcement(path) is None
+    said = Announcement(address="127.0.0.1:7", metrics_port=None, pid=3, incarnation="a")
+    write_announcement(path, said)
+    assert read_announcement(path) == said
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_foreign_file_and_missing_folder_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"pid": 1}')
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        read_announcement(path)
+    with pytest.raises(ConfigError, match="absent"):
+        write_announcement(tmp_path / "absent" / "x", Announcement("a:1", None, 1, ""))

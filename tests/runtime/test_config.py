@@ -1,0 +1,63 @@
+from pathlib import Path
+
+import pytest
+
+from runtime.config import AddressField, Config, describe, leader_from_environment, load, parse_address
+from runtime.errors import ConfigError
+
+
+class Sample(Config):
+    model: Path
+    listen: AddressField = "127.0.0.1:0"
+    num_pages: int = 64
+
+
+def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('[prefill]\nnum_pages = 8\nlisten = "127.0.0.1:7"\n[decode]\nnum_pages = 9\n')
+    flags = {"model": "here", "num_pages": 16, "listen": None}
+    config = load(Sample, section="prefill", flags=flags, file=file)
+    assert config == Sample(model=Path("here"), listen="127.0.0.1:7", num_pages=16)
+    assert describe(config).splitlines() == ["model = here", "listen = 127.0.0.1:7", "num_pages = 16"]
+
+
+@pytest.mark.parametrize(("text", "field", "says"), [
+    ("[prefill]\nnum_page = 8\n", "num_page", "unknown setting"),
+    ("[prefill]\nnum_pages = 'many'\n", "num_pages", "many"),
+    ("[prefil]\nnum_pages = 8\n", "prefil", "router, prefill, decode"),
+    ("[prefill]\nlisten = 'nowhere'\n", "listen", "HOST:PORT"),
+    ("num_pages = 8\n", "num_pages", "tables"),
+    ("not toml", "config", "not TOML"),
+])
+def test_refusals_name_the_key(tmp_path: Path, text: str, field: str, says: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(Sample, section="prefill", flags={"model": "here"}, file=file)
+    assert caught.value.field == field
+
+
+def test_missing_values_and_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prefill\.model"):
+        load(Sample, section="prefill", flags={})
+    with pytest.raises(ConfigError, match="absent"):
+        load(Sample, section="prefill", flags={}, file=tmp_path / "absent")
+
+
+def test_config_cannot_be_written() -> None:
+    config = Sample(model=Path("here"))
+    with pytest.raises(ValueError, match="frozen"):
+        config.num_pages = 1
+
+
+@pytest.mark.parametrize("text", ["h", "h:", ":1", "h:x", "h:65536", "a:b:1", "h:-1"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(ConfigError, match="leader"):
+        parse_address(text, field="leader")
+
+
+def test_good_addresses() -> None:
+    assert str(parse_address("[::1]:80")) == "[::1]:80"
+    assert str(parse_address("host.name:0")) == "host.name:0"
+    assert leader_from_environment({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == "a:1"
+    assert leader_from_environment({"MASTER_ADDR": "a"}) is None
