@@ -7,6 +7,7 @@ loop and owns the scheduler, its allocators and the stage channel; everybody els
 """
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -17,7 +18,9 @@ from typing import Protocol, TypeVar
 
 from engine.batch import ForwardBatch
 from engine.pipeline.stages import Pipeline, StepResult
-from runtime.errors import BatonError, CapacityError, InternalError, PeerLostError, UnavailableError
+from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_COMMANDS = 65536
@@ -60,8 +63,11 @@ class EngineLoop:
     """
 
     def __init__(self, scheduler: Scheduler, *, observer: LoopObserver | None = None,
-                 step_timeout_s: float = 60) -> None:
+                 step_timeout_s: float = 60, idle_check_s: float = 1.0) -> None:
+        """`idle_check_s` is the least time between two idle checks, which walk every id of the pools."""
         self._scheduler = scheduler
+        self._idle_check_s = idle_check_s
+        self._checked_s = 0.0
         self._observer = observer or LoopObserver()
         self._step_timeout_s = step_timeout_s
         self._pipeline: Pipeline | None = None
@@ -135,7 +141,9 @@ class EngineLoop:
                 self._turn()
             except PeerLostError as error:
                 self.detach(error)
-            except InternalError as error:
+            except Exception as error:
+                # The edge of the engine thread: whatever it is, it must not end the thread in silence.
+                logger.exception("the engine loop met an error it does not know")
                 self._observer.unhealthy(str(error))
                 self.detach(UnavailableError(f"the engine stopped: {error}"))
 
@@ -150,8 +158,8 @@ class EngineLoop:
             if self._in_flight:
                 self._collect(pipeline)
                 return
-        if self._was_busy:
-            self._was_busy = False
+        if self._was_busy and time.monotonic() - self._checked_s >= self._idle_check_s:
+            self._was_busy, self._checked_s = False, time.monotonic()
             self._scheduler.on_idle()
         self._wait_for_command()
 
@@ -177,7 +185,7 @@ class EngineLoop:
 
     def _wait_for_command(self) -> None:
         try:
-            command = self._commands.get(timeout=1.0)
+            command = self._commands.get(timeout=self._idle_check_s or 1.0)
         except queue.Empty:
             return
         command()

@@ -158,7 +158,9 @@ def _tensor_arrays(tensor: Tensor) -> list[Array]:
 
 def _array_tensor(code: Array, data: Array) -> Tensor:
     dtype, *shape = code.tolist()
-    return torch.from_numpy(data.copy()).view(_TORCH_DTYPES[dtype]).view(shape)
+    tensor = torch.empty(shape, dtype=_TORCH_DTYPES[dtype])
+    tensor.view(-1).view(torch.uint8).numpy()[:] = data
+    return tensor
 
 
 _SAMPLING_ARRAYS = 8

@@ -1,0 +1,224 @@
+"""The decode scheduler with hand-made results: what runs, what waits, what is given back."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from decode.scheduler import DecodeLimits, DecodeScheduler, Drawn, Event, Failed, Finished
+from engine.batch import ForwardBatch, ForwardMode
+from engine.memory.pages import PageAllocator
+from engine.memory.slots import SlotAllocator
+from engine.pipeline.stages import StepFailed, StepResult
+from engine.request import DrawnToken, FinishReason, Request, SamplingParams
+from runtime.clock import ManualClock
+from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
+
+
+@dataclass
+class Client:
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token.token_id for event in self.events if isinstance(event, Drawn)]
+
+    @property
+    def last(self) -> Event:
+        return self.events[-1]
+
+
+def make(*, num_pages: int = 20, page_size: int = 4, depth: int = 1, max_running: int = 4,
+         num_slots: int = 0) -> DecodeScheduler:
+    return DecodeScheduler(
+        pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
+        limits=DecodeLimits(page_size=page_size, grid=1, depth=depth, max_running=max_running, max_context_tokens=64,
+                            chunk_tokens=8, growth_tokens=page_size),
+        clock=ManualClock())
+
+
+def request(prompt: int = 5, max_tokens: int = 8, *, priority: int = 0, stop: frozenset[int] = frozenset()) -> Request:
+    return Request("r", tuple(range(1, prompt + 1)), max_tokens, SamplingParams(temperature=0), priority=priority,
+                   stop_token_ids=stop)
+
+
+def joined(scheduler: DecodeScheduler, wanted: Request, first_token: int = 100) -> tuple[int, Client]:
+    client = Client()
+    key = scheduler.reserve(wanted, client.events.append).key
+    scheduler.join(key, first_token)
+    return key, client
+
+
+def answer(scheduler: DecodeScheduler, batch: ForwardBatch) -> None:
+    """Every drawing row gets the token 100 + position of the token drawn."""
+    tokens = [DrawnToken(100 + row.position) for row in batch.sampling if row is not None]
+    scheduler.on_result(batch, StepResult(0, tokens))
+
+
+def run(scheduler: DecodeScheduler, steps: int) -> list[ForwardBatch]:
+    batches = []
+    for _ in range(steps):
+        batch = scheduler.next_batch()
+        if batch is None:
+            break
+        batches.append(batch)
+        answer(scheduler, batch)
+    return batches
+
+
+def test_a_joined_request_decodes_without_a_prefill() -> None:
+    scheduler = make()
+    _, client = joined(scheduler, request(prompt=5, max_tokens=4))
+    batches = run(scheduler, 9)
+    assert [batch.mode for batch in batches] == [ForwardMode.DECODE] * 3
+    assert batches[0].token_ids is not None
+    assert batches[0].token_ids.tolist() == [100]
+    assert batches[0].context_lens == (5,)
+    assert batches[0].positions.tolist() == [5]
+    assert client.tokens == [106, 107, 108]
+    assert isinstance(client.last, Finished)
+    assert client.last.reason is FinishReason.LENGTH
+    assert scheduler.pages.num_free == scheduler.pages.num_total
+    scheduler.on_idle()
+
+
+def test_a_first_token_that_ends_the_request_never_runs() -> None:
+    scheduler = make()
+    _, client = joined(scheduler, request(stop=frozenset({100})))
+    assert scheduler.next_batch() is None
+    assert client.events == [Finished(FinishReason.STOP, 100, 0.0, 0.0, 0)]
+    _, client = joined(scheduler, request(max_tokens=1))
+    assert client.events == [Finished(FinishReason.LENGTH, None, 0.0, 0.0, 0)]
+    scheduler.on_idle()
+
+
+def test_reserving_takes_prompt_and_growth_or_nothing() -> None:
+    scheduler = make(num_pages=5)  # four usable pages of four tokens
+    reservation = scheduler.reserve(request(prompt=5), lambda event: None)
+    assert len(reservation.prompt_page_ids) == 2
+    assert scheduler.pages.num_free == 1  # a third page for growth
+    with pytest.raises(CapacityError) as refused:
+        scheduler.reserve(request(prompt=5), lambda event: None)
+    assert refused.value.resource == "pages"
+    assert scheduler.pages.num_free == 1
+    scheduler.release(reservation.key)
+    assert scheduler.pages.num_free == 4
+
+
+def test_a_request_that_could_never_fit_is_refused_by_field() -> None:
+    with pytest.raises(InvalidRequestError, match="max_tokens: prompt of 5 and max_tokens 60 are 65 tokens"):
+        make(num_pages=99).reserve(request(prompt=5, max_tokens=60), lambda event: None)
+
+
+def test_running_requests_are_bounded() -> None:
+    scheduler = make(max_running=1)
+    joined(scheduler, request())
+    with pytest.raises(CapacityError, match="the limit is 1"):
+        scheduler.reserve(request(), lambda event: None)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_deeper_pipeline_gets_as_many_micro_batches(depth: int) -> None:
+    scheduler = make(depth=depth, max_running=6, num_pages=99)
+    for _ in range(6):
+        joined(scheduler, request())
+    in_flight = [scheduler.next_batch() for _ in range(depth)]
+    assert [batch.num_rows for batch in in_flight if batch is not None] == [6 // depth] * depth
+    assert scheduler.next_batch() is None
+    keys = [key for batch in in_flight if batch is not None for key in batch.request_ids]
+    assert len(set(keys)) == 6
+
+
+def test_out_of_pages_sets_the_youngest_back_and_replays_it_exactly() -> None:
+    scheduler = make(num_pages=7)  # six usable pages; both want four in the end
+    _, first = joined(scheduler, request(prompt=5, max_tokens=9))
+    _, second = joined(scheduler, request(prompt=5, max_tokens=9))
+    batches = run(scheduler, 60)
+    for client in (first, second):
+        assert client.tokens == [105 + i for i in range(1, 9)]
+        assert isinstance(client.last, Finished)
+    assert isinstance(first.last, Finished)
+    assert isinstance(second.last, Finished)
+    assert (first.last.num_preemptions, second.last.num_preemptions) == (0, 1)
+    replayed = [batch for batch in batches if batch.mode is ForwardMode.PREFILL]
+    assert [batch.context_lens for batch in replayed] == [(0,)]
+    assert [batch.sampling for batch in replayed] == [(None,)], "a replay draws nothing"
+    scheduler.on_idle()
+
+
+def test_priority_decides_who_is_set_back() -> None:
+    scheduler = make(num_pages=7)
+    _, urgent = joined(scheduler, request(max_tokens=9, priority=5))
+    _, relaxed = joined(scheduler, request(max_tokens=9, priority=-5))
+    run(scheduler, 60)
+    assert isinstance(urgent.last, Finished)
+    assert isinstance(relaxed.last, Finished)
+    assert (urgent.last.num_preemptions, relaxed.last.num_preemptions) == (1, 0)
+
+
+def test_nothing_new_is_admitted_while_a_preempted_request_waits() -> None:
+    scheduler = make(num_pages=7)
+    joined(scheduler, request(max_tokens=9))
+    joined(scheduler, request(max_tokens=9))
+    while scheduler.load().waiting_requests == 0:
+        run(scheduler, 1)
+    with pytest.raises(CapacityError, match="preempted"):
+        scheduler.reserve(request(prompt=1, max_tokens=1), lambda event: None)
+
+
+def test_release_in_flight_frees_only_when_the_batch_is_back() -> None:
+    scheduler = make()
+    key, client = joined(scheduler, request())
+    batch = scheduler.next_batch()
+    assert batch is not None
+    free = scheduler.pages.num_free
+    scheduler.release(key)
+    assert scheduler.pages.num_free == free
+    answer(scheduler, batch)
+    assert scheduler.pages.num_free == scheduler.pages.num_total
+    assert client.events == []
+    scheduler.release(key)
+
+
+def test_a_failed_step_fails_its_rows_and_leaves_the_memory_to_their_owners() -> None:
+    scheduler = make()
+    key, client = joined(scheduler, request())
+    batch = scheduler.next_batch()
+    assert batch is not None
+    error = StepFailed("stage 1: no")
+    scheduler.on_result(batch, StepResult(0, [], error))
+    assert client.events == [Failed(error)]
+    assert scheduler.next_batch() is None
+    assert scheduler.pages.num_free < scheduler.pages.num_total
+    scheduler.release(key)
+    assert scheduler.pages.num_free == scheduler.pages.num_total
+
+
+def test_a_lost_pipeline_fails_reserved_running_and_waiting_requests_alike() -> None:
+    scheduler = make(num_pages=7)
+    clients = [joined(scheduler, request(max_tokens=16)) for _ in range(2)]
+    while scheduler.load().waiting_requests == 0:
+        run(scheduler, 1)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    error = PeerLostError("stage 1 died")
+    scheduler.on_pipeline_lost([batch], error)
+    assert [client.last for _, client in clients] == [Failed(error)] * 2
+    for key, _ in clients:
+        scheduler.release(key)
+    assert scheduler.pages.num_free == scheduler.pages.num_total
+    scheduler.on_idle()
+
+
+def test_every_request_ends_and_memory_returns_under_pressure() -> None:
+    scheduler = make(num_pages=12, depth=2, max_running=8, num_slots=9)
+    clients = []
+    for i in range(40):
+        try:
+            clients.append(joined(scheduler, request(prompt=1 + i % 7, max_tokens=1 + i % 11, priority=i % 3))[1])
+        except CapacityError:
+            run(scheduler, 5)
+    run(scheduler, 2000)
+    assert clients
+    assert all(isinstance(client.last, Finished) for client in clients)
+    assert scheduler.pages.num_free == scheduler.pages.num_total
+    assert scheduler.slots.num_free == scheduler.slots.num_total

@@ -1,0 +1,65 @@
+"""Frames between stages: what goes in comes out, bit for bit, and damage is noticed."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.pipeline import frames
+from engine.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.rows import Row, build_batch
+from runtime.errors import InternalError
+
+PARAMS = st.builds(
+    SamplingParams, temperature=st.floats(0, 2), top_k=st.integers(0, 99), top_p=st.floats(0.1, 1),
+    min_p=st.floats(0, 1), frequency_penalty=st.floats(-2, 2), presence_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.5, 2), seed=st.integers(0, 2**64 - 1),
+    logit_bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 5)), max_size=3).map(tuple))
+TOKENS = st.lists(st.integers(0, 999), max_size=4).map(tuple)
+SAMPLING = st.none() | st.builds(
+    SamplingRow, PARAMS, st.integers(0, 10**6), st.none() | st.integers(0, 20), st.none() | st.tuples(TOKENS, TOKENS),
+    TOKENS)
+
+
+def batches() -> st.SearchStrategy[ForwardBatch]:
+    row = st.builds(Row, key=st.integers(1, 2**40), token_ids=st.lists(st.integers(0, 99), min_size=1, max_size=5),
+                    context_len=st.integers(0, 70), page_ids=st.lists(st.integers(1, 50), min_size=1, max_size=4),
+                    slot_id=st.integers(0, 9), sampling=SAMPLING)
+    return st.builds(build_batch, st.sampled_from(ForwardMode), st.lists(row, max_size=4))
+
+
+@given(batch=batches(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), aux=st.sets(st.integers(0, 40)))
+def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: set[int]) -> None:
+    hidden = torch.randn(batch.num_tokens, 6).to(dtype)
+    captured = {layer_id: torch.randn(batch.num_tokens, 6).to(dtype) for layer_id in aux}
+    arrived = frames.unpack_batch(frames.unpack(bytes(frames.pack_batch(7, batch, hidden, captured))))
+    assert arrived.hidden is not None
+    assert torch.equal(arrived.hidden, hidden)
+    assert arrived.hidden.dtype is dtype
+    assert arrived.aux_hidden.keys() == captured.keys()
+    assert all(torch.equal(arrived.aux_hidden[layer_id], captured[layer_id]) for layer_id in aux)
+    for name in ("mode", "request_ids", "query_lens", "context_lens", "sampling"):
+        assert getattr(arrived.batch, name) == getattr(batch, name)
+    for name in ("positions", "page_tables", "slot_ids"):
+        assert torch.equal(getattr(arrived.batch, name), getattr(batch, name))
+    assert arrived.batch.needs_forward_metadata_init(), "a plan does not travel"
+
+
+@given(st.lists(st.builds(
+    DrawnToken, st.integers(0, 2**31),
+    st.none() | st.builds(TokenLogprobs, st.floats(-50, 0),
+                          st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0)), max_size=3).map(tuple)))))
+def test_result_survives_the_wire(tokens: list[DrawnToken]) -> None:
+    frame = frames.unpack(bytes(frames.pack_result(9, tokens)))
+    assert frame.sequence == 9
+    assert frames.unpack_result(frame) == tokens
+
+
+@given(cut=st.integers(0, 200), junk=st.binary(max_size=64))
+def test_damage_is_an_error(cut: int, junk: bytes) -> None:
+    whole = bytes(frames.pack_result(1, [DrawnToken(5, TokenLogprobs(-1.0, ((1, -2.0),)))]))
+    with pytest.raises(InternalError):
+        frames.unpack(whole[:min(cut, len(whole) - 1)])
+    with pytest.raises(InternalError):
+        frames.unpack(b"\0" + junk)

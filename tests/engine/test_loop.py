@@ -1,0 +1,149 @@
+"""The loop against a scripted scheduler and pipeline: order, window, failure, commands."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from engine.batch import ForwardBatch, ForwardMode
+from engine.loop import EngineLoop, LoopObserver
+from engine.pipeline.stages import StepFailed, StepResult
+from engine.rows import Row, build_batch
+from runtime.errors import BatonError, InternalError, PeerLostError
+
+
+class ScriptedScheduler:
+    """Hands out `work` batches and writes down what it is told."""
+
+    def __init__(self, work: int = 0) -> None:
+        self.work = work
+        self.log: list[str] = []
+        self.idle = threading.Event()
+        self.idle_error: BatonError | None = None
+        self._next = 0
+
+    def next_batch(self) -> ForwardBatch | None:
+        if self._next >= self.work:
+            return None
+        self._next += 1
+        return build_batch(ForwardMode.DECODE, [Row(self._next, [1], 0, [1], 0, None)])
+
+    def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
+        self.log.append(f"result {batch.request_ids[0]} {'error' if result.error else 'ok'}")
+
+    def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+        self.log.append(f"lost {[batch.request_ids[0] for batch in in_flight]} {error.reason}")
+
+    def on_idle(self) -> None:
+        self.idle.set()
+        if self.idle_error is not None:
+            raise self.idle_error
+
+
+class ScriptedPipeline:
+    """Returns results in order once `depth` batches are in; remembers the widest window."""
+
+    def __init__(self, depth: int, *, dies_at: int = 0, fails_at: int = 0) -> None:
+        self.depth = depth
+        self.widest = 0
+        self._dies_at, self._fails_at = dies_at, fails_at
+        self._inside: deque[int] = deque()
+        self._sequence = 0
+
+    def launch(self, batch: ForwardBatch) -> None:
+        self._sequence += 1
+        self._inside.append(self._sequence)
+        self.widest = max(self.widest, len(self._inside))
+
+    def collect(self, timeout_s: float) -> StepResult | None:
+        sequence = self._inside.popleft()
+        if sequence == self._dies_at:
+            raise PeerLostError("stage 1 died")
+        return StepResult(sequence, [], StepFailed("no") if sequence == self._fails_at else None)
+
+    def wake(self) -> None:
+        pass
+
+
+@pytest.fixture
+def running() -> Iterator[list[EngineLoop]]:
+    loops: list[EngineLoop] = []
+    yield loops
+    for loop in loops:
+        loop.stop()
+
+
+def start(running: list[EngineLoop], scheduler: ScriptedScheduler, observer: LoopObserver | None = None) -> EngineLoop:
+    loop = EngineLoop(scheduler, observer=observer, idle_check_s=0)
+    running.append(loop)
+    loop.start()
+    return loop
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_window_is_the_pipelines_depth(running: list[EngineLoop], depth: int) -> None:
+    scheduler, pipeline = ScriptedScheduler(work=9), ScriptedPipeline(depth)
+    loop = start(running, scheduler)
+    loop.post(lambda: loop.attach(pipeline))
+    assert scheduler.idle.wait(5)
+    assert pipeline.widest == depth
+    assert scheduler.log == [f"result {i} ok" for i in range(1, 10)]
+
+
+def test_a_failed_step_is_published_and_the_loop_goes_on(running: list[EngineLoop]) -> None:
+    scheduler = ScriptedScheduler(work=3)
+    loop = start(running, scheduler)
+    loop.post(lambda: loop.attach(ScriptedPipeline(1, fails_at=2)))
+    assert scheduler.idle.wait(5)
+    assert scheduler.log == ["result 1 ok", "result 2 error", "result 3 ok"]
+
+
+async def test_a_dead_peer_ends_what_is_in_flight_and_a_new_pipeline_serves_again(running: list[EngineLoop]) -> None:
+    scheduler = ScriptedScheduler(work=4)
+    loop = start(running, scheduler)
+    await loop.submit(lambda: loop.attach(ScriptedPipeline(2, dies_at=2)))
+    for _ in range(100):
+        if "lost [2, 3] PEER_LOST" in scheduler.log:
+            break
+        await asyncio.sleep(0.01)
+    assert scheduler.log == ["result 1 ok", "lost [2, 3] PEER_LOST"]
+    scheduler.idle.clear()
+    await loop.submit(lambda: loop.attach(ScriptedPipeline(2)))
+    assert await asyncio.to_thread(scheduler.idle.wait, 5)
+    assert scheduler.log[2:] == ["result 4 ok"]
+
+
+async def test_submit_returns_and_raises_here(running: list[EngineLoop]) -> None:
+    loop = start(running, ScriptedScheduler())
+    assert await loop.submit(lambda: threading.current_thread().name) == "engine"
+
+    def refuse() -> None:
+        raise InternalError("no")
+
+    with pytest.raises(InternalError, match="no"):
+        await loop.submit(refuse)
+
+
+async def test_an_unknown_error_is_told_and_does_not_end_the_thread(running: list[EngineLoop]) -> None:
+    told: list[str] = []
+    loop = start(running, ScriptedScheduler(), LoopObserver(unhealthy=told.append))
+
+    def explode() -> None:
+        raise ZeroDivisionError("boom")
+
+    loop.post(explode)
+    assert await loop.submit(lambda: "alive") == "alive"
+    assert told == ["boom"]
+
+
+async def test_a_leak_found_when_idle_is_told(running: list[EngineLoop]) -> None:
+    told: list[str] = []
+    scheduler = ScriptedScheduler(work=1)
+    scheduler.idle_error = InternalError("page 3 is lost")
+    loop = start(running, scheduler, LoopObserver(unhealthy=told.append))
+    loop.post(lambda: loop.attach(ScriptedPipeline(1)))
+    assert await asyncio.to_thread(scheduler.idle.wait, 5)
+    await loop.submit(lambda: None)
+    assert set(told) == {"page 3 is lost"}

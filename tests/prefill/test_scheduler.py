@@ -1,0 +1,166 @@
+"""The prefill scheduler with hand-made results: chunks, packing, order, bounds, memory."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.batch import ForwardBatch
+from engine.memory.pages import PageAllocator
+from engine.memory.slots import SlotAllocator
+from engine.pipeline.stages import StepFailed, StepResult
+from engine.request import DrawnToken, Request, SamplingParams
+from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler, Started
+from runtime.clock import ManualClock
+from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
+
+
+@dataclass
+class Client:
+    events: list[Event] = field(default_factory=list)
+
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+
+def make(*, num_pages: int = 100, chunk_tokens: int = 8, grid: int = 4, max_running: int = 4, max_queued: int = 4,
+         num_slots: int = 0) -> PrefillScheduler:
+    return PrefillScheduler(
+        pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
+        limits=PrefillLimits(page_size=4, chunk_tokens=chunk_tokens, grid=grid, max_running=max_running,
+                             max_queued=max_queued),
+        clock=ManualClock())
+
+
+def submit(scheduler: PrefillScheduler, prompt: int, *, priority: int = 0) -> tuple[int, Client]:
+    client = Client()
+    wanted = Request("r", tuple(range(prompt)), 5, SamplingParams(temperature=0), priority=priority)
+    return scheduler.submit(wanted, client.events.append), client
+
+
+def answer(scheduler: PrefillScheduler, batch: ForwardBatch) -> None:
+    tokens = [DrawnToken(key) for key, row in zip(batch.request_ids, batch.sampling, strict=True) if row is not None]
+    scheduler.on_result(batch, StepResult(0, tokens))
+
+
+def spans(batch: ForwardBatch) -> list[tuple[int, int, int]]:
+    """(key, from token, to token) per row."""
+    return [(key, start, start + count) for key, start, count in
+            zip(batch.request_ids, batch.context_lens, batch.query_lens, strict=True)]
+
+
+def drain(scheduler: PrefillScheduler) -> list[list[tuple[int, int, int]]]:
+    seen = []
+    while (batch := scheduler.next_batch()) is not None:
+        seen.append(spans(batch))
+        answer(scheduler, batch)
+    return seen
+
+
+def test_chunks_end_on_the_grid_and_only_the_last_one_draws() -> None:
+    scheduler = make()
+    key, client = submit(scheduler, 19)
+    assert drain(scheduler) == [[(key, 0, 8)], [(key, 8, 16)], [(key, 16, 19)]]
+    assert client.kinds() == ["Started", "FirstToken"]
+
+
+def test_a_batch_is_packed_over_requests_on_the_grid() -> None:
+    scheduler = make()
+    a, _ = submit(scheduler, 10)
+    b, _ = submit(scheduler, 9)
+    # The first batch is full with a. Then a's last 2 tokens leave room for 6, of which b may take 4.
+    assert drain(scheduler) == [[(a, 0, 8)], [(a, 8, 10), (b, 0, 4)], [(b, 4, 9)]]
+
+
+def test_the_most_urgent_starts_first_and_memory_is_leased_then() -> None:
+    scheduler = make(max_running=1)
+    late, late_client = submit(scheduler, 4, priority=1)
+    urgent, _ = submit(scheduler, 4, priority=-1)
+    free = scheduler.pages.num_free
+    assert free == scheduler.pages.num_total, "a queued request holds nothing"
+    assert drain(scheduler) == [[(urgent, 0, 4)]]
+    assert late_client.events == []
+    scheduler.release(urgent)
+    assert drain(scheduler) == [[(late, 0, 4)]]
+
+
+def test_chunks_of_one_prompt_may_be_in_flight_together() -> None:
+    scheduler = make()
+    key, client = submit(scheduler, 16)
+    first, second = scheduler.next_batch(), scheduler.next_batch()
+    assert first is not None
+    assert second is not None
+    assert (spans(first), spans(second)) == ([(key, 0, 8)], [(key, 8, 16)])
+    answer(scheduler, first)
+    assert client.kinds() == ["Started"]
+    answer(scheduler, second)
+    assert client.kinds() == ["Started", "FirstToken"]
+
+
+def test_memory_lives_until_release_and_release_waits_for_the_batch() -> None:
+    scheduler = make()
+    key, _ = submit(scheduler, 4)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    scheduler.release(key)
+    assert scheduler.pages.num_free < scheduler.pages.num_total
+    answer(scheduler, batch)
+    assert scheduler.pages.num_free == scheduler.pages.num_total
+    scheduler.on_idle()
+
+
+def test_a_queued_request_can_be_released() -> None:
+    scheduler = make()
+    key, client = submit(scheduler, 4)
+    scheduler.release(key)
+    assert scheduler.next_batch() is None
+    assert client.events == []
+    assert scheduler.load().queued_requests == 0
+
+
+def test_the_queue_is_bounded_and_impossible_prompts_are_refused() -> None:
+    scheduler = make(num_pages=3, max_queued=1)
+    with pytest.raises(InvalidRequestError, match="9 tokens need 3 pages, the prefill pool has 2"):
+        submit(scheduler, 9)
+    submit(scheduler, 4)
+    with pytest.raises(CapacityError, match="the limit is 1"):
+        submit(scheduler, 4)
+
+
+def test_a_prompt_waits_for_pages_without_being_passed() -> None:
+    scheduler = make(num_pages=4, max_queued=4)
+    a, _ = submit(scheduler, 8)
+    b, b_client = submit(scheduler, 8)
+    c, c_client = submit(scheduler, 1)
+    assert drain(scheduler) == [[(a, 0, 8)]]
+    assert b_client.events == c_client.events == []
+    scheduler.release(a)
+    assert drain(scheduler) == [[(b, 0, 8)], [(c, 0, 1)]]
+
+
+def test_a_failed_step_and_a_lost_pipeline_tell_every_owner() -> None:
+    scheduler = make()
+    a, a_client = submit(scheduler, 4)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    error = StepFailed("stage 0: no")
+    scheduler.on_result(batch, StepResult(0, [], error))
+    b, b_client = submit(scheduler, 4)
+    lost = PeerLostError("stage 1 died")
+    scheduler.on_pipeline_lost([], lost)
+    assert [event for event in a_client.events if isinstance(event, Failed)] == [Failed(error), Failed(lost)]
+    assert b_client.events == [Failed(lost)]
+    for key in (a, b):
+        scheduler.release(key)
+    assert scheduler.load().running_requests == 0
+    assert scheduler.pages.num_free == scheduler.pages.num_total
+    scheduler.on_idle()
+
+
+def test_started_names_the_pages_in_order_and_the_slot() -> None:
+    scheduler = make(num_slots=3)
+    _, client = submit(scheduler, 9)
+    scheduler.next_batch()
+    assert isinstance(client.events[0], Started)
+    assert len(client.events[0].page_ids) == 3
+    assert client.events[0].slot_id in (1, 2)
+    assert not any(isinstance(event, FirstToken) for event in client.events)
