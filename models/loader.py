@@ -133,17 +133,17 @@ class _StageWeights:
     def has(self, name: str) -> bool:
         return name in self._entries
 
-    def read(self, name: str, out: Tensor, *, item: int | None = None) -> None:
+    def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
         entry = self._entries.get(name)
         if entry is None:
             self._missing.add(name)
             return
         self._taken.add(name)
-        shape = entry.shape if item is None else entry.shape[1:]
-        if shape != tuple(out.shape):
-            self._misshapen.add(f"{name} is {list(shape)}, the config says {list(out.shape)}")
+        expected = tuple(out.shape) if item is None else (item[1], *out.shape)
+        if entry.shape != expected:
+            self._misshapen.add(f"{name} is {list(entry.shape)}, the config says {list(expected)}")
             return
-        read_tensor(entry, out, item=item)
+        read_tensor(entry, out, item=None if item is None else item[0])
 
     def finish(self) -> None:
         """Raise one ConfigError about everything that did not fit."""

@@ -2,16 +2,22 @@
 
 from collections.abc import Callable
 
-from models import llama, qwen3, qwen3_5
+from models import glm4_moe, llama, qwen2, qwen2_moe, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from models.config import RawConfig
 from models.spec import DecoderSpec
 from runtime.errors import ConfigError
 
 _FAMILIES: dict[str, Callable[[RawConfig], DecoderSpec]] = {
     "LlamaForCausalLM": llama.read_decoder,
+    "Qwen2ForCausalLM": qwen2.read_decoder,
+    "Qwen2MoeForCausalLM": qwen2_moe.read_decoder,
     "Qwen3ForCausalLM": qwen3.read_decoder,
+    "Qwen3MoeForCausalLM": qwen3_moe.read_decoder,
+    "Glm4MoeForCausalLM": glm4_moe.read_decoder,
     "Qwen3_5ForCausalLM": qwen3_5.read_decoder,
     "Qwen3_5ForConditionalGeneration": qwen3_5.read_decoder,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe.read_decoder,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.read_decoder,
 }
 
 

@@ -20,8 +20,8 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
-    def read(self, name: str, out: Tensor, *, item: int | None = None) -> None:
-        """Fill `out` (contiguous, any dtype) with a tensor, or with its `item`-th entry along the first axis.
+    def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
+        """Fill `out` (contiguous, any dtype) with a tensor, or with entry i of a stack of n for `item` = (i, n).
 
         A source notes a missing or wrong-shaped tensor and reports all of them at the end of the load.
         """
@@ -43,15 +43,17 @@ class Weights:
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
 
-    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None, item: int | None = None) -> Tensor:
-        """One tensor, or one entry of a stack of them. `dtype` is the model's unless given."""
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None,
+               item: tuple[int, int] | None = None) -> Tensor:
+        """One tensor, or entry i of a stack of n for `item` = (i, n). `dtype` is the model's unless given."""
         out = torch.empty(shape, dtype=dtype or self._dtype)
         self._source.read(self._prefix + name, out, item=item)
         return out
 
-    def linear(self, *names: str, rows: Sequence[int], in_features: int, bias: bool = False) -> Linear:
+    def linear(self, *names: str, rows: Sequence[int], in_features: int, bias: bool = False,
+               dtype: torch.dtype | None = None) -> Linear:
         """One projection, or several with the same input fused into one: `rows[i]` output rows of `names[i]`."""
-        weight = torch.empty(sum(rows), in_features, dtype=self._dtype)
+        weight = torch.empty(sum(rows), in_features, dtype=dtype or self._dtype)
         offsets = torch.empty(sum(rows), dtype=self._dtype) if bias else None
         start = 0
         for name, count in zip(names, rows, strict=True):
@@ -75,7 +77,7 @@ class RandomWeights:
     def has(self, name: str) -> bool:
         return ".experts." not in name or name.rsplit(".", 1)[1] == "weight"  # experts one by one, not stacked
 
-    def read(self, name: str, out: Tensor, *, item: int | None = None) -> None:
+    def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
         if "norm" in name:
             out.fill_(1.0)
             return

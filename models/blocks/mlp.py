@@ -37,5 +37,10 @@ class Mlp:
         self._down = weights.linear("down_proj", rows=(spec.hidden_size,), in_features=width, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(silu(gate) * up)
+        return self._down(gated_product(self._gate_up(x)))
+
+
+def gated_product(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a fused [T, 2 * width] product."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up

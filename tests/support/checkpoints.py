@@ -28,6 +28,11 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 24,
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
+_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SIGMOID_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+                "first_k_dense_replace": 1, "norm_topk_prob": True}
+_HYBRID_MOE = {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 48}
+del _HYBRID_MOE["intermediate_size"]
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
            "out_hidden_size": 64, "num_position_embeddings": 16}
 _MARKERS = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
@@ -44,6 +49,17 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
     "llama_yarn": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _YARN}),
     "llama_linear": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _LINEAR}),
     "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", **_BASE, head_dim=32),
+    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_BASE, tie_word_embeddings=True),
+    "qwen2_moe": _text("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_BASE, **_MOE, shared_expert_intermediate_size=48,
+                       norm_topk_prob=False, mlp_only_layers=[0]),
+    "qwen3_moe": _text("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_BASE, **_MOE, head_dim=32, norm_topk_prob=True),
+    "glm4_moe": _text("Glm4MoeForCausalLM", "Glm4MoeConfig", **{
+        **_BASE, "head_dim": 32, **_SIGMOID_MOE, "routed_scaling_factor": 1.5, "use_qk_norm": True,
+        "attention_bias": True, "n_group": 2, "topk_group": 1,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
+    "qwen3_5_moe_text": _text("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **_HYBRID_MOE),
+    "qwen3_5_moe": _text("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", text_config=_HYBRID_MOE,
+                         vision_config=_VISION, **_MARKERS),
     "qwen3_5_text": _text("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_HYBRID),
     "qwen3_5": _text("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", text_config=_HYBRID, vision_config=_VISION,
                      **_MARKERS),

@@ -1,0 +1,175 @@
+"""Mixture of experts: a router picks a few feed-forwards per token and weighs their outputs.
+
+Two kinds of router:
+    softmax   p = softmax(W x); the k largest; weights p, optionally renormalised over the chosen
+    sigmoid   s = sigmoid(W x); chosen by s + bias, optionally within the best groups of experts only;
+              weights s, optionally renormalised, times a scale
+A shared expert sees every token; its output is added, behind a sigmoid gate of its own where the family has one.
+
+A token's sum runs over its experts in ascending id, so its bits do not depend on the other tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.blocks.activations import sigmoid
+from models.blocks.mlp import Mlp, MlpSpec, gated_product
+from models.config import RawConfig
+from models.spec import FeedForward
+from models.weights import Weights
+
+
+@dataclass(frozen=True)
+class SoftmaxRouting:
+    renormalise: bool
+
+    def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
+        """logits: [T, experts]. Returns weights fp32 and expert ids, [T, num_chosen] each."""
+        weights, ids = logits.float().softmax(dim=-1).topk(num_chosen, dim=-1)
+        return (weights / weights.sum(dim=-1, keepdim=True) if self.renormalise else weights), ids
+
+
+@dataclass(frozen=True)
+class SigmoidRouting:
+    """Of `num_groups` equal groups of experts the `kept_groups` with the largest sum of their two best scores take
+    part."""
+
+    renormalise: bool
+    scale: float
+    num_groups: int
+    kept_groups: int
+
+    def choose(self, logits: Tensor, bias: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
+        """logits: [T, experts] fp32; bias: [experts] fp32. Returns weights fp32 and expert ids, [T, num_chosen]."""
+        scores = sigmoid(logits)
+        ranked = scores + bias
+        if self.kept_groups < self.num_groups:
+            grouped = ranked.view(len(ranked), self.num_groups, -1)
+            kept = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.kept_groups, dim=-1).indices
+            dropped = torch.ones(grouped.shape[:2], dtype=torch.bool).scatter_(1, kept, False)  # noqa: FBT003
+            ranked = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
+        ids = ranked.topk(num_chosen, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if self.renormalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * self.scale, ids
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """`shared_width` 0 means no shared expert. The softmax families gate theirs, the sigmoid families do not."""
+
+    hidden_size: int
+    num_experts: int
+    num_chosen: int
+    expert_width: int
+    routing: SoftmaxRouting | SigmoidRouting
+    shared_width: int = 0
+
+    def build(self, weights: Weights) -> FeedForward:
+        return Moe(spec=self, weights=weights)
+
+
+def read_softmax_moe(raw: RawConfig, *, renormalise: bool, has_shared: bool) -> MoeSpec:
+    """The Qwen families' fields; `num_local_experts` is the newer spelling of `num_experts`."""
+    count = "num_local_experts" if "num_local_experts" in raw else "num_experts"
+    return _checked(raw, count, MoeSpec(
+        hidden_size=raw.integer("hidden_size"), num_experts=raw.integer(count),
+        num_chosen=raw.integer("num_experts_per_tok"), expert_width=raw.integer("moe_intermediate_size"),
+        routing=SoftmaxRouting(renormalise=renormalise),
+        shared_width=raw.integer("shared_expert_intermediate_size") if has_shared else 0,
+    ))
+
+
+def read_sigmoid_moe(raw: RawConfig) -> MoeSpec:
+    """The DeepSeek and GLM families' fields."""
+    raw.require("scoring_func", only="sigmoid", default="sigmoid")
+    raw.require("moe_layer_freq", only=1, default=1)
+    width = raw.integer("moe_intermediate_size")
+    routing = SigmoidRouting(renormalise=raw.flag("norm_topk_prob", default=True),
+                             scale=raw.number("routed_scaling_factor", 1.0),
+                             num_groups=raw.integer("n_group", 1), kept_groups=raw.integer("topk_group", 1))
+    spec = MoeSpec(hidden_size=raw.integer("hidden_size"), num_experts=raw.integer("n_routed_experts"),
+                   num_chosen=raw.integer("num_experts_per_tok"), expert_width=width, routing=routing,
+                   shared_width=width * raw.integer("n_shared_experts", 1, minimum=0))
+    if spec.num_experts % routing.num_groups or spec.num_experts // routing.num_groups < 2:
+        raise raw.fail("n_group", f"{routing.num_groups} must cut {spec.num_experts} experts into groups of 2 or more")
+    if routing.kept_groups > routing.num_groups:
+        raise raw.fail("topk_group", f"must be at most n_group {routing.num_groups}, is {routing.kept_groups}")
+    return _checked(raw, "n_routed_experts", spec)
+
+
+def _checked(raw: RawConfig, field: str, spec: MoeSpec) -> MoeSpec:
+    raw.require("hidden_act", only="silu", default="silu")
+    if spec.num_chosen > spec.num_experts:
+        raise raw.fail("num_experts_per_tok", f"must be at most {field} {spec.num_experts}, is {spec.num_chosen}")
+    return spec
+
+
+class Moe:
+    """The router's logits in one product, with the shared expert's gate as one more row of it."""
+
+    def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
+        self._spec = spec
+        self._experts = _Experts(spec=spec, weights=weights.at("experts"))
+        is_softmax = isinstance(spec.routing, SoftmaxRouting)
+        self._is_gated = is_softmax and spec.shared_width > 0
+        self._router_dtype = None if is_softmax else torch.float32
+        names, rows = ["gate"], [spec.num_experts]
+        if self._is_gated:
+            names, rows = [*names, "shared_expert_gate"], [*rows, 1]
+        self._router = weights.linear(*names, rows=rows, in_features=spec.hidden_size, dtype=self._router_dtype)
+        if not is_softmax:
+            self._bias = weights.tensor("gate.e_score_correction_bias", spec.num_experts, dtype=torch.float32)
+        self._shared: Mlp | None = None
+        if spec.shared_width:
+            shared = MlpSpec(hidden_size=spec.hidden_size, intermediate_size=spec.shared_width)
+            self._shared = Mlp(spec=shared, weights=weights.at("shared_expert" if is_softmax else "shared_experts"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing, num_chosen = self._spec.routing, self._spec.num_chosen
+        logits = self._router(x if self._router_dtype is None else x.to(self._router_dtype))
+        scores = logits[:, :self._spec.num_experts]
+        if isinstance(routing, SoftmaxRouting):
+            weights, ids = routing.choose(scores, num_chosen=num_chosen)
+        else:
+            weights, ids = routing.choose(scores, self._bias, num_chosen=num_chosen)
+        out = self._experts.forward(x, weights, ids)
+        if self._shared is not None:
+            shared = self._shared.forward(x).float()
+            out += sigmoid(logits[:, self._spec.num_experts:].float()) * shared if self._is_gated else shared
+        return out.to(x.dtype)
+
+
+class _Experts:
+    """Feed-forwards of equal shape. Files hold them one by one or stacked along a first axis."""
+
+    def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
+        self._num_experts = spec.num_experts
+        width, hidden = spec.expert_width, spec.hidden_size
+        if weights.has("gate_up_proj"):
+            items = [(index, spec.num_experts) for index in range(spec.num_experts)]
+            self._gate_up = [weights.linear_from(weights.tensor("gate_up_proj", 2 * width, hidden, item=item))
+                             for item in items]
+            self._down = [weights.linear_from(weights.tensor("down_proj", hidden, width, item=item)) for item in items]
+            return
+        each = [weights.at(str(index)) for index in range(spec.num_experts)]
+        self._gate_up = [expert.linear("gate_proj", "up_proj", rows=(width, width), in_features=hidden)
+                         for expert in each]
+        self._down = [expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each]
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the weighted sum, [T, hidden] fp32."""
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        by_expert = ids.flatten().argsort(stable=True)
+        tokens, shares = by_expert // ids.shape[1], weights.flatten()[by_expert, None]
+        start = 0
+        for index, count in enumerate(torch.bincount(ids.flatten(), minlength=self._num_experts).tolist()):
+            if count:
+                mine = slice(start, start + count)
+                result = self._down[index](gated_product(self._gate_up[index](x[tokens[mine]])))
+                out.index_add_(0, tokens[mine], result.float() * shares[mine])
+                start += count
+        return out

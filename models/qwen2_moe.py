@@ -1,0 +1,24 @@
+"""Qwen2-MoE: Qwen2 whose feed-forwards are experts with a gated shared one, except on layers named dense."""
+
+from models.blocks.mlp import read_mlp
+from models.blocks.moe import MoeSpec, read_softmax_moe
+from models.blocks.rotary import read_rope
+from models.config import RawConfig
+from models.qwen2 import read_qwen2_attention
+from models.spec import DecoderSpec, LayerSpec, MixerSpec, assemble_decoder
+
+
+def read_decoder(raw: RawConfig) -> DecoderSpec:
+    attention = read_qwen2_attention(raw, qkv_bias=raw.flag("qkv_bias", default=True))
+    moe = read_softmax_moe(raw, renormalise=raw.flag("norm_topk_prob", default=False), has_shared=True)
+    return assemble_decoder(raw, rope=read_rope(raw, head_dim=attention.head_dim),
+                            layers=read_sparse_layers(raw, attention, moe))
+
+
+def read_sparse_layers(raw: RawConfig, mixer: MixerSpec, moe: MoeSpec) -> tuple[LayerSpec, ...]:
+    """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name, dense on the others."""
+    step, dense = raw.integer("decoder_sparse_step", 1), raw.integers("mlp_only_layers")
+    return tuple(
+        LayerSpec(mixer, read_mlp(raw) if layer_id in dense or (layer_id + 1) % step else moe)
+        for layer_id in range(raw.integer("num_hidden_layers"))
+    )

@@ -1,0 +1,15 @@
+"""Qwen3-MoE: Qwen3 whose feed-forwards are experts, without a shared one."""
+
+from models.blocks.moe import read_softmax_moe
+from models.blocks.rotary import read_rope
+from models.config import RawConfig
+from models.qwen2_moe import read_sparse_layers
+from models.qwen3 import read_qwen3_attention
+from models.spec import DecoderSpec, assemble_decoder
+
+
+def read_decoder(raw: RawConfig) -> DecoderSpec:
+    attention = read_qwen3_attention(raw)
+    moe = read_softmax_moe(raw, renormalise=raw.flag("norm_topk_prob", default=False), has_shared=False)
+    return assemble_decoder(raw, rope=read_rope(raw, head_dim=attention.head_dim),
+                            layers=read_sparse_layers(raw, attention, moe))

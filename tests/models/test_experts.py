@@ -1,0 +1,124 @@
+"""Experts: both file layouts, routing by hand, refusals, and layers that belong to drafts."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.numerics import Numerics
+from engine.stages import LayerRange
+from models.blocks.moe import SigmoidRouting, SoftmaxRouting
+from models.loader import random_model, read_model
+from runtime.errors import ConfigError
+from tests.models.conftest import CheckpointMaker
+from tests.support.single_stage import StageDriver
+
+MOE_FAMILIES = ["qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_moe"]
+
+
+def stack_experts(tensors: dict[str, Tensor], num_experts: int = 8) -> dict[str, Tensor]:
+    """The fused layout of the same weights: [E, 2 * width, H] gate over up, and [E, H, width] down."""
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in {name.split("experts.")[0] + "experts." for name in tensors if ".experts." in name}:
+        def one(index: int, part: str, prefix: str = prefix) -> Tensor:
+            return tensors[f"{prefix}{index}.{part}_proj.weight"]
+
+        stacked[f"{prefix}gate_up_proj"] = torch.stack(
+            [torch.cat([one(index, "gate"), one(index, "up")]) for index in range(num_experts)])
+        stacked[f"{prefix}down_proj"] = torch.stack([one(index, "down") for index in range(num_experts)])
+    return stacked
+
+
+@pytest.fixture
+def copy(checkpoint: CheckpointMaker, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return Path(shutil.copytree(checkpoint(request.param), tmp_path / "model"))
+
+
+@pytest.mark.parametrize("copy", MOE_FAMILIES, indirect=True)
+def test_fused_experts_load_like_single_ones_s4_5(copy: Path) -> None:
+    single = StageDriver(read_model(copy)).prefill({0: list(range(3, 40))})
+    file = copy / "model.safetensors"
+    save_file(stack_experts(load_file(file)), file)
+    model = read_model(copy)
+    assert torch.equal(StageDriver(model).prefill({0: list(range(3, 40))}), single)
+    for a, b in pairwise(range(5)):
+        model.load_stage(LayerRange(a, b), numerics=Numerics.EXACT)
+
+
+@pytest.mark.parametrize("copy", ["qwen3_moe"], indirect=True)
+def test_a_stack_of_another_number_of_experts_is_named(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    tensors = stack_experts(load_file(file))
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.zeros(7, 64, 32)
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"down_proj is \[7, 64, 32\], the config says \[8, 64, 32\]"):
+        read_model(copy).load_stage(LayerRange(0, 4), numerics=Numerics.EXACT)
+
+
+@pytest.mark.parametrize("copy", ["qwen3_moe"], indirect=True)
+def test_a_missing_expert_fails_its_own_stage_only_s4_5(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.3.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, file)
+    model = read_model(copy)
+    model.load_stage(LayerRange(0, 3), numerics=Numerics.EXACT)
+    with pytest.raises(ConfigError, match=r"missing: layers\.3\.mlp\.experts\.5\.up_proj\.weight"):
+        model.load_stage(LayerRange(3, 4), numerics=Numerics.EXACT)
+
+
+@pytest.mark.parametrize("copy", ["glm4_moe"], indirect=True)
+@pytest.mark.parametrize("num_declared", [0, 1])
+def test_layers_of_drafts_are_left_alone_when_declared(copy: Path, num_declared: int) -> None:
+    file = copy / "model.safetensors"
+    expected = StageDriver(read_model(copy)).prefill({0: [5, 6, 7]})
+    save_file(load_file(file) | {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, file)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": num_declared}))
+    if num_declared:
+        assert torch.equal(StageDriver(read_model(copy)).prefill({0: [5, 6, 7]}), expected)
+        return
+    with pytest.raises(ConfigError, match=r"unexpected: layers\.4\.eh_proj"):
+        StageDriver(read_model(copy))
+
+
+def test_softmax_routing_by_hand() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
+    weights, ids = SoftmaxRouting(renormalise=False).choose(logits, num_chosen=2)
+    assert ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(weights, torch.tensor([[0.4, 0.3]]))
+    weights, _ = SoftmaxRouting(renormalise=True).choose(logits, num_chosen=2)
+    torch.testing.assert_close(weights, torch.tensor([[4 / 7, 3 / 7]]))
+
+
+def test_sigmoid_routing_by_hand() -> None:
+    """Group 0 holds the best expert, group 1 the best pair: groups count by pairs, and the bias only chooses."""
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5]])
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.2])
+    routing = SigmoidRouting(renormalise=True, scale=2.0, num_groups=2, kept_groups=1)
+    weights, ids = routing.choose(torch.logit(scores), bias, num_chosen=2)
+    assert ids.tolist() == [[3, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[2 * 0.5 / 1.1, 2 * 0.6 / 1.1]]))
+
+
+@pytest.mark.parametrize(("family", "change", "field"), [
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+    ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
+    ("glm4_moe", {"n_group": 3}, "n_group"),
+    ("glm4_moe", {"topk_group": 3}, "topk_group"),
+    ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
+    ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+])
+def test_bad_field_is_named(family: str, change: dict[str, Any], field: str, checkpoint: CheckpointMaker) -> None:
+    config = json.loads((checkpoint(family) / "config.json").read_text())
+    with pytest.raises(ConfigError, match=field):
+        random_model(config | change)
