@@ -1,0 +1,30 @@
+"""Configs of tiny random models, for tests that compare Baton with itself and need no oracle."""
+
+from models.loader import ModelDescription, random_model
+
+_BASE: dict[str, object] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+    "eos_token_id": 2, "hidden_act": "silu", "attention_bias": False,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+HYBRID: dict[str, object] = {
+    **_BASE, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": True,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+LLAMA: dict[str, object] = {
+    **_BASE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False,
+    "tie_word_embeddings": False, "rope_parameters": _ROPE,
+}
+QWEN3: dict[str, object] = {
+    **_BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False,
+    "rope_parameters": _ROPE,
+}
+
+
+def tiny(config: dict[str, object], dtype: str = "float32") -> ModelDescription:
+    return random_model({**config, "torch_dtype": dtype})
