@@ -1,0 +1,51 @@
+"""`python -m router`: one router process."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from router.app import serve
+from router.config import RouterConfig
+from router.policy import Policy
+from runtime.config import load
+from runtime.errors import ConfigError
+from runtime.log import LogStyle, configure
+from runtime.supervision import EXIT_CONFIG, run_process
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def router(
+    prefill: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a prefill pool's leader; repeat.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a decode pool's leader; repeat.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model directory; config and tokenizer are read.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="What clients call it; default: the directory.")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on; port 0: any free one.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve /metrics here; 0: any free port.")] = None,
+    announce: Annotated[Path | None, typer.Option(help="Write a JSON file here once listening.")] = None,
+    policy: Annotated[Policy | None, typer.Option(help="How workers are chosen.")] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Requests held back at most.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with a [router] table; flags beat it.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
+) -> None:
+    """Balance requests over prefill and decode workers and stream tokens to clients."""
+    flags = {
+        "prefill": prefill or None, "decode": decode or None, "model": model, "model_name": model_name,
+        "listen": listen, "metrics_port": metrics_port, "announce": announce, "policy": policy,
+        "max_waiting": max_waiting, "log_level": log_level, "log_style": log_style,
+    }
+    try:
+        settings = load(RouterConfig, section="router", flags=flags, file=config)
+        configure(level=settings.log_level, style=settings.log_style, role="router")
+    except ConfigError as error:
+        print(f"router: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_CONFIG) from None
+    raise typer.Exit(run_process("router", lambda stop: serve(settings, stop)))
+
+
+if __name__ == "__main__":
+    app()

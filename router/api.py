@@ -1,0 +1,107 @@
+"""`baton.v1.Generation`: checks what comes in, starts a flow per request, and hands out what it emits."""
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import grpc
+
+from protos import generation_pb2, generation_pb2_grpc
+from router.flow import Flow, Services
+from router.model_facts import ModelFacts, ServedModel
+from router.outbox import Outbox
+from router.output import Output
+from router.timeline import Timeline
+from router.validate import AdmissibleRequest, admissible
+from runtime.clock import Clock
+from runtime.errors import DuplicateRequestError
+from runtime.log import rebind
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """`max_request_s` holds for clients that set no deadline; `client_stall_s` for those that stop reading."""
+
+    max_request_s: float
+    client_stall_s: float
+
+
+class GenerationService(generation_pb2_grpc.GenerationServicer):
+    """The public API. `runtime.interceptor` turns the errors it raises into statuses."""
+
+    def __init__(self, model: ServedModel, services: Services, limits: RequestLimits, clock: Clock) -> None:
+        self._model = model
+        self._services = services
+        self._limits = limits
+        self._clock = clock
+        self._running: dict[str, Flow] = {}
+
+    async def Generate(self, request: generation_pb2.GenerateRequest,
+                       context: Context) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        timeline = Timeline(self._clock, self._services.metrics)
+        rebind(request_id=request.request_id)
+        checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed)
+        outbox = Outbox(self._limits.client_stall_s)
+        flow = self._register(checked, outbox, timeline, context)
+        task = asyncio.create_task(outbox.fill(flow.run()))
+        try:
+            async for response in outbox:
+                yield response
+            await task
+        finally:
+            # A client that left is an abort; the flow has closed the workers' streams when the task is over.
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            del self._running[flow.request_id]
+
+    async def Abort(self, request: generation_pb2.AbortRequest,
+                    context: Context) -> generation_pb2.AbortResponse:
+        known = [request_id for request_id in dict.fromkeys(request.request_ids) if request_id in self._running]
+        for request_id in known:
+            self._running[request_id].abort()
+        return generation_pb2.AbortResponse(aborted=known)
+
+    async def GetModelInfo(self, request: generation_pb2.GetModelInfoRequest,
+                           context: Context) -> generation_pb2.GetModelInfoResponse:
+        facts, tokeniser = self._facts(), self._model.tokeniser
+        return generation_pb2.GetModelInfoResponse(
+            model=facts.name, architecture=facts.architecture, vocab_size=facts.vocab_size,
+            max_context_tokens=facts.max_context_tokens, num_layers=facts.num_layers,
+            eos_token_ids=facts.eos_token_ids, has_tokenizer=tokeniser is not None,
+            has_chat_template=tokeniser is not None and tokeniser.has_chat_template,
+            revision=self._services.directory.revision)
+
+    async def GetClusterStatus(self, request: generation_pb2.GetClusterStatusRequest,
+                               context: Context) -> generation_pb2.GetClusterStatusResponse:
+        num_waiting = self._services.admission.num_waiting
+        return generation_pb2.GetClusterStatusResponse(
+            model=self._model.facts.name, waiting_requests=num_waiting,
+            running_requests=len(self._running) - num_waiting, workers=self._services.directory.status())
+
+    def _facts(self) -> ModelFacts:
+        return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)
+
+    def _register(self, checked: AdmissibleRequest, outbox: Outbox, timeline: Timeline, context: Context) -> Flow:
+        engine, tokeniser = checked.engine, self._model.tokeniser
+        engine.request_id = engine.request_id or uuid.uuid4().hex
+        rebind(request_id=engine.request_id)
+        if engine.request_id in self._running:
+            raise DuplicateRequestError(f"request_id: {engine.request_id!r} is running already")
+        self._services.metrics.prompt_tokens.inc(len(engine.prompt_token_ids))
+        detokeniser = tokeniser.detokenisers.new() if tokeniser is not None and checked.wants_text else None
+        remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
+        limit_s = self._limits.max_request_s
+        flow = Flow(checked, Output(engine, checked.stop_strings, detokeniser), outbox.put, timeline, self._services,
+                    limit_s if remaining_s is None else min(remaining_s, limit_s))
+        self._running[flow.request_id] = flow
+        return flow
+
+
+def draw_seed() -> int:
+    """A seed for a request that brings none."""
+    return secrets.randbits(64)

@@ -1,0 +1,64 @@
+"""The composition root of a router: what is built, in which order it starts, and how it ends."""
+
+import logging
+import os
+import random
+import uuid
+
+from protos import generation_pb2_grpc
+from router.admission import Admission, AdmissionLimits
+from router.api import GenerationService, RequestLimits
+from router.config import RouterConfig
+from router.directory import Directory, DirectoryOptions
+from router.flow import Services
+from router.legs import FlowLimits
+from router.model_facts import load_served_model
+from router.readiness import SERVICE, Readiness
+from runtime.announce import Announcement, write_announcement
+from runtime.clock import SystemClock
+from runtime.config import describe
+from runtime.metrics import Exposition, RouterMetrics, RpcMetrics, new_registry
+from runtime.server import GrpcServer, ServerOptions
+from runtime.supervision import StopSignal, background
+from runtime.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(config: RouterConfig, stop: StopSignal) -> None:
+    """Run a router until `stop`, then drain.
+
+    Raises:
+        ConfigError: the model directory, an address or a port cannot be used.
+    """
+    logger.info("settings\n%s", describe(config))
+    model = load_served_model(config.model, config.model_name)
+    registry = new_registry(role="router", version=VERSION)
+    metrics, clock = RouterMetrics.create(registry), SystemClock()
+    directory = Directory(DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s,
+                                           config.decode_lookahead), model.facts, metrics, random.Random())
+    limits = AdmissionLimits(config.max_waiting, config.max_wait_s, config.peer_wait_s)
+    admission = Admission(directory, limits, metrics, clock)
+    services = Services(admission, directory,
+                        FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=config.peer_wait_s,
+                                   capacity_wait_s=config.max_wait_s), metrics)
+    server = GrpcServer(ServerOptions(listen=config.listen), services=(SERVICE,), metrics=RpcMetrics.create(registry))
+    request_limits = RequestLimits(config.max_request_s, config.client_stall_s)
+    generation_pb2_grpc.add_GenerationServicer_to_server(
+        GenerationService(model, services, request_limits, clock), server.grpc)
+    exposition = None
+    if config.metrics_port is not None:
+        exposition = Exposition.start(registry, port=config.metrics_port, host=config.metrics_host)
+    try:
+        address = await server.start()
+        logger.info("router listens", extra={"address": address, "model": model.facts.name})
+        if config.announce is not None:
+            write_announcement(config.announce, Announcement(address, exposition.port if exposition else None,
+                                                             os.getpid(), uuid.uuid4().hex))
+        readiness = Readiness(services, server.health, config.warm_up_s)
+        async with background(stop, directory.run(), admission.run(), readiness.run()):
+            await stop.wait()
+            await server.drain(grace_s=config.drain_s)
+    finally:
+        if exposition is not None:
+            exposition.close()

@@ -1,0 +1,35 @@
+"""Settings of a router: flags and the [router] table of a TOML file."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from router.policy import Policy
+from runtime.config import AddressField, Config
+from runtime.log import LogStyle
+
+
+class RouterConfig(Config):
+    """Seconds and counts; every wait of the router has its limit here."""
+
+    model: Path
+    model_name: str = ""
+    prefill: tuple[AddressField, ...] = Field(min_length=1)
+    decode: tuple[AddressField, ...] = Field(min_length=1)
+    listen: AddressField = "127.0.0.1:7000"
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_host: str = "127.0.0.1"
+    announce: Path | None = None
+    log_level: str = "info"
+    log_style: LogStyle = LogStyle.HUMAN
+    policy: Policy = Policy.LEAST_LOAD
+    watch_interval_s: float = Field(default=0.25, ge=0.05, le=60)
+    decode_lookahead: int = Field(default=2, ge=1)
+    max_waiting: int = Field(default=1024, ge=0)
+    max_wait_s: float = Field(default=60.0, gt=0)
+    peer_wait_s: float = Field(default=4.0, gt=0)
+    prefill_attempts: int = Field(default=3, ge=1)
+    max_request_s: float = Field(default=3600.0, gt=0)
+    client_stall_s: float = Field(default=60.0, gt=0)
+    warm_up_s: float = Field(default=60.0, gt=0)
+    drain_s: float = Field(default=30.0, ge=0)

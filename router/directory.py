@@ -1,0 +1,194 @@
+"""Which workers there are, which can be used, and who gets the next request.
+
+Every configured worker is watched over one `Worker.Watch` stream. A worker is usable while that stream is alive, says
+that it serves, and describes the router's model. A prefill and a decode worker are a pair if their compatibility
+digests are equal. Choosing a worker books the request on it; whoever books must release.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from protos import generation_pb2
+from router.model_facts import ModelFacts
+from router.policy import Draw, Policy, choose
+from router.watch import watch_worker
+from router.worker import Booking, Role, Worker
+from runtime.client import open_channel
+from runtime.metrics import RouterMetrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A pair of workers for one request. The decode pool reserves only when prefill starts."""
+
+    prefill: Booking
+    decode: Booking
+
+    def release(self) -> None:
+        self.prefill.release()
+        self.decode.release()
+
+
+@dataclass(frozen=True)
+class DirectoryOptions:
+    """Static addresses, and how often workers report."""
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    policy: Policy = Policy.LEAST_LOAD
+    watch_interval_s: float = 0.25
+    decode_lookahead: int = 2
+
+
+class Directory:
+    """Workers of one model. Build inside a running event loop; `run` watches until it is cancelled."""
+
+    def __init__(self, options: DirectoryOptions, facts: ModelFacts, metrics: RouterMetrics,
+                 rng: random.Random) -> None:
+        self._options = options
+        self._facts = facts
+        self._metrics = metrics
+        self._rng = rng
+        self._turn = 0
+        self._changed = asyncio.Event()
+        self.workers = tuple(
+            Worker(role, address, open_channel(address), self._on_change, options.decode_lookahead)
+            for role, addresses in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode))
+            for address in addresses)
+        # Affinity is about prompts; a decode pool has nothing to remember of them.
+        affine = options.policy is Policy.PREFIX_AFFINITY
+        self._policies = {Role.PREFILL: options.policy, Role.DECODE: Policy.LEAST_LOAD if affine else options.policy}
+
+    async def run(self) -> None:
+        """Watch every worker."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self.workers:
+                    group.create_task(watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng))
+        finally:
+            for worker in self.workers:
+                await worker.channel.close()
+
+    async def changed(self) -> None:
+        """Return at the next change of any worker or booking."""
+        await self._changed.wait()
+
+    async def until(self, attempt: Callable[[], T | None]) -> T:
+        """Call `attempt` now and after every change, until it gives something."""
+        while (result := attempt()) is None:
+            await self.changed()
+        return result
+
+    @property
+    def max_context_tokens(self) -> int:
+        """What every worker heard of so far can hold, prompt plus completion."""
+        stated = [worker.info.max_context_tokens for worker in self.workers
+                  if worker.info is not None and worker.info.max_context_tokens]
+        return min([self._facts.max_context_tokens, *stated])
+
+    @property
+    def revision(self) -> str:
+        """Digest of the weights, as the workers of a pair state it; empty while there is none."""
+        pair = self.pair_problem() == ""
+        return next((w.info.revision for w in self._usable(Role.DECODE) if pair and w.info is not None), "")
+
+    def pair_problem(self) -> str:
+        """Why no prefill and decode worker can serve together; empty if some can."""
+        for role in Role:
+            if not self._usable(role):
+                reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
+                return f"no {role} worker is usable ({'; '.join(reasons) or 'none configured'})"
+        if self._digests(Role.PREFILL) & self._digests(Role.DECODE):
+            return ""
+        prefill, decode = (next(iter(self._usable(role))).info for role in Role)
+        assert prefill is not None
+        assert decode is not None
+        return ("prefill and decode workers do not fit together: prefill has "
+                f"{prefill.compatibility_text or prefill.compatibility}, decode has "
+                f"{decode.compatibility_text or decode.compatibility}")
+
+    def place(self, prompt_token_ids: Sequence[int]) -> Placement | None:
+        """Book a compatible pair that could take the request now or soon; None if there is none."""
+        num_tokens = len(prompt_token_ids)
+        ready = {w.compatibility for w in self._usable(Role.DECODE) if w.as_candidate(num_tokens).has_room}
+        prefill = self._book((w for w in self._usable(Role.PREFILL) if w.compatibility in ready), prompt_token_ids)
+        if prefill is None:
+            return None
+        decode = self.book_decode(prompt_token_ids, prefill.worker.compatibility)
+        if decode is None:
+            prefill.release()
+            return None
+        return Placement(prefill, decode)
+
+    def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
+                     tried: frozenset[str]) -> Booking | None:
+        """A prefill worker for a request that lost its own; one that was tried only if there is no other."""
+        usable = [w for w in self._usable(Role.PREFILL) if w.compatibility == compatibility]
+        others = [w for w in usable if w.address not in tried]
+        return self._book(others or usable, prompt_token_ids)
+
+    def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
+                    tried: frozenset[str] = frozenset()) -> Booking | None:
+        """A decode pool with room that was not tried."""
+        return self._book((w for w in self._usable(Role.DECODE) if w.compatibility == compatibility),
+                          prompt_token_ids, tried)
+
+    def has_decode(self, compatibility: str) -> bool:
+        """Whether a decode pool that fits is alive, with room or without."""
+        return compatibility in self._digests(Role.DECODE)
+
+    def status(self) -> list[generation_pb2.WorkerStatus]:
+        """Every worker, for people."""
+        return [self._status_of(worker) for worker in self.workers]
+
+    def _book(self, workers: Iterable[Worker], prompt_token_ids: Sequence[int],
+              tried: frozenset[str] = frozenset()) -> Booking | None:
+        by_address = {worker.address: worker for worker in workers}
+        if not by_address:
+            return None
+        policy = self._policies[next(iter(by_address.values())).role]
+        with self._metrics.pick_s.time():
+            candidates = [worker.as_candidate(len(prompt_token_ids)) for worker in by_address.values()]
+            chosen = choose(policy, candidates, Draw(self._turn, self._rng, prompt_token_ids), tried=tried)
+        self._metrics.decisions.labels(policy.value, "full" if chosen is None else "chosen").inc()
+        if chosen is None:
+            return None
+        self._turn += 1
+        return by_address[chosen.address].book(len(prompt_token_ids))
+
+    def _usable(self, role: Role) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role is role and worker.is_usable]
+
+    def _digests(self, role: Role) -> set[str]:
+        return {worker.compatibility for worker in self._usable(role)}
+
+    def _on_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for role in Role:
+            usable = len(self._usable(role))
+            total = sum(worker.role is role for worker in self.workers)
+            self._metrics.workers.labels(role.value, "usable").set(usable)
+            self._metrics.workers.labels(role.value, "unusable").set(total - usable)
+
+    def _status_of(self, worker: Worker) -> generation_pb2.WorkerStatus:
+        status = generation_pb2.WorkerStatus(
+            role=worker.role, address=worker.address, serving=worker.is_usable,
+            reason=worker.problem or self._unpaired(worker), queued_requests=worker.load.queued_requests,
+            running_requests=worker.load.running_requests, pages_free=worker.load.pages_free,
+            slots_free=worker.load.slots_free, open_sessions=worker.load.open_sessions)
+        if worker.info is not None:
+            status.incarnation = worker.info.incarnation
+            status.stages.extend(worker.info.stages)
+            status.pages_total = worker.info.pages_total
+            status.slots_total = worker.info.slots_total
+        return status
+
+    def _unpaired(self, worker: Worker) -> str:
+        other = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+        return "" if worker.compatibility in self._digests(other) else f"no usable {other} worker fits it"

@@ -1,0 +1,54 @@
+"""Between a request's flow and its client: a bounded queue that notices a client who does not read."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable
+from typing import Self
+
+from protos import generation_pb2
+from runtime.errors import RequestAborted
+
+MAX_UNREAD = 64
+
+
+class Outbox:
+    """Messages of one stream. `put` waits while `MAX_UNREAD` chunks are unread; a finish is always taken at once."""
+
+    def __init__(self, stall_limit_s: float) -> None:
+        self._stall_limit_s = stall_limit_s
+        self._unread: deque[generation_pb2.GenerateResponse] = deque()
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    async def put(self, response: generation_pb2.GenerateResponse) -> None:
+        """Raises RequestAborted if the client has read nothing for the stall limit."""
+        try:
+            async with asyncio.timeout(self._stall_limit_s):
+                while len(self._unread) >= MAX_UNREAD and not response.HasField("finish"):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise RequestAborted(f"the client has read nothing for {self._stall_limit_s:g} s") from None
+        self._unread.append(response)
+        self._changed.set()
+
+    async def fill(self, work: Awaitable[None]) -> None:
+        """Run what puts, and close when it has ended, however it ended."""
+        try:
+            await work
+        finally:
+            self._is_closed = True
+            self._changed.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> generation_pb2.GenerateResponse:
+        """The next message, until the outbox is closed and empty."""
+        while not self._unread:
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        self._changed.set()
+        return self._unread.popleft()

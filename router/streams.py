@@ -1,0 +1,91 @@
+"""A worker's stream as the request flow sees it: messages go out without waiting, events come in through one queue.
+
+The stream's life is the request's life on that worker. `close` cancels it at once, which is an abort over there; no
+message is needed. What arrives of a closed stream is never delivered.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import grpc
+from grpc.aio import StreamStreamMultiCallable
+
+from runtime.errors import BatonError, PeerLostError
+from runtime.status import DETAILS_KEY, error_from_rpc
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+# What gRPC itself reports when a process dies under a call, as opposed to what its server answers.
+_TRANSPORT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL,
+                              grpc.StatusCode.CANCELLED})
+
+
+@dataclass(frozen=True)
+class Received(Generic[Response]):
+    """A worker said something."""
+
+    stream: object
+    message: Response
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker's stream is over; no error means it ended with OK."""
+
+    stream: object
+    error: BatonError | None
+
+
+class WorkerStream(Generic[Request, Response]):
+    """One bidirectional call. `deliver` may wait: a flow that does not read slows the worker down."""
+
+    def __init__(self, method: "StreamStreamMultiCallable[Request, Response]", address: str,
+                 deliver: Callable[[Received[Response] | Ended], Awaitable[None]], group: asyncio.TaskGroup,
+                 time_limit_s: float) -> None:
+        self._address = address
+        self._deliver = deliver
+        self.has_ended = False
+        # At most a handful of messages by protocol, so it needs no bound of its own.
+        self._outgoing: asyncio.Queue[Request | None] = asyncio.Queue()
+        self._call: grpc.aio.StreamStreamCall[Request, Response] = method(self._requests(), timeout=time_limit_s)
+        self._reader = group.create_task(self._read())
+
+    def send(self, message: Request) -> None:
+        """Never waits and never fails: a dead stream says so through the inbox."""
+        self._outgoing.put_nowait(message)
+
+    def half_close(self) -> None:
+        """Nothing more will be sent."""
+        self._outgoing.put_nowait(None)
+
+    def close(self) -> None:
+        """End the call now. Ended streams do not mind."""
+        self._call.cancel()
+        self._reader.cancel()
+
+    async def _requests(self) -> AsyncIterator[Request]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
+
+    async def _read(self) -> None:
+        error: BatonError | None = None
+        try:
+            async for message in self._call:
+                await self._deliver(Received(self, message))
+        except grpc.aio.AioRpcError as rpc_error:
+            error = _error_of(rpc_error, self._address)
+        finally:
+            self.has_ended = True
+            self._call.cancel()
+        await self._deliver(Ended(self, error))
+
+
+def _error_of(error: grpc.aio.AioRpcError, address: str) -> BatonError:
+    """The worker's own error, or PeerLostError if it did not live to say one."""
+    answered = any(key == DETAILS_KEY for key, _ in error.trailing_metadata())
+    if error.code() in _TRANSPORT_CODES and not answered:
+        return PeerLostError(f"worker {address} was lost: {error.details() or error.code().name}")
+    return error_from_rpc(error)

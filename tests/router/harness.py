@@ -1,0 +1,200 @@
+"""A router in this process, in front of fake workers, reached by a real client."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from protos import generation_pb2, generation_pb2_grpc
+from router.admission import Admission, AdmissionLimits
+from router.api import GenerationService, RequestLimits
+from router.directory import Directory, DirectoryOptions
+from router.flow import Services
+from router.legs import FlowLimits
+from router.model_facts import ModelFacts, ServedModel
+from router.policy import Policy
+from router.readiness import SERVICE, Readiness
+from router.tokenise import ChatTemplate, Tokeniser
+from runtime.clock import SystemClock
+from runtime.errors import BatonError
+from runtime.metrics import RouterMetrics, RpcMetrics
+from runtime.server import GrpcServer, ServerOptions
+from runtime.status import error_from_rpc
+from tests.support.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
+
+EOS = VOCAB_SIZE - 1
+FACTS = ModelFacts(name="tiny", architecture="Tiny", vocab_size=VOCAB_SIZE, max_context_tokens=256, num_layers=4,
+                   eos_token_ids=(EOS,))
+TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<bot>{% endif %}")
+FLOW_LIMITS = FlowLimits(peer_wait_s=1.0, capacity_wait_s=2.0, reserve_s=1.0, commit_s=1.0)
+ADMISSION_LIMITS = AdmissionLimits(max_waiting=1000, max_wait_s=5.0, pairless_grace_s=0.5)
+
+
+@cache
+def byte_level_tokenizer() -> Tokenizer:
+    """Byte-level BPE with some merges, a special token, and no normaliser, so that any text survives a round trip."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    words = ["the red lantern near the old mill", "größe naïve 東京 привет 👋🏽 مرحبا", "stop stopping stopped"] * 20
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - 2, special_tokens=["<bot>", "<user>"], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(words, trainer)
+    return tokenizer
+
+
+@cache
+def served_model() -> ServedModel:
+    return ServedModel(FACTS, Tokeniser(byte_level_tokenizer(), ChatTemplate(TEMPLATE, {})))
+
+
+def write_model_dir(folder: Path) -> Path:
+    """What a router reads of a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"architectures": ["Tiny"], "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256,
+              "num_hidden_layers": 4, "eos_token_id": EOS}
+    (folder / "config.json").write_text(json.dumps(config))
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<bot>"}))
+    return folder
+
+
+@dataclass
+class Answer:
+    """A stream, read to its end."""
+
+    chunks: list[generation_pb2.GenerateChunk] = field(default_factory=list)
+    finish: generation_pb2.GenerateFinish | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+
+def token_request(prompt: list[int], max_tokens: int = 4, **fields: Any) -> generation_pb2.GenerateRequest:  # noqa: ANN401
+    request = generation_pb2.GenerateRequest(**fields)
+    request.token_ids.ids.extend(prompt)
+    request.stop.max_tokens = max_tokens
+    return request
+
+
+class RouterHarness:
+    """A running router with its workers."""
+
+    def __init__(self, directory: Directory, services: Services, service: GenerationService, server: GrpcServer,
+                 stub: "generation_pb2_grpc.GenerationAsyncStub", channel: grpc.aio.Channel,
+                 workers: tuple[FakeWorker, ...], registry: CollectorRegistry) -> None:
+        self.directory = directory
+        self.services = services
+        self.service = service
+        self.server = server
+        self.stub = stub
+        self.channel = channel
+        self.workers = workers
+        self.registry = registry
+
+    async def ask(self, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0) -> Answer:
+        """Read the whole stream. Raises the BatonError behind the status."""
+        answer = Answer()
+        try:
+            async for response in self.stub.Generate(request, timeout=timeout_s):
+                assert answer.finish is None, "something came after the finish"
+                if response.HasField("chunk"):
+                    answer.chunks.append(response.chunk)
+                else:
+                    answer.finish = response.finish
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        assert answer.finish is not None, "the stream ended without a finish"
+        return answer
+
+    async def failure(self, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0) -> BatonError:
+        """The error that a request ends with."""
+        try:
+            await self.ask(request, timeout_s)
+        except BatonError as error:
+            return error
+        raise AssertionError("the request succeeded")
+
+    async def assert_nothing_left(self) -> None:
+        """Both worker streams of every request have ended and the router has forgotten them."""
+        await eventually(lambda: not any(worker.open_requests for worker in self.workers), "streams at the workers")
+        await eventually(lambda: not self.service._running, "requests in the router")
+        assert self.services.admission.num_waiting == 0
+        assert not any(worker._bookings for worker in self.directory.workers)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+async def eventually(condition: Callable[[], object], what: str, within_s: float = 3.0) -> None:
+    """Wait until the condition holds."""
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"still there after {within_s} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
+                         admission: AdmissionLimits = ADMISSION_LIMITS, policy: Policy = Policy.LEAST_LOAD,
+                         model: ServedModel | None = None, decode_lookahead: int = 2,
+                         start_workers: bool = True, warms_up: bool = False) -> AsyncIterator[RouterHarness]:
+    """Start the fakes and a router in front of them; it is paired when the block begins, if the workers fit."""
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            if start_workers:
+                await worker.start()
+            stack.push_async_callback(worker.die)
+        registry = CollectorRegistry()
+        metrics, clock, model = RouterMetrics.create(registry), SystemClock(), model or served_model()
+        options = DirectoryOptions(_addresses(workers, FakePrefill), _addresses(workers, FakeDecode), policy,
+                                   watch_interval_s=0.05, decode_lookahead=decode_lookahead)
+        directory = Directory(options, model.facts, metrics, random.Random(0))
+        services = Services(Admission(directory, admission, metrics, clock), directory, flow, metrics)
+        server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
+                            metrics=RpcMetrics.create(registry))
+        service = GenerationService(model, services, RequestLimits(60.0, 5.0), clock)
+        generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
+        address = await server.start()
+        stack.push_async_callback(server.grpc.stop, grace=0)
+        work = [directory.run(), services.admission.run()]
+        if warms_up:
+            work.append(Readiness(services, server.health, 5.0).run())
+        for background in work:
+            task = asyncio.create_task(background)
+            stack.push_async_callback(_stopped, task)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        harness = RouterHarness(directory, services, service, server, stub, channel, workers, registry)
+        if start_workers:
+            await eventually(lambda: all(w.info is not None and "report" not in w.problem for w in directory.workers),
+                             "workers that have not reported")
+        yield harness
+
+
+async def _stopped(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _addresses(workers: tuple[FakeWorker, ...], kind: type[FakeWorker]) -> tuple[str, ...]:
+    return tuple(worker.address for worker in workers if isinstance(worker, kind))
+
+
+def without_tokenizer() -> ServedModel:
+    return replace(served_model(), tokeniser=None)

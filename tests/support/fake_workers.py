@@ -1,0 +1,292 @@
+"""Prefill and decode workers that compute by hand, speaking the real protos over real gRPC.
+
+Output token `i` of a prompt is `(sum(prompt) + i) % vocab_size`. A `Fabric` stands for the data plane between them. A
+test hooks into named points of a request's life (`worker.at(Point.COMMIT, action)`) to delay, refuse, fail or kill, and
+reads the shared journal to see what happened in which order. Session, epoch and stream accounting is real, so that a
+test can ask whether anything is left.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from protos import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    transfer_pb2,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from runtime.errors import CapacityError, PeerLostError
+from runtime.metrics import RpcMetrics
+from runtime.server import GrpcServer, ServerOptions
+
+VOCAB_SIZE = 512
+Context = grpc.aio.ServicerContext[Any, Any]
+Hook = Callable[[types_pb2.EngineRequest], Awaitable[None]]
+
+
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
+    """What the fakes answer, computed by hand."""
+    return [(sum(prompt) + i) % VOCAB_SIZE for i in range(count)]
+
+
+class Point(StrEnum):
+    """Where a request can be caught, in the order of its life."""
+
+    QUEUED = "queued"  # prefill got it
+    STARTED = "started"  # prefill said so
+    RESERVE = "reserve"  # decode is about to reserve
+    LANDED = "landed"  # decode said where
+    COMPUTED = "computed"  # prefill is about to say the first token
+    SENDING = "sending"  # prefill got the landing
+    COMMIT = "commit"  # decode is about to commit
+    TOKEN = "token"  # decode is about to send a token
+    FINISH = "finish"  # decode is about to finish
+    RELEASED = "released"  # prefill freed its pages because it was told so
+
+
+class Fabric:
+    """The data plane: prefill delivers to (session, epoch), decode waits for it."""
+
+    def __init__(self) -> None:
+        self._delivered: defaultdict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
+
+    def deliver(self, landing: transfer_pb2.Landing) -> None:
+        self._delivered[landing.session_id, landing.epoch].set()
+
+    def delivered(self, session_id: str, epoch: int) -> asyncio.Event:
+        return self._delivered[session_id, epoch]
+
+
+@dataclass
+class Journal:
+    """(worker, what happened) in order."""
+
+    entries: list[tuple[str, str]] = field(default_factory=list)
+
+    def note(self, worker: str, what: str) -> None:
+        self.entries.append((worker, what))
+
+    def events(self) -> list[str]:
+        return [what for _, what in self.entries]
+
+
+class FakeWorker:
+    """Server, watch stream, hooks and accounting of both roles."""
+
+    role = ""
+    service = ""
+
+    def __init__(self, name: str, fabric: Fabric, journal: Journal, *, compatibility: str = "digest",
+                 max_running: int = 64, num_pages: int = 1024) -> None:
+        self.name = name
+        self.fabric = fabric
+        self.journal = journal
+        self.address = "127.0.0.1:0"
+        self.incarnation = ""
+        self.compatibility = compatibility
+        self.max_running = max_running
+        self.num_pages = num_pages
+        self.serving = True
+        self.reports = True  # whether the watch stream says anything after its facts
+        self.open_requests: list[str] = []
+        self.refused: dict[str, int] = defaultdict(int)
+        self._hooks: dict[Point, Hook] = {}
+        self._server: GrpcServer | None = None
+
+    def at(self, point: Point, hook: Hook) -> None:
+        """Run `hook` whenever a request reaches `point`; what it raises ends that request's stream."""
+        self._hooks[point] = hook
+
+    async def start(self) -> None:
+        """Listen under the same address as before; a new incarnation."""
+        self.incarnation = uuid.uuid4().hex
+        self._server = GrpcServer(ServerOptions(listen=self.address), services=(self.service,),
+                                  metrics=RpcMetrics.create(CollectorRegistry()))
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc)  # type: ignore[arg-type]
+        self.register(self._server.grpc)
+        self.address = await self._server.start()
+
+    async def die(self) -> None:
+        """End every stream at once, without a word."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.grpc.stop(grace=None)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError
+
+    async def reached(self, point: Point, request: types_pb2.EngineRequest) -> None:
+        if point in self._hooks:
+            await self._hooks[point](request)
+        self.journal.note(self.name, point)
+
+    @contextlib.contextmanager
+    def holding(self, request_id: str) -> Any:  # noqa: ANN401 (an iterator, as contextmanager wants it)
+        self.open_requests.append(request_id)
+        try:
+            yield
+        finally:
+            self.open_requests.remove(request_id)
+
+    async def Watch(self, request: worker_pb2.WatchRequest,
+                    context: Context) -> AsyncIterator[worker_pb2.WatchResponse]:
+        yield worker_pb2.WatchResponse(info=worker_pb2.WorkerInfo(
+            role=self.role, incarnation=self.incarnation, model="tiny", architecture="Tiny", revision="r1",
+            compatibility=self.compatibility, compatibility_text=f"text of {self.compatibility}",
+            vocab_size=VOCAB_SIZE, max_context_tokens=256, num_layers=4, page_size=16, pages_total=self.num_pages,
+            max_running_requests=self.max_running, max_queued_requests=1000, stages=["0-2", "2-4"]))
+        while True:
+            if self.reports:
+                yield worker_pb2.WatchResponse(load=worker_pb2.WorkerLoad(
+                    serving=self.serving, reason="" if self.serving else "draining",
+                    running_requests=len(self.open_requests), pages_free=self.num_pages))
+            await asyncio.sleep(request.interval_s)
+
+
+class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
+    """Computes the first token, 'sends' to the landing it is given, waits for the half-close."""
+
+    role = "prefill"
+    service = "baton.v1.Prefill"
+    first_token_offset = 0  # a wrong one, if not 0
+
+    def register(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    async def Run(self, request_iterator: AsyncIterator[prefill_pb2.RunRequest],
+                  context: Context) -> AsyncIterator[prefill_pb2.RunResponse]:
+        request = (await anext(request_iterator)).request
+        with self.holding(request.request_id):
+            await self.reached(Point.QUEUED, request)
+            yield prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
+            await self.reached(Point.STARTED, request)
+            await self.reached(Point.COMPUTED, request)
+            token = (expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset) % VOCAB_SIZE
+            yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
+                token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=0.125))
+            landing = (await anext(request_iterator)).landing
+            await self.reached(Point.SENDING, request)
+            self.fabric.deliver(landing)
+            yield prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent(num_bytes=1))
+            async for _ in request_iterator:
+                raise AssertionError("a prefill stream gets a request and a landing, nothing else")
+            await self.reached(Point.RELEASED, request)
+
+    def _terms(self, request: types_pb2.EngineRequest) -> transfer_pb2.SourceTerms:
+        return transfer_pb2.SourceTerms(compatibility=self.compatibility, page_size=16,
+                                        num_tokens=len(request.prompt_token_ids), chunk_tokens=64)
+
+
+class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
+    """Reserves, waits for the delivery and the first token, counts on."""
+
+    role = "decode"
+    service = "baton.v1.Decode"
+    token_pause_s = 0.0
+    tokens_per_chunk = 1
+
+    def register(self, server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+
+    async def Generate(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
+                       context: Context) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        request = (await anext(request_iterator)).open.request
+        await self.reached(Point.RESERVE, request)
+        if len(self.open_requests) >= self.max_running:
+            self.refused[request.request_id] += 1
+            raise CapacityError(f"{self.name} is full", resource="slots")
+        with self.holding(request.request_id):
+            inputs: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
+            reader = asyncio.create_task(_read_into(request_iterator, inputs))
+            try:
+                async for response in self._receive_and_decode(request, inputs):
+                    yield response
+            finally:
+                reader.cancel()
+
+    async def _receive_and_decode(self, request: types_pb2.EngineRequest,
+                                  inputs: "asyncio.Queue[decode_pb2.DecodeRequest]",
+                                  ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        session_id, first_token = uuid.uuid4().hex, None
+        for epoch in itertools.count():
+            yield decode_pb2.DecodeResponse(landing=transfer_pb2.Landing(session_id=session_id, epoch=epoch))
+            await self.reached(Point.LANDED, request)
+            delivered = self.fabric.delivered(session_id, epoch)
+            first_token = await _first_token_and_delivery(inputs, delivered, first_token)
+            if delivered.is_set():
+                break
+        assert first_token is not None
+        async for response in self._decode(request, first_token):
+            yield response
+
+    async def _decode(self, request: types_pb2.EngineRequest, first: int) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        await self.reached(Point.COMMIT, request)
+        yield decode_pb2.DecodeResponse(committed=decode_pb2.DecodeCommitted(transfer_exposed_s=0.0625, num_bytes=1))
+        tokens = [first]
+        while (reason := _finish_reason(request, tokens)) is None:
+            if self.token_pause_s:
+                await asyncio.sleep(self.token_pause_s)
+            await self.reached(Point.TOKEN, request)
+            chunk: list[int] = []
+            while len(chunk) < self.tokens_per_chunk and _finish_reason(request, tokens) is None:
+                chunk.append((tokens[-1] + 1) % VOCAB_SIZE)
+                tokens.append(chunk[-1])
+            logprobs = [types_pb2.TokenLogprobs(logprob=-float(t)) for t in chunk]
+            yield decode_pb2.DecodeResponse(tokens=types_pb2.TokenChunk(
+                token_ids=chunk, logprobs=logprobs if request.HasField("num_top_logprobs") else None))
+        await self.reached(Point.FINISH, request)
+        stopped = tokens[-1] if reason == types_pb2.FINISH_REASON_STOP else None
+        yield decode_pb2.DecodeResponse(finished=decode_pb2.DecodeFinished(
+            reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5))
+
+
+def _finish_reason(request: types_pb2.EngineRequest, tokens: list[int]) -> types_pb2.FinishReason | None:
+    if tokens[-1] in request.stop_token_ids and len(tokens) >= request.min_tokens:
+        return types_pb2.FINISH_REASON_STOP
+    return types_pb2.FINISH_REASON_LENGTH if len(tokens) >= request.max_tokens else None
+
+
+async def _read_into(requests: AsyncIterator[decode_pb2.DecodeRequest],
+                     inputs: "asyncio.Queue[decode_pb2.DecodeRequest]") -> None:
+    async for request in requests:
+        await inputs.put(request)
+
+
+async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeRequest]", delivered: asyncio.Event,
+                                    first_token: int | None) -> int | None:
+    """Wait until both are there; the token alone if another source takes over first."""
+    landing = asyncio.create_task(delivered.wait())
+    try:
+        while first_token is None or not delivered.is_set():
+            message = asyncio.create_task(inputs.get())
+            await asyncio.wait({message, landing}, return_when=asyncio.FIRST_COMPLETED)
+            if not message.done():
+                message.cancel()
+                if first_token is None:  # everything is here but the token
+                    first_token = (await inputs.get()).first_token.token_ids[0]
+                continue
+            if message.result().HasField("new_source"):
+                return first_token
+            first_token = message.result().first_token.token_ids[0]
+        return first_token
+    finally:
+        landing.cancel()
+
+
+async def raise_lost(_: types_pb2.EngineRequest) -> None:
+    """A hook: the worker says that one of its stages is gone."""
+    raise PeerLostError("a stage was lost")
