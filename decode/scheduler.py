@@ -46,7 +46,7 @@ class Failed:
 
 
 Event = Drawn | Finished | Failed
-Emit = Callable[[Event], None]
+Emit = Callable[[Event], object]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class DecodeScheduler:
             InvalidRequestError: the request could never fit.
         """
         entry = self._admit(request, emit)
-        assert entry.pages is not None and entry.slot is not None
+        assert entry.pages is not None
+        assert entry.slot is not None
         prompt_pages = pages_for_tokens(len(request.prompt_token_ids), self.limits.page_size)
         return Reservation(entry.key, tuple(entry.pages.page_ids[:prompt_pages]), entry.slot.slot_id)
 
@@ -299,7 +300,8 @@ class DecodeScheduler:
         return self._row(entry, entry.computed + 1, draws=entry.computed == entry.num_tokens - 1)
 
     def _row(self, entry: _Entry, end: int, *, draws: bool) -> Row:
-        assert entry.pages is not None and entry.slot is not None
+        assert entry.pages is not None
+        assert entry.slot is not None
         row = Row(entry.key, entry.tokens(entry.computed, end), entry.computed, entry.pages.page_ids,
                   entry.slot.slot_id, sampling_row(entry.request, entry.outputs) if draws else None)
         entry.computed = end

@@ -39,6 +39,7 @@ from transfer.agent import landing_for
 from transfer.compatibility import check_compatible
 from transfer.terms import Landing, SourceTerms
 
+Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
 OPEN_TIMEOUT_S = 10.0
 HANDOFF_TIMEOUT_S = 60.0
 NEW_SOURCE_TIMEOUT_S = 30.0  # how long a reservation outlives its prefill worker
@@ -72,7 +73,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._parts = parts
 
     async def Generate(self, request_iterator: AsyncIterator[pb.DecodeRequest],
-                       context: grpc.aio.ServicerContext) -> AsyncIterator[pb.DecodeResponse]:
+                       context: Context) -> AsyncIterator[pb.DecodeResponse]:
         parts = self._parts
         if not parts.leader.serving:
             raise UnavailableError(f"the decode pool does not serve: {parts.leader.reason}")
@@ -125,8 +126,9 @@ class _Arrival:
     def end(self) -> None:
         """Close what is open and give the memory back once nothing can write it."""
         key, session_id = self._reservation.key, self._session_id
-        self._parts.janitor.end(lambda: self._parts.scheduler.release(key), session_id=session_id, progress=self._progress,
-                          close=(lambda: self._parts.leader.group.close_receive(session_id)) if session_id else None)
+        self._parts.janitor.end(
+            lambda: self._parts.scheduler.release(key), session_id=session_id, progress=self._progress,
+            close=(lambda: self._parts.leader.group.close_receive(session_id)) if session_id else None)
 
     async def _open(self, source: SourceTerms) -> Landing:
         """Post receives for the next epoch on all stages and wait until they are."""
@@ -216,7 +218,8 @@ class _Arrival:
 
     async def _commit(self) -> pb.DecodeResponse:
         progress, first_token = self._progress, self._first_token
-        assert progress is not None and first_token is not None
+        assert progress is not None
+        assert first_token is not None
         now = time.monotonic()
         exposed_s = max(0.0, now - self._first_token_s)
         self._parts.meters.transfer.exposed_s.observe(exposed_s)

@@ -80,8 +80,7 @@ class DecodeRole:
 
         request = Request("warm-up", (0,), 2, SamplingParams(temperature=0))
         key = await parts.leader.loop.submit(
-            lambda: self._prepared.submit_local(request,
-                                                lambda event: loop.call_soon_threadsafe(settle, event) and None))
+            lambda: self._prepared.submit_local(request, lambda event: loop.call_soon_threadsafe(settle, event)))
         try:
             await asyncio.wait_for(done, WARM_UP_TIMEOUT_S)
         finally:

@@ -50,9 +50,9 @@ class Scheduler(Protocol):
 class LoopObserver:
     """Where the loop tells what it measures; every field is called from its thread."""
 
-    step_s: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None
-    waited_s: Callable[[float], None] = lambda seconds: None
-    unhealthy: Callable[[str], None] = lambda reason: None
+    step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None
+    waited_s: Callable[[float], object] = lambda seconds: None
+    unhealthy: Callable[[str], object] = lambda reason: None
 
 
 class EngineLoop:
@@ -72,7 +72,7 @@ class EngineLoop:
         self._step_timeout_s = step_timeout_s
         self._pipeline: Pipeline | None = None
         self._in_flight: deque[tuple[ForwardBatch, float]] = deque()
-        self._commands: queue.Queue[Callable[[], None]] = queue.Queue(MAX_COMMANDS)
+        self._commands: queue.Queue[Callable[[], object]] = queue.Queue(MAX_COMMANDS)
         self._stopping = False
         self._was_busy = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -85,7 +85,7 @@ class EngineLoop:
         self.post(self._stop)
         self._thread.join(timeout_s)
 
-    def post(self, command: Callable[[], None]) -> None:
+    def post(self, command: Callable[[], object]) -> None:
         """Run `command` on the loop's thread, soon. Raises CapacityError when too many are queued."""
         try:
             self._commands.put_nowait(command)

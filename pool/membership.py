@@ -22,6 +22,7 @@ from transfer import codec
 from transfer.compatibility import Compatibility, check_compatible
 from transfer.terms import StageEndpoint, StageSessionEvent
 
+Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
 HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536
 
@@ -69,7 +70,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         return [rank for rank in range(1, len(self._layers)) if rank not in self._links]
 
     async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
-                   context: grpc.aio.ServicerContext) -> AsyncIterator[pb.JoinResponse]:
+                   context: Context) -> AsyncIterator[pb.JoinResponse]:
         link = self._welcome(await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT_S))
         reader = asyncio.create_task(self._read(link, request_iterator))
         try:

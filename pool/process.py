@@ -116,7 +116,7 @@ async def _lead(config: WorkerConfig, role: Role, stage: Stage, registry: Collec
 
     events = asyncio.get_running_loop()
     observer = LoopObserver(step_s=meters.on_step, waited_s=meters.on_wait,
-                            unhealthy=lambda reason: events.call_soon_threadsafe(leader.unhealthy, reason) and None)
+                            unhealthy=lambda reason: events.call_soon_threadsafe(leader.unhealthy, reason))
     leader = Leader(config, stage, role.scheduler, sample, warm_up=lambda: role.warm_up(parts), on_serving=on_serving,
                     observer=observer)
     janitor = Janitor(leader.group, leader.loop, leader.unhealthy)

@@ -72,22 +72,24 @@ class Stage:
 
 def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                 on_event: Callable[[StageSessionEvent], None],
-                observe_layers: Callable[[TransferAgent], LayerObserver] | None = None) -> Stage:
-    """Loads the stage's tensors and starts its transfer agent. `observe_layers` is given by the sending role: what to
-    tell the agent when a layer is done."""
+                observe_layers: Callable[[TransferAgent], LayerObserver | None]) -> Stage:
+    """Load the stage's tensors and start its transfer agent. `observe_layers(agent)` is what hears of each layer that
+    is done: the agent on the sending side, nobody on the receiving one."""
     torch.set_num_threads(config.threads)
     numerics = Numerics(config.numerics)
     pools = StagePools(plan.geometry)
     model = plan.description.load_stage(plan.geometry.layers, numerics=numerics)
-    attention = CpuAttention(kv_pools=pools.of_kind(CacheKind.KV),
-                             geometry=plan.description.attention_geometry(config.page_size), numerics=numerics)
+    geometry = plan.description.attention_geometry(config.page_size)
+    if geometry is None:
+        raise ConfigError("a model without any attention layer is not supported", field="model")
+    attention = CpuAttention(kv_pools=pools.of_kind(CacheKind.KV), geometry=geometry, numerics=numerics)
     recurrent = CpuRecurrent(conv_pools=pools.of_kind(CacheKind.CONV), state_pools=pools.of_kind(CacheKind.STATE),
                              numerics=numerics)
     agent = TransferAgent(memory=pools, transport=UcxTransport(config.transport), clock=SystemClock(),
                           incarnation=incarnation, on_event=on_event)
     agent.start()
     executor = StageExecutor(model=model, attention=attention, recurrent=recurrent,
-                             on_layer_done=None if observe_layers is None else observe_layers(agent))
+                             on_layer_done=observe_layers(agent))
     return Stage(plan, pools, executor, agent)
 
 

@@ -11,6 +11,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from runtime.errors import FieldViolation, InvalidRequestError
 
+Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
 
 
@@ -40,7 +41,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
 
     async def Watch(self, request: pb.WatchRequest,
-                    context: grpc.aio.ServicerContext) -> AsyncIterator[pb.WatchResponse]:
+                    context: Context) -> AsyncIterator[pb.WatchResponse]:
         interval = request.interval_s
         if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:
             raise InvalidRequestError(FieldViolation(

@@ -42,7 +42,7 @@ class Failed:
 
 
 Event = Started | FirstToken | Failed
-Emit = Callable[[Event], None]
+Emit = Callable[[Event], object]
 
 
 @dataclass

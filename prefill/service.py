@@ -33,6 +33,7 @@ from transfer import codec
 from transfer.agent import check_plan
 from transfer.terms import SourceTerms
 
+Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 OPEN_TIMEOUT_S = 10.0
 HANDOFF_TIMEOUT_S = 120.0  # from the first token to the router's half-close
 
@@ -58,7 +59,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._parts = parts
 
     async def Run(self, request_iterator: AsyncIterator[pb.RunRequest],
-                  context: grpc.aio.ServicerContext) -> AsyncIterator[pb.RunResponse]:
+                  context: Context) -> AsyncIterator[pb.RunResponse]:
         parts = self._parts
         if not parts.leader.serving:
             raise UnavailableError(f"the prefill pool does not serve: {parts.leader.reason}")

@@ -82,7 +82,7 @@ class PrefillRole:
 
         request = Request("warm-up", (0,), 1, SamplingParams(temperature=0))
         key = await parts.leader.loop.submit(
-            lambda: self._prepared.submit(request, lambda event: loop.call_soon_threadsafe(settle, event) and None))
+            lambda: self._prepared.submit(request, lambda event: loop.call_soon_threadsafe(settle, event)))
         try:
             await asyncio.wait_for(done, WARM_UP_TIMEOUT_S)
         finally:

@@ -94,7 +94,7 @@ class Answer:
 def call(loop: EngineLoop, command: Callable[[], None]) -> None:
     """Run `command` on the loop's thread and wait for it."""
     done = threading.Event()
-    loop.post(lambda: (command(), done.set()) and None)
+    loop.post(lambda: (command(), done.set()))
     assert done.wait(10)
 
 
