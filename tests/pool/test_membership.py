@@ -1,0 +1,149 @@
+"""Joining a pool over real gRPC: forming, refusing, losing and replacing a stage."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from engine.stages import LayerRange
+from pool.membership import PipelineService, StageLink
+from protos import pipeline_pb2 as pb
+from protos import pipeline_pb2_grpc
+from runtime.client import open_channel
+from runtime.metrics import RpcMetrics, new_registry
+from runtime.server import GrpcServer, ServerOptions
+from transfer import codec
+from transfer.compatibility import Compatibility
+from transfer.terms import StageEndpoint, StageSessionEvent, StageSessionState
+
+RANGES = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 7)]
+SAME = Compatibility("same", "weights abc")
+
+
+@dataclass
+class Observer:
+    log: list[str] = field(default_factory=list)
+    links: list[StageLink] = field(default_factory=list)
+
+    def pool_formed(self, epoch: int, links: list[StageLink]) -> None:
+        self.log.append(f"formed {epoch}")
+        self.links = links
+
+    def stage_lost(self, rank: int) -> None:
+        self.log.append(f"lost {rank}")
+
+    def stage_event(self, rank: int, event: StageSessionEvent) -> None:
+        self.log.append(f"{rank} says {event.session_id} {event.state}")
+
+    async def until(self, entry: str) -> None:
+        async with asyncio.timeout(5):
+            while entry not in self.log:
+                await asyncio.sleep(0.01)
+
+
+class FakeStage:
+    """A stage as the leader sees it: one Join stream."""
+
+    def __init__(self, stub: pipeline_pb2_grpc.PipelineStub) -> None:
+        self._call = stub.Join()
+
+    async def hello(self, rank: int, *, layers: LayerRange | None = None, compatibility: str = "same") -> None:
+        endpoint = StageEndpoint(layers or RANGES[rank], b"ucx", f"life-{rank}")
+        await self.send(pb.JoinRequest(hello=pb.StageHello(
+            rank=rank, endpoint=codec.endpoint_to_proto(endpoint), channel_address=f"channel-{rank}".encode(),
+            compatibility=compatibility, compatibility_text=f"weights {compatibility}")))
+
+    async def send(self, request: pb.JoinRequest) -> None:
+        await self._call.write(request)
+
+    async def read(self) -> pb.JoinResponse:
+        return await asyncio.wait_for(self._call.read(), 5)
+
+    def die(self) -> None:
+        self._call.cancel()
+
+
+@asynccontextmanager
+async def leader() -> AsyncIterator[tuple[Observer, pipeline_pb2_grpc.PipelineStub]]:
+    observer = Observer()
+    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
+        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
+    service = PipelineService(layers=RANGES, compatibility=SAME, leader_channel=b"channel-0", observer=observer)
+    pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
+    address = await server.start()
+    async with open_channel(address) as channel:
+        yield observer, pipeline_pb2_grpc.PipelineStub(channel)
+    await server.drain(grace_s=0.1)
+
+
+async def test_a_pool_forms_when_the_last_stage_joins_and_again_after_a_loss() -> None:
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        await second.hello(2)
+        await first.hello(1)
+        formed = await first.read()
+        assert list(formed.formed.channel_addresses) == [b"channel-0", b"channel-1", b"channel-2"]
+        assert formed.formed.pool_epoch == 1
+        assert [link.rank for link in observer.links] == [1, 2]
+        second.die()
+        await observer.until("lost 2")
+        successor = FakeStage(stub)
+        await successor.hello(2)
+        assert (await successor.read()).formed.pool_epoch == 2
+        assert (await first.read()).formed.pool_epoch == 2
+        assert observer.log == ["formed 1", "lost 2", "formed 2"]
+
+
+async def test_a_stage_that_comes_back_before_its_death_is_noticed_replaces_itself() -> None:
+    async with leader() as (observer, stub):
+        first, second, again = FakeStage(stub), FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await observer.until("formed 1")
+        await again.hello(2)
+        await observer.until("formed 2")
+        assert observer.log == ["formed 1", "lost 2", "formed 2"]
+        second.die()
+        await asyncio.sleep(0.1)
+        assert observer.log[-1] == "formed 2", "the old stream's end is no news"
+
+
+async def test_session_reports_reach_the_observer() -> None:
+    async with leader() as (observer, stub):
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        event = StageSessionEvent("abc", 0, StageSessionState.COMPLETE, num_bytes=9)
+        await stage.send(pb.JoinRequest(session=codec.event_to_proto(event)))
+        await observer.until("1 says abc complete")
+
+
+async def test_commands_reach_the_stage_in_order() -> None:
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await observer.until("formed 1")
+        for i in range(3):
+            observer.links[0].send(close_session=pb.CloseSession(session_id=str(i)))
+        await first.read()
+        assert [(await first.read()).close_session.session_id for _ in range(3)] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("rank", "layers", "compatibility", "message"), [
+    (1, LayerRange(2, 5), "same", "rank 1 owns layers 2-5, this pool's partition gives it 2-4"),
+    (3, LayerRange(4, 7), "same", "rank 3 is outside 1..2"),
+    (1, None, "other", "here weights abc; there weights other"),
+])
+async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: LayerRange | None, compatibility: str,
+                                                       message: str) -> None:
+    async with leader() as (observer, stub):
+        stage = FakeStage(stub)
+        await stage.hello(rank, layers=layers, compatibility=compatibility)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            assert await stage.read() is not grpc.aio.EOF
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert message in (refused.value.details() or "")
+        assert observer.log == []
