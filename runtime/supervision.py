@@ -9,7 +9,8 @@
             await stop.wait()
         await server.drain(grace_s)
 
-A second signal ends the process without draining.
+Work that has no drain of its own runs under `interruptible(stop, work())`. A second signal ends the process without
+draining.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from runtime.errors import BatonError, ConfigError, InternalError
 
@@ -66,6 +67,22 @@ async def background(stop: StopSignal, *work: Coroutine[None, None, None]) -> As
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+async def interruptible(stop: StopSignal, work: Coroutine[None, None, None]) -> bool:
+    """Run `work` to its end, or cancel it when `stop` is set. Whether it came to its end."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()
+        with suppress(asyncio.CancelledError):
+            await working
+        return not working.cancelled()
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 def _stop_on_failure(stop: StopSignal, task: asyncio.Task[None]) -> None:

@@ -27,6 +27,7 @@ class EchoGeneration(generation_pb2_grpc.GenerationServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.running: set[str] = set()
+        self.started = asyncio.Event()
         self.ended = asyncio.Event()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -35,6 +36,7 @@ class EchoGeneration(generation_pb2_grpc.GenerationServicer):
         self.requests.append(request)
         self._refuse(request)
         self.running.add(request_id)
+        self.started.set()
         try:
             words = request.text.split() or [str(i) for i in request.token_ids.ids] or [
                 m.content for m in request.chat.messages]

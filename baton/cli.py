@@ -1,0 +1,202 @@
+"""The `baton` command. Every failure is one clear line on stderr and a non-zero exit."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from baton.client import DEFAULT_TARGET, BatonClient
+from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.conversation import converse
+from baton.demo import run_demo
+from baton.render import event_json, log_printer, status_table
+from baton.values import Chunk, Prompt, Query, Sampling, Stop
+from runtime.errors import BatonError, ConfigError, FieldViolation, InvalidRequestError, RequestAborted
+from runtime.supervision import StopSignal, interruptible, run_process
+
+app = typer.Typer(
+    help="Serve language models with prefill and decode on separate workers.",
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+)
+
+Target = Annotated[str, typer.Option(help="HOST:PORT of the router.")]
+Timeout = Annotated[float | None, typer.Option(help="Give up after this many seconds.")]
+Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+_PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except BatonError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def demo() -> None:
+    """Start a small local cluster, ask the shipped model one question, show the timings, stop."""
+
+    async def run(stop: StopSignal) -> None:
+        if not await interruptible(stop, run_demo(Console(highlight=False))):
+            raise RequestAborted("interrupted")
+
+    raise typer.Exit(run_process("baton demo", run))
+
+
+@app.command()
+def up(
+    model: Annotated[Path | None, typer.Option(help="Model directory; default: the demo model.")] = None,
+    prefill: Annotated[int, typer.Option(help="Number of prefill pools.")] = 1,
+    decode: Annotated[int, typer.Option(help="Number of decode pools.")] = 1,
+    prefill_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each prefill pool.")] = 1,
+    decode_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each decode pool.")] = 1,
+    prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5".')] = "",
+    decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.")] = DEFAULT_TARGET,
+    numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
+    transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run a whole cluster on this machine, in the foreground. Ctrl-C stops it; a process that dies is restarted."""
+    worker_flags = [*_flag("--numerics", numerics), *_flag("--transport", transport)]
+    settings = ClusterConfig(
+        model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
+        prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
+        worker_flags=tuple(worker_flags), config_file=config, log_level=log_level)
+
+    async def run(stop: StopSignal) -> None:
+        await interruptible(stop, _serve(settings, Console(highlight=False)))
+
+    raise typer.Exit(run_process("baton up", run))
+
+
+def _flag(name: str, value: str | None) -> list[str]:
+    return [] if value is None else [name, value]
+
+
+async def _serve(settings: ClusterConfig, console: Console) -> None:
+    """Until cancelled."""
+    sink = log_printer(console)
+    async with LocalCluster(settings, sink=sink) as cluster:
+        for name, process in cluster.processes.items():
+            if (where := process.announcement) is not None:
+                sink("baton", f"{name}: {where.address}, metrics on port {where.metrics_port}")
+        sink("baton", f'ready: try  baton generate "Count from 3 by 2." --target {cluster.address}')
+        await cluster.wait_ended()
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def router(context: typer.Context) -> None:
+    """Run one router, as a container does. All flags go to it; see `baton router --help`."""
+    _become("router", context.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def prefill(context: typer.Context) -> None:
+    """Run one process of a prefill pool. All flags go to it; see `baton prefill --help`."""
+    _become("prefill", context.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def decode(context: typer.Context) -> None:
+    """Run one process of a decode pool. All flags go to it; see `baton decode --help`."""
+    _become("decode", context.args)
+
+
+def _become(role: str, arguments: list[str]) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, "-m", role, *arguments])
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text, or with --ids token ids like 1,2,3.")],
+    target: Target = DEFAULT_TARGET,
+    ids: Ids = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set with this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for more.")] = None,
+    model: Annotated[str, typer.Option(help="Refuse unless this model is served.")] = "",
+    timeout: Timeout = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt and stream the answer."""
+    with _one_line_errors():
+        query = Query(
+            prompt=_token_ids(prompt) if ids else prompt,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+            stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model)
+        with BatonClient(target) as client:
+            for event in client.generate(query, timeout_s=timeout):
+                if as_json:
+                    print(event_json(event), flush=True)
+                elif isinstance(event, Chunk):
+                    print(event.text or _spelled_ids(event, query.prompt), end="", flush=True)
+            print(end="" if as_json else "\n")
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InvalidRequestError(FieldViolation("prompt", f"must be token ids like 1,2,3, got {text!r}")) from None
+
+
+def _spelled_ids(chunk: Chunk, prompt: Prompt) -> str:
+    """Ids for a model without a tokenizer, which answers token ids with token ids."""
+    return "" if isinstance(prompt, str) else " ".join(str(token) for token in chunk.token_ids) + " "
+
+
+@app.command()
+def chat(
+    target: Target = DEFAULT_TARGET,
+    system: Annotated[str, typer.Option(help="A first message with the role system.")] = "",
+    temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    timeout: Timeout = None,
+) -> None:
+    """Talk to the model; it sees the whole conversation. End with Ctrl-D."""
+    with _one_line_errors(), BatonClient(target) as client:
+        converse(client, system=system, sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens),
+                 timeout_s=timeout)
+
+
+@app.command()
+def status(
+    target: Target = DEFAULT_TARGET,
+    as_json: AsJson = False,
+) -> None:
+    """Workers, pools, pages and sessions at a glance. Exit code 1 unless every worker serves."""
+    with _one_line_errors():
+        with BatonClient(target) as client:
+            seen = client.cluster_status()
+        if as_json:
+            print(json.dumps(asdict(seen)))
+        else:
+            Console().print(status_table(seen))
+        if not all(worker.serving for worker in seen.workers):
+            raise typer.Exit(1)
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

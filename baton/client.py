@@ -1,0 +1,136 @@
+"""The Python client, with and without an event loop. Both are thin: `baton.wire` holds what they share.
+
+    with BatonClient("127.0.0.1:7000") as client:
+        for event in client.generate(Query("Once upon a time")): ...
+
+    async with AsyncBatonClient("127.0.0.1:7000") as client:
+        async for event in client.generate(Query("Once upon a time")): ...
+
+Every failure is a `runtime.errors.BatonError`: InvalidRequestError carries field violations, CapacityError and
+UnavailableError when to come back. Closing an iterator early, or cancelling the task that awaits it, aborts the request
+on the server.
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from baton import wire
+from baton.values import ClusterStatus, Completion, Event, ModelInfo, Query
+from protos import generation_pb2 as pb
+from protos.generation_pb2_grpc import GenerationStub
+from runtime.client import open_channel, open_sync_channel
+from runtime.status import error_from_rpc
+
+DEFAULT_TARGET = "127.0.0.1:7000"
+CONTROL_TIMEOUT_S = 10.0
+
+
+@contextlib.contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from None
+    except grpc.RpcError as error:
+        if not isinstance(error, grpc.Call):
+            raise
+        raise error_from_rpc(error) from None
+
+
+class BatonClient:
+    """For threads. One client may be shared by many."""
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        self._channel = open_sync_channel(target)
+        self._stub = GenerationStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(self, query: Query, *, timeout_s: float | None = None) -> Generator[Event, None, None]:
+        """Chunks as they are drawn, then one Finish."""
+        request = wire.request_of(query)
+        with _typed_errors():
+            call = self._stub.Generate(request, timeout=timeout_s)
+            try:
+                for response in call:
+                    yield wire.event_of(response)
+            finally:
+                call.cancel()
+
+    def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
+        return wire.completion_of(self.generate(query, timeout_s=timeout_s))
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """End requests; returns those that were running."""
+        with _typed_errors():
+            response = self._stub.Abort(pb.AbortRequest(request_ids=request_ids), timeout=CONTROL_TIMEOUT_S)
+            return tuple(response.aborted)
+
+    def model_info(self) -> ModelInfo:
+        with _typed_errors():
+            return wire.model_info_of(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S))
+
+    def cluster_status(self) -> ClusterStatus:
+        with _typed_errors():
+            response = self._stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)
+            return wire.cluster_status_of(response)
+
+
+class AsyncBatonClient:
+    """For asyncio. Build it inside the running loop."""
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        self._channel = open_channel(target)
+        self._stub = GenerationStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(self, query: Query, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
+        """Chunks as they are drawn, then one Finish."""
+        request = wire.request_of(query)
+        with _typed_errors():
+            call = self._stub.Generate(request, timeout=timeout_s)
+            try:
+                async for response in call:
+                    yield wire.event_of(response)
+            finally:
+                call.cancel()
+
+    async def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
+        return wire.completion_of([event async for event in self.generate(query, timeout_s=timeout_s)])
+
+    async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """End requests; returns those that were running."""
+        with _typed_errors():
+            response = await self._stub.Abort(pb.AbortRequest(request_ids=request_ids), timeout=CONTROL_TIMEOUT_S)
+            return tuple(response.aborted)
+
+    async def model_info(self) -> ModelInfo:
+        with _typed_errors():
+            response = await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S)
+            return wire.model_info_of(response)
+
+    async def cluster_status(self) -> ClusterStatus:
+        with _typed_errors():
+            response = await self._stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)
+            return wire.cluster_status_of(response)

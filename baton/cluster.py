@@ -1,0 +1,215 @@
+"""A whole Baton cluster on this machine: router, prefill pools, decode pools, each stage a process of its own.
+
+    async with LocalCluster(ClusterConfig(model=demo_model(), decode_pp=2), sink=print_line) as cluster:
+        ...cluster.address...                                # serving, by grpc health
+
+    cluster.processes["decode-0.1"].kill()                   # comes back under the same address
+
+Leaders start first and announce the ports they got; their stages and the router start when those are known. Each
+process keeps to one core. Leaving the block, by whatever way, ends every process.
+"""
+
+import asyncio
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from baton.client import DEFAULT_TARGET
+from baton.process import LogSink, ProcessSpec, RoleProcess
+from runtime.client import open_channel, wait_serving
+from runtime.config import parse_address
+from runtime.errors import ConfigError, UnavailableError
+
+_SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+_ANY_PORT = "127.0.0.1:0"
+_NARRATOR = "baton"
+_MAX_PROCESSES = 64
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the router."""
+
+    model: Path
+    prefill: int = 1
+    decode: int = 1
+    prefill_pp: int = 1
+    decode_pp: int = 1
+    prefill_partition: str = ""
+    decode_partition: str = ""
+    listen: str = DEFAULT_TARGET
+    worker_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    config_file: Path | None = None
+    log_level: str = "info"
+    ready_timeout_s: float = 180.0
+    stop_grace_s: float = 8.0
+
+    def check(self) -> None:
+        """Raises ConfigError naming the setting and its limit, before anything is started."""
+        parse_address(self.listen, field="listen")
+        for name in ("prefill", "decode", "prefill_pp", "decode_pp"):
+            count: int = getattr(self, name)
+            if not 1 <= count <= _MAX_PROCESSES:
+                raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
+                                  field=name)
+        if not (self.model / "config.json").is_file():
+            raise ConfigError(f"{self.model} is not a model directory: it has no config.json", field="model")
+
+
+def demo_model() -> Path:
+    """The checkpoint that ships with Baton."""
+    return Path(str(resources.files("demo") / "model"))
+
+
+@dataclass(frozen=True)
+class _Pool:
+    role: str
+    index: int
+    num_stages: int
+    partition: str
+
+    def name(self, stage: int) -> str:
+        return f"{self.role}-{self.index}" + (f".{stage}" if self.num_stages > 1 else "")
+
+
+def _usable_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+
+
+class LocalCluster:
+    """Use as an async context manager; inside, it serves."""
+
+    def __init__(self, config: ClusterConfig, *, sink: LogSink) -> None:
+        config.check()
+        self._config = config
+        self._sink = sink
+        self._cores = itertools.cycle(_usable_cores())
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-")
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self.processes: dict[str, RoleProcess] = {}
+
+    @property
+    def address(self) -> str:
+        """Of the router."""
+        announcement = self.processes["router"].announcement
+        assert announcement is not None
+        return announcement.address
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._or_first_failure(self._start())
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self.stop()
+
+    async def wait_serving(self, *, timeout_s: float) -> None:
+        """Until the router and every pool serve, at start or after a death. Raises UnavailableError naming who does
+        not."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        for process in self.processes.values():
+            if process.spec.leads:
+                await _wait_process(process, max(deadline - asyncio.get_running_loop().time(), 0.1))
+
+    async def wait_ended(self) -> None:
+        """Until cancelled: processes that die are restarted. Raises what ends the watching of one."""
+        await asyncio.gather(*self._lives.values())
+
+    async def stop(self) -> None:
+        """The router first, so that requests can end; then the workers. Nothing survives this call."""
+        try:
+            router = [process for name, process in self.processes.items() if name == "router"]
+            for group in (router, [p for p in self.processes.values() if p not in router]):
+                await asyncio.gather(*(process.stop(grace_s=self._config.stop_grace_s) for process in group))
+        finally:
+            for process in self.processes.values():
+                process.kill()
+            for life in self._lives.values():
+                life.cancel()
+            await asyncio.gather(*self._lives.values(), return_exceptions=True)
+            self._folder.cleanup()
+
+    async def _start(self) -> None:
+        pools = [_Pool(role, index, stages, partition)
+                 for role, count, stages, partition in (
+                     ("prefill", self._config.prefill, self._config.prefill_pp, self._config.prefill_partition),
+                     ("decode", self._config.decode, self._config.decode_pp, self._config.decode_partition))
+                 for index in range(count)]
+        for pool in pools:
+            self._launch_stage(pool, 0, leader="")
+        self._say(f"starting {len(pools)} pools with {self._config.model}")
+        leaders = {pool: await self._address_of(pool.name(0)) for pool in pools}
+        for pool, leader in leaders.items():
+            for stage in range(1, pool.num_stages):
+                self._launch_stage(pool, stage, leader=leader)
+        self._launch_router(leaders)
+        await self._address_of("router")
+        self._say("waiting for the pools to load, form and warm up")
+        await self.wait_serving(timeout_s=self._config.ready_timeout_s)
+        for process in self.processes.values():
+            process.settle()
+
+    async def _or_first_failure(self, start: Coroutine[None, None, None]) -> None:
+        """Run `start`, but end with a process's error as soon as one cannot start."""
+        starting = asyncio.create_task(start)
+        try:
+            while not starting.done():
+                await asyncio.wait({starting, *self._lives.values()}, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
+                for life in self._lives.values():
+                    if life.done():
+                        life.result()
+            await starting
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+    def _launch_stage(self, pool: _Pool, stage: int, *, leader: str) -> None:
+        flags = ["--rank", str(stage), "--world-size", str(pool.num_stages), *self._config.worker_flags]
+        flags += ["--leader", leader] if leader else []
+        flags += ["--partition", pool.partition] if pool.partition else []
+        self._launch(pool.name(stage), pool.role, flags, listen=_ANY_PORT, leads=stage == 0)
+
+    def _launch_router(self, leaders: dict[_Pool, str]) -> None:
+        flags = list(self._config.router_flags)
+        for pool, address in leaders.items():
+            flags += [f"--{pool.role}", address]
+        self._launch("router", "router", flags, listen=self._config.listen, leads=True)
+
+    def _launch(self, name: str, role: str, flags: list[str], *, listen: str, leads: bool) -> None:
+        config = self._config
+        shared = ["--model", str(config.model), "--log-level", config.log_level]
+        shared += ["--config", str(config.config_file)] if config.config_file else []
+        spec = ProcessSpec(name, role, (*shared, *flags), listen, next(self._cores),
+                           Path(self._folder.name) / f"{name}.json", leads)
+        self.processes[name] = RoleProcess(spec, self._sink)
+        self._lives[name] = asyncio.create_task(self.processes[name].run())
+
+    async def _address_of(self, name: str) -> str:
+        announcement = await self.processes[name].announced(timeout_s=self._config.ready_timeout_s)
+        self._say(f"{name} listens on {announcement.address}")
+        return announcement.address
+
+    def _say(self, text: str) -> None:
+        self._sink(_NARRATOR, text)
+
+
+async def _wait_process(process: RoleProcess, timeout_s: float) -> None:
+    announcement = process.announcement
+    assert announcement is not None
+    async with open_channel(announcement.address) as channel:
+        try:
+            await wait_serving(channel, _SERVICES[process.spec.role], timeout_s=timeout_s)
+        except UnavailableError as error:
+            raise UnavailableError(f"{process.spec.name}: {error}") from None

@@ -1,0 +1,162 @@
+"""One role process of a local cluster: started, watched, restarted under its old address, stopped."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.announce import Announcement, read_announcement
+from runtime.errors import DeadlineError, UnavailableError
+
+# Called with the process's name and one line of its output.
+LogSink = Callable[[str, str], None]
+
+_LINE_LIMIT = 1 << 20
+_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.5, 10.0
+_HEALTHY_AFTER_S = 30.0
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """`arguments` are the role's flags without those about its own addresses, which the restart logic owns."""
+
+    name: str  # "decode-0.1": pool 0, stage 1
+    role: str  # the module to run
+    arguments: tuple[str, ...]
+    listen: str
+    core: int
+    announce: Path
+    leads: bool  # the process whose health speaks for its pool
+
+
+class RoleProcess:
+    """`run` is the life of the process over all its restarts; everything else may be called beside it.
+
+    Until `settle` is called an exit is an error: a process that cannot start is not worth a second try.
+    """
+
+    def __init__(self, spec: ProcessSpec, sink: LogSink) -> None:
+        self.spec = spec
+        self._sink = sink
+        self._child: asyncio.subprocess.Process | None = None
+        self._announcement: Announcement | None = None
+        self._tail: deque[str] = deque(maxlen=20)
+        self._settled = False
+        self._stopping = False
+        self._num_starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child that runs now; None between two runs."""
+        return self._child.pid if self._child is not None and self._child.returncode is None else None
+
+    @property
+    def num_starts(self) -> int:
+        return self._num_starts
+
+    @property
+    def announcement(self) -> Announcement | None:
+        """Where it listens; stays the same over restarts."""
+        return self._announcement
+
+    def settle(self) -> None:
+        """From now on a death is followed by a restart."""
+        self._settled = True
+
+    async def run(self) -> None:
+        """Start, and start again after each death.
+
+        Raises:
+            UnavailableError: it ended before `settle`; the message has its last line.
+        """
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._stopping:
+            started = asyncio.get_running_loop().time()
+            code = await self._run_once()
+            if self._stopping:
+                return
+            if not self._settled:
+                raise UnavailableError(f"{self.spec.name} {_ending(code)}: {self._last_words()}")
+            if asyncio.get_running_loop().time() - started > _HEALTHY_AFTER_S:
+                backoff_s = _FIRST_BACKOFF_S
+            self._sink(self.spec.name, f"{_ending(code)}, starting again in {backoff_s:g} s")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, _LAST_BACKOFF_S)
+
+    async def announced(self, *, timeout_s: float) -> Announcement:
+        """The first announcement. Raises DeadlineError when there is none in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._listens():  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)  # a file has no event to wait for
+        if self._announcement is None:
+            raise DeadlineError(f"{self.spec.name} has not said where it listens after {timeout_s:.0f} s")
+        return self._announcement
+
+    async def stop(self, *, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to its whole group when the time is up."""
+        self._stopping = True
+        child = self._child
+        if child is None or child.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(child.wait(), grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and its children at once. For the last resort, and for tests."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _listens(self) -> bool:
+        self._announcement = self._announcement or read_announcement(self.spec.announce)
+        return self._announcement is not None
+
+    async def _run_once(self) -> int:
+        self._listens()  # where the last run did, so that this one does too
+        self.spec.announce.unlink(missing_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "PYTHONUNBUFFERED": "1"}
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "baton.child", str(os.getpid()), str(self.spec.core), self.spec.role,
+            *self.spec.arguments, *self._own_addresses(),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            env=environment, start_new_session=True, limit=_LINE_LIMIT)
+        self._num_starts += 1
+        if self._stopping:  # asked while the child was being made
+            self.kill()
+        assert self._child.stdout is not None
+        await self._pass_on(self._child.stdout)
+        return await self._child.wait()
+
+    def _own_addresses(self) -> tuple[str, ...]:
+        known = self._announcement
+        listen = self.spec.listen if known is None else known.address
+        port = 0 if known is None or known.metrics_port is None else known.metrics_port
+        return ("--listen", listen, "--metrics-port", str(port), "--announce", str(self.spec.announce))
+
+    async def _pass_on(self, output: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await output.readline()
+            except ValueError:  # longer than the limit; its remains follow as lines of their own
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            self._tail.append(text)
+            self._sink(self.spec.name, text)
+
+    def _last_words(self) -> str:
+        return next((line for line in reversed(self._tail) if line), "it said nothing")
+
+
+def _ending(code: int) -> str:
+    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"

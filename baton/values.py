@@ -1,0 +1,169 @@
+"""What a client says and hears, as plain values. Generated protobuf types stay behind `baton.wire`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """`role` as the model's chat template knows it: user, assistant, system."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. None leaves the server's default; 0 means 0. Ranges: protos/types.proto."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When generation ends, besides the model's own end-of-sequence tokens and its context limit."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+
+
+# Text, token ids, or the messages of a chat.
+Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True)
+class Query:
+    """One request. An empty `request_id` lets the server choose, an empty `model` takes the one that is served."""
+
+    prompt: Prompt
+    sampling: Sampling = Sampling()
+    stop: Stop = Stop()
+    request_id: str = ""
+    model: str = ""
+    num_top_logprobs: int | None = None
+    priority: int = 0
+    skip_text: bool = False
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms; `top` is (token id, logprob), most likely first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds per part of the request's life; None where the part did not happen."""
+
+    router_queue_s: float | None = None
+    prefill_queue_s: float | None = None
+    prefill_s: float | None = None
+    reserve_s: float | None = None
+    transfer_exposed_s: float | None = None
+    decode_queue_s: float | None = None
+    decode_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens drawn in one step. `text` may lag behind: whole characters only, never part of a stop string."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The last event of a stream; `stop_string` or `stop_token_id` say what ended it, if one of them did."""
+
+    request_id: str
+    reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+    usage: Usage
+    timings: Timings
+
+
+Event = Chunk | Finish
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish: Finish
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is served, and within which limits."""
+
+    model: str
+    architecture: str
+    vocab_size: int
+    max_context_tokens: int
+    num_layers: int
+    eos_token_ids: tuple[int, ...]
+    has_tokenizer: bool
+    has_chat_template: bool
+    revision: str
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One pool, as the router sees its leader."""
+
+    role: str
+    address: str
+    serving: bool
+    reason: str
+    incarnation: str
+    stages: tuple[str, ...]
+    queued_requests: int
+    running_requests: int
+    pages_total: int
+    pages_free: int
+    slots_total: int
+    slots_free: int
+    open_sessions: int
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    model: str
+    waiting_requests: int
+    running_requests: int
+    workers: tuple[WorkerStatus, ...]

@@ -1,0 +1,113 @@
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.client import AsyncBatonClient, BatonClient
+from baton.values import ChatMessage, Chunk, Finish, FinishReason, Query, Sampling, Stop, Timings, Usage
+from protos import generation_pb2 as pb
+from protos import types_pb2
+from runtime import errors
+from tests.support.generation import EchoGeneration, serve_echo
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[tuple[EchoGeneration, str]]:
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer)
+    yield servicer, address
+    await server.drain(grace_s=0)
+
+
+async def test_events_become_values(echo: tuple[EchoGeneration, str]) -> None:
+    async with AsyncBatonClient(echo[1]) as client:
+        events = [event async for event in client.generate(Query("one two", request_id="r1"))]
+    assert events == [
+        Chunk("r1", (0,), "one ", (), Usage(2, 1)),
+        Chunk("r1", (1,), "two ", (), Usage(2, 2)),
+        Finish("r1", FinishReason.STOP, None, 7, Usage(2, 2),
+               Timings(prefill_s=0.25, total_s=0.5, transfer_exposed_s=0.0)),
+    ]
+
+
+async def test_sync_client_says_the_same(echo: tuple[EchoGeneration, str]) -> None:
+    def talk() -> tuple[str, str, tuple[str, ...]]:
+        with BatonClient(echo[1]) as client:
+            return (client.complete(Query("one two")).text, client.model_info().model,
+                    client.cluster_status().workers[0].stages)
+
+    assert await asyncio.to_thread(talk) == ("one two ", "echo", ("0-4", "4-8"))
+
+
+async def test_absent_and_zero_differ_on_the_wire(echo: tuple[EchoGeneration, str]) -> None:
+    query = Query((4, 5), Sampling(temperature=0.0, logit_bias={3: -1.0}), Stop(max_tokens=2, strings=("x",)),
+                  num_top_logprobs=0, priority=-1, skip_text=True)
+    async with AsyncBatonClient(echo[1]) as client:
+        await client.complete(query)
+    assert echo[0].requests == [pb.GenerateRequest(
+        token_ids=types_pb2.TokenIds(ids=[4, 5]),
+        sampling=types_pb2.SamplingParams(temperature=0.0, logit_bias={3: -1.0}),
+        stop=types_pb2.StopConditions(max_tokens=2, stop_strings=["x"]),
+        num_top_logprobs=0, priority=-1, skip_text=True)]
+    assert not echo[0].requests[0].sampling.HasField("top_p")
+
+
+async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:
+    async with AsyncBatonClient(echo[1]) as client:
+        answer = await client.complete(Query((ChatMessage("user", "hello"),)))
+    assert answer.text == "hello "
+
+
+async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> None:
+    async with AsyncBatonClient(echo[1]) as client:
+        with pytest.raises(errors.InvalidRequestError) as caught:
+            await client.complete(Query("x", Sampling(temperature=-1)))
+        assert caught.value.violations[0].field == "sampling.temperature"
+        with pytest.raises(errors.InvalidRequestError, match="request"):  # does not fit the message at all
+            await client.complete(Query("x", stop=Stop(max_tokens=-1)))
+        with pytest.raises(errors.CapacityError) as full:
+            await client.complete(Query("full"))
+    assert full.value.retry_after_s == 2.5
+
+
+async def test_deadline_is_typed_and_frees_the_server(echo: tuple[EchoGeneration, str]) -> None:
+    async with AsyncBatonClient(echo[1]) as client:
+        with pytest.raises(errors.DeadlineError):
+            await client.complete(Query("hang"), timeout_s=0.3)
+        await asyncio.wait_for(echo[0].ended.wait(), 1)
+
+
+async def test_cancelling_the_task_aborts_the_request(echo: tuple[EchoGeneration, str]) -> None:
+    async with AsyncBatonClient(echo[1]) as client:
+        task = asyncio.create_task(client.complete(Query("hang", request_id="r1")))
+        await asyncio.wait_for(echo[0].started.wait(), 5)
+        assert await client.abort(["r1", "unknown"]) == ("r1",)
+        task.cancel()
+        await asyncio.wait_for(echo[0].ended.wait(), 1)
+
+
+async def test_leaving_the_sync_iterator_aborts_the_request(echo: tuple[EchoGeneration, str]) -> None:
+    def leave_early() -> None:
+        with BatonClient(echo[1]) as client:
+            events = client.generate(Query("hang"))
+            assert isinstance(next(events), Chunk)
+            events.close()
+            assert threading.current_thread() is not threading.main_thread()
+            time.sleep(0.5)  # the channel stays open: it is the call that ended
+
+    leaving = asyncio.create_task(asyncio.to_thread(leave_early))
+    await asyncio.wait_for(echo[0].ended.wait(), 3)
+    await leaving
+
+
+async def test_nobody_there_is_unavailable() -> None:
+    async with AsyncBatonClient("127.0.0.1:1") as client:
+        with pytest.raises(errors.UnavailableError, match=r"127\.0\.0\.1:1"):
+            await client.complete(Query("x"), timeout_s=5)
+
+
+async def test_bad_target_is_named() -> None:
+    with pytest.raises(errors.ConfigError, match="nowhere"):
+        AsyncBatonClient("nowhere")
