@@ -1,0 +1,93 @@
+"""The commands as a person runs them: real processes against an echo router."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.generation import EchoGeneration, serve_echo
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server, where = await serve_echo(EchoGeneration())
+    yield where
+    await server.drain(grace_s=0)
+
+
+async def baton(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "baton.cli", *arguments], input=stdin, capture_output=True,
+                              text=True, timeout=30, check=False, env={**os.environ, "COLUMNS": "160"})
+
+    return await asyncio.to_thread(run)
+
+
+async def test_generate_streams_text(address: str) -> None:
+    done = await baton("generate", "one two", "--target", address)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one two \n", "")
+
+
+async def test_generate_json_is_one_object_per_event(address: str) -> None:
+    done = await baton("generate", "4,5", "--ids", "--json", "--target", address)
+    first, second, finish = map(json.loads, done.stdout.splitlines())
+    assert (first["event"], first["token_ids"], second["token_ids"]) == ("chunk", [0], [1])
+    assert (finish["event"], finish["reason"], finish["timings"]["prefill_s"]) == ("finish", "stop", 0.25)
+
+
+async def test_chat_answers_line_by_line(address: str) -> None:
+    done = await baton("chat", "--target", address, stdin="hello\n\nagain\n")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == ["hello ", "hello hello  again "]  # the echo says the whole history back
+
+
+async def test_status_shows_workers_and_fails_when_one_does_not_serve(address: str) -> None:
+    done = await baton("status", "--target", address)
+    assert done.returncode == 1
+    for word in ("decode", "warming up", "9/10", "model echo"):
+        assert word in done.stdout
+    as_json = await baton("status", "--json", "--target", address)
+    assert json.loads(as_json.stdout)["workers"][0]["pages_total"] == 10
+
+
+@pytest.mark.parametrize(("arguments", "code", "says"), [
+    (("generate", "x", "--target", "127.0.0.1:1"), 1, "Connection refused"),
+    (("generate", "x", "--target", "nowhere"), 2, "HOST:PORT"),
+    (("generate", "1,x", "--ids"), 1, "prompt: must be token ids"),
+    (("status", "--target", "127.0.0.1:1"), 1, "Connection refused"),
+    (("up", "--model", "/absent"), 2, "no config.json"),
+    (("up", "--decode", "0"), 2, "--decode must be from 1 to 64"),
+    (("generate", "x", "--bogus"), 2, "No such option: --bogus"),
+    (("fly",), 2, "No such command 'fly'"),
+])
+async def test_failures_are_one_clear_line(arguments: tuple[str, ...], code: int, says: str) -> None:
+    done = await baton(*arguments)
+    assert done.returncode == code
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+async def test_server_side_refusals_reach_the_terminal(address: str) -> None:
+    done = await baton("generate", "x", "--temperature", "-1", "--target", address)
+    assert (done.returncode, done.stderr) == (1, "baton: sampling.temperature: must be from 0 to 100, got -1\n")
+    late = await baton("generate", "hang", "--timeout", "0.5", "--target", address)
+    assert (late.returncode, late.stdout) == (1, "hang ")
+    assert "Deadline" in late.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "generate", "chat", "status"])
+async def test_every_command_explains_itself(command: str) -> None:
+    done = await baton(command, "--help")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) > 4
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+async def test_roles_answer_help_themselves(role: str) -> None:
+    done = await baton(role, "--help")
+    assert done.returncode == 0
+    assert "--announce" in done.stdout

@@ -1,0 +1,162 @@
+"""The cluster's supervision, over stand-ins for the roles that start in no time."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster
+from baton.values import Query
+from runtime.errors import ConfigError, UnavailableError
+
+ROOT = Path(__file__).parents[2]
+FAKES = ROOT / "tests" / "support" / "fake_roles"
+
+
+@pytest.fixture(autouse=True)
+def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children find the stand-ins before the real roles."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES), str(ROOT)]))
+
+
+def model(folder: Path, name: str = "good") -> Path:
+    (folder / name).mkdir()
+    (folder / name / "config.json").write_text("{}")
+    return folder / name
+
+
+def config(folder: Path, name: str = "good") -> ClusterConfig:
+    return ClusterConfig(model=model(folder, name), listen="127.0.0.1:0", decode_pp=2, ready_timeout_s=20)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, name: str, line: str) -> None:
+        self.lines.append(f"{name}: {line}")
+
+    def of(self, name: str) -> str:
+        return next(line for line in self.lines if line.startswith(f"{name}: "))
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, log: Log) -> AsyncIterator[LocalCluster]:
+    async with LocalCluster(config(tmp_path), sink=log) as running:
+        yield running
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 (other processes' doings)
+            await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_it_serves_and_gives_each_process_its_flags(cluster: LocalCluster, log: Log) -> None:
+    assert set(cluster.processes) == {"prefill-0", "decode-0.0", "decode-0.1", "router"}
+    async with AsyncBatonClient(cluster.address) as client:
+        assert (await client.complete(Query("hello there"), timeout_s=5)).text == "hello there "
+    leader = cluster.processes["decode-0.0"].announcement
+    assert leader is not None
+    await eventually(lambda: all(any(line.startswith(f"{name}: ") for line in log.lines) for name in cluster.processes))
+    assert f"--rank 1 --world-size 2 --leader {leader.address}" in log.of("decode-0.1")
+    assert f"--decode {leader.address}" in log.of("router")
+    assert all(f"on cores [{process.spec.core}] " in log.of(name) for name, process in cluster.processes.items())
+
+
+async def test_a_killed_process_comes_back_under_its_address(cluster: LocalCluster) -> None:
+    process = cluster.processes["decode-0.1"]
+    await eventually(process.spec.announce.exists)
+    process.kill()
+    await eventually(lambda: process.num_starts == 2)
+    again = await process.announced(timeout_s=5)
+    await eventually(process.spec.announce.exists)
+    assert str(again.pid) not in process.spec.announce.read_text()
+    assert again.address in process.spec.announce.read_text()
+
+
+async def test_stop_leaves_no_process(tmp_path: Path, log: Log) -> None:
+    async with LocalCluster(config(tmp_path), sink=log) as running:
+        pids = [process.pid for process in running.processes.values()]
+    assert not any(alive(pid) for pid in pids if pid is not None)
+    assert len(pids) == 4
+
+
+async def test_a_process_that_cannot_start_ends_the_start(tmp_path: Path, log: Log) -> None:
+    with pytest.raises(UnavailableError, match=r"decode-0.0 ended with exit code 1: the weights are not readable"):
+        async with LocalCluster(config(tmp_path, "broken"), sink=log):
+            pass
+
+
+async def test_a_cluster_that_never_serves_says_who(tmp_path: Path, log: Log) -> None:
+    with pytest.raises(UnavailableError, match=r"prefill-0: baton.v1.Prefill is not serving.*NOT_SERVING"):
+        async with LocalCluster(replace(config(tmp_path, "slow"), ready_timeout_s=3), sink=log):
+            pass
+
+
+@pytest.mark.parametrize(("settings", "field"), [({"decode": 0}, "decode"), ({"prefill_pp": 65}, "prefill_pp")])
+def test_bad_counts_are_refused_before_anything_starts(tmp_path: Path, log: Log, settings: dict[str, Any],
+                                                       field: str) -> None:
+    with pytest.raises(ConfigError, match="1 to 64") as caught:
+        LocalCluster(replace(config(tmp_path), **settings), sink=log)
+    assert caught.value.field == field
+
+
+def up(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "baton.cli", "up", "--model", str(model(folder)), "--listen",
+                             "127.0.0.1:0", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def read_until(child: subprocess.Popen[str], word: str) -> list[str]:
+    assert child.stdout is not None
+    lines: list[str] = []
+    while not lines or word not in lines[-1]:
+        lines.append(child.stdout.readline())
+        assert lines[-1], f"ended without saying {word}: {lines}"
+    return lines
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_says_ready_and_stops_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    with up(tmp_path) as child:
+        said = "".join(read_until(child, "ready: "))
+        started = children_of(child.pid)
+        child.send_signal(number)
+        assert child.wait(8) == 0
+    assert "router: 127.0.0.1:" in said
+    assert len(started) == 3
+    assert not any(map(alive, started))
+
+
+async def test_killing_up_itself_leaves_no_orphan(tmp_path: Path) -> None:
+    with up(tmp_path) as child:
+        await asyncio.to_thread(read_until, child, "ready: ")
+        started = children_of(child.pid)
+        child.kill()
+        await eventually(lambda: not any(map(alive, started)), timeout_s=5)
+    assert len(started) == 3

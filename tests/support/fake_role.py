@@ -1,0 +1,44 @@
+"""A role process without an engine: it takes a role's flags, serves health (and an echo, as router), and announces.
+
+Its behaviour is chosen by the name of the "model": "broken" exits at once with code 3, "slow" never serves.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from protos import generation_pb2_grpc
+from runtime.announce import Announcement, write_announcement
+from runtime.metrics import RpcMetrics
+from runtime.server import GrpcServer, ServerOptions
+from runtime.supervision import StopSignal, run_process
+from tests.support.generation import EchoGeneration
+
+SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+
+
+def main(role: str) -> None:
+    parser = argparse.ArgumentParser()
+    for flag in ("--model", "--listen", "--announce"):
+        parser.add_argument(flag, type=Path if flag != "--listen" else str)
+    flags, rest = parser.parse_known_args()
+    print(f"{role} on cores {sorted(os.sched_getaffinity(0))} with {' '.join(rest)}", flush=True)
+    if flags.model.name == "broken" and role == "decode":
+        sys.exit("the weights are not readable")
+
+    async def run(stop: StopSignal) -> None:
+        server = GrpcServer(ServerOptions(listen=flags.listen), services=(SERVICES[role],),
+                            metrics=RpcMetrics.create(CollectorRegistry()))
+        if role == "router":
+            generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
+        address = await server.start()
+        if flags.model.name != "slow":
+            await server.health.set_serving(SERVICES[role])
+        write_announcement(flags.announce, Announcement(address, None, os.getpid(), str(os.getpid())))
+        await stop.wait()
+        await server.drain(grace_s=1)
+
+    sys.exit(run_process(role, run))
