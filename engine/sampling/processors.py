@@ -30,7 +30,7 @@ def adjusted(logits: Floats, row: SamplingRow) -> Floats:
     2019); frequency is subtracted per occurrence in the output, presence once.
     """
     params, result = row.params, logits.copy()
-    if row.history is not None and params.needs_history:
+    if row.history is not None:
         prompt, output = row.history
         seen = np.fromiter(set(prompt).union(output), dtype=np.int64)
         values = result[seen]
@@ -85,15 +85,14 @@ def _highest(values: Floats, count: int) -> Ids:
 
 def _nucleus_size(weights: Floats, top_p: float) -> int:
     """How many of the largest weights it takes to hold a share of at least `top_p`; at least one."""
-    mass, num_weights = top_p * float(weights.sum()), len(weights)
-    if num_weights > _NUCLEUS_GUESS:  # the usual nucleus is small; sort only what may be in it
-        top = np.partition(weights, num_weights - _NUCLEUS_GUESS)[num_weights - _NUCLEUS_GUESS :]
-        size = _reach(top, mass)
+    mass, num_others = top_p * float(weights.sum()), len(weights) - _NUCLEUS_GUESS
+    if num_others > 0:  # the usual nucleus is small; sort only what may be in it
+        size = _reach(np.partition(weights, num_others)[num_others:], mass)
         if size <= _NUCLEUS_GUESS:
             return size
-    return min(_reach(weights, mass), num_weights)  # rounding may leave the whole sum short of the mass
+    return _reach(weights, mass)
 
 
 def _reach(weights: Floats, mass: float) -> int:
-    """How many of the weights, largest first, sum to `mass`; one more than there are if all do not."""
+    """How many of the weights, largest first, sum to `mass`; one more than there are if rounding keeps all below."""
     return int(np.searchsorted(np.cumsum(np.sort(weights)[::-1]), mass)) + 1

@@ -64,11 +64,13 @@ def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
 
 
 def _inverse(weights: Floats, point: float) -> int:
-    """The first index whose cumulative share exceeds `point`, which is below 1."""
+    """The first index whose cumulative share exceeds `point`.
+
+    The largest weight is 1 and `point` at most 1 - 2**-53, so the product below stays under the total when rounded,
+    and the index found has weight.
+    """
     sums = weights.cumsum()
-    found = int(sums.searchsorted(point * sums[-1], side="right"))
-    # The product can round up to the total; the last token of weight then holds it.
-    return min(found, int(sums.searchsorted(sums[-1])))
+    return int(sums.searchsorted(point * sums[-1], side="right"))
 
 
 def _logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:

@@ -83,6 +83,7 @@ LN = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]  # ids by probability: 1, 3, 2,
         ({"temperature": 1e15}, {0: 0.25, 1: 0.25, 2: 0.25, 3: 0.25}),
         ({"top_k": 1}, {1: 1.0}),
         ({"top_k": 2}, {1: 4 / 7, 3: 3 / 7}),
+        ({"top_k": 3}, {1: 4 / 9, 2: 2 / 9, 3: 3 / 9}),
         ({"top_k": 4}, {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}),
         ({"top_k": 99}, {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}),
         ({"top_p": 0.01}, {1: 1.0}),
@@ -158,7 +159,7 @@ def test_filters_equal_naive_sorting(
 
 
 def test_a_tiny_temperature_is_greedy_and_warns_of_nothing() -> None:
-    assert share_of([1.0, 2.0, 1.999], temperature=1e-300) == {0: 0.0, 1: 1.0, 2: 0.0}
+    assert share_of([1.0, 2.0, 1.999], temperature=1e-310) == {0: 0.0, 1: 1.0, 2: 0.0}
 
 
 def naive_adjusted(
@@ -281,6 +282,7 @@ def test_as_many_logprobs_as_asked_for(num_top: int | None, length: int | None) 
 
 
 def test_largest_orders_by_value_then_id() -> None:
+    assert largest(np.tile([1.0, 2.0], 50), 70).tolist() == [*range(1, 100, 2), *range(0, 40, 2)]
     values = np.array([1.0, 3.0, 2.0, 3.0, -np.inf])
     assert [largest(values, n).tolist() for n in (0, 1, 3, 5, 9)] == [
         [],
