@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
+from engine.attention.latent import LatentAttentionBackend
 from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
 from engine.recurrent.backend import RecurrentBackend
@@ -31,21 +32,28 @@ class ModelFacts:
 @dataclass(frozen=True)
 class StageOutput:
     """What a stage hands on: hidden states [T, hidden] to the next stage, logits [rows that draw, vocab] fp32 from the
-    last, and captured hidden states by global layer id (for EAGLE; they travel forward with the hidden states)."""
+    last, and captured hidden states by global layer id (for EAGLE; they travel forward with the hidden states).
+
+    `selected_keys` [T, n] int32 travels with them where the next stage's first layer shares the keys that a layer of
+    this stage, or of one before it, has selected; elsewhere it is None.
+    """
 
     hidden: Tensor | None = None
     logits: Tensor | None = None
     aux_hidden: dict[int, Tensor] = field(default_factory=dict)
+    selected_keys: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a forward works with besides its inputs. `on_layer_done(layer_id)` is called when a layer's cache entries
+    """What a forward works with besides its inputs: the backends of the kinds of layers a model has (a model has one
+    kind of attention, if any). `on_layer_done(layer_id)` is called when a layer's cache entries
     of this batch are complete, so that a sender may read them while the next layer computes."""
 
-    attention: AttentionBackend
+    attention: AttentionBackend | None
     recurrent: RecurrentBackend
     on_layer_done: Callable[[int], None] | None = None
+    latent_attention: LatentAttentionBackend | None = None
 
 
 class StageModel(Protocol):
@@ -58,8 +66,9 @@ class StageModel(Protocol):
     def layer_range(self) -> LayerRange: ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
-                aux_hidden: dict[int, Tensor] | None = None) -> StageOutput:
-        """Run this stage's layers. The first stage reads `batch.token_ids`, the others `hidden` [T, hidden].
+                aux_hidden: dict[int, Tensor] | None = None, selected_keys: Tensor | None = None) -> StageOutput:
+        """Run this stage's layers. The first stage reads `batch.token_ids`, the others `hidden` [T, hidden] and what
+        else the stage before handed on.
 
         The attention backend must have planned the batch (`batch.needs_forward_metadata_init()` is False); rows whose
         `sampling` is None produce no logits.

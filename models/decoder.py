@@ -56,6 +56,8 @@ class DecoderStage:
         self._capture_layers = capture_layers
         self._is_first = layer_range.start == 0
         self._is_last = layer_range.end == spec.num_layers
+        self._takes_selection = spec.layers[layer_range.start].mixer.shares_selection
+        self._hands_on_selection = not self._is_last and spec.layers[layer_range.end].mixer.shares_selection
         embedding_shape = (spec.vocab_size, spec.hidden_size)
         needs_embedding = self._is_first or (self._is_last and spec.tied_head)
         embedding = weights.tensor(EMBEDDING, *embedding_shape) if needs_embedding else None
@@ -79,24 +81,36 @@ class DecoderStage:
         return self._layer_range
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
-                aux_hidden: Mapping[int, Tensor] | None = None) -> StageOutput:
+                aux_hidden: Mapping[int, Tensor] | None = None,
+                selected_keys: Tensor | None = None) -> StageOutput:
         """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through unchanged.
 
         Raises:
-            InternalError: the first stage was given no token ids, or a later one no hidden states.
+            InternalError: the first stage was given no token ids, a later one no hidden states, or one whose first
+                layer shares a selection no selected keys.
         """
         hidden = self._stage_input(batch, hidden)
         captured = dict(aux_hidden or {})
-        stage_pass = StagePass(batch=batch, context=context)
+        stage_pass = StagePass(batch=batch, context=context, selected_keys=self._stage_selection(batch, selected_keys))
         for layer in self.layers:
             if batch.num_tokens:
                 hidden = layer.forward(hidden, stage_pass)
             if layer.layer_id in self._capture_layers:
                 captured[layer.layer_id] = hidden
         if not self._is_last:
-            return StageOutput(hidden=hidden, aux_hidden=captured)
+            handed_on = stage_pass.selected_keys if self._hands_on_selection else None
+            return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
         rows = hidden[_drawing_tokens(batch)]
         return StageOutput(logits=self._head(self._norm.forward(rows)).float(), aux_hidden=captured)
+
+    def _stage_selection(self, batch: ForwardBatch, selected_keys: Tensor | None) -> Tensor | None:
+        """What the first layer may share: nothing unless it shares, else a row of keys for each token."""
+        if not self._takes_selection or not batch.num_tokens:
+            return None
+        if selected_keys is None or selected_keys.shape[0] != batch.num_tokens:
+            raise InternalError(f"stage {self._layer_range} needs the keys selected for {batch.num_tokens} tokens: its "
+                                f"layer {self._layer_range.start} shares the selection of an earlier layer")
+        return selected_keys
 
     def _stage_input(self, batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
         if self._embedding is None:

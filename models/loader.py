@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
+from engine.attention.latent import LatentGeometry
 from engine.memory.layout import CacheSpec
 from engine.model import ModelFacts
 from engine.numerics import Numerics
@@ -49,9 +50,14 @@ class ModelDescription:
                      for spec in layer.mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype))
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry | None:
-        """Of the paged K/V layers, which share one; None if there are none."""
+        """Of the layers with paged K/V, which share one; None if there are none."""
         found = (layer.mixer.attention_geometry(page_size) for layer in self.spec.layers)
-        return next((geometry for geometry in found if geometry is not None), None)
+        return next((geometry for geometry in found if isinstance(geometry, AttentionGeometry)), None)
+
+    def latent_geometry(self, page_size: int) -> LatentGeometry | None:
+        """Of the layers with latent attention, which share one; None if there are none."""
+        found = (layer.mixer.attention_geometry(page_size) for layer in self.spec.layers)
+        return next((geometry for geometry in found if isinstance(geometry, LatentGeometry)), None)
 
     def load_stage(self, layers: LayerRange, *, numerics: Numerics,
                    capture_layers: frozenset[int] = frozenset()) -> DecoderStage:

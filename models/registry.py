@@ -2,7 +2,19 @@
 
 from collections.abc import Callable
 
-from models import glm4_moe, llama, qwen2, qwen2_moe, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from models import (
+    deepseek_v3,
+    deepseek_v32,
+    glm4_moe,
+    glm_moe_dsa,
+    llama,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+)
 from models.config import RawConfig
 from models.spec import DecoderSpec
 from runtime.errors import ConfigError
@@ -14,6 +26,9 @@ _FAMILIES: dict[str, Callable[[RawConfig], DecoderSpec]] = {
     "Qwen3ForCausalLM": qwen3.read_decoder,
     "Qwen3MoeForCausalLM": qwen3_moe.read_decoder,
     "Glm4MoeForCausalLM": glm4_moe.read_decoder,
+    "DeepseekV3ForCausalLM": deepseek_v3.read_decoder,
+    "DeepseekV32ForCausalLM": deepseek_v32.read_decoder,
+    "GlmMoeDsaForCausalLM": glm_moe_dsa.read_decoder,
     "Qwen3_5ForCausalLM": qwen3_5.read_decoder,
     "Qwen3_5ForConditionalGeneration": qwen3_5.read_decoder,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe.read_decoder,

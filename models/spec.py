@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
+from engine.attention.backend import AttentionBackend, AttentionGeometry
+from engine.attention.latent import LatentAttentionBackend, LatentGeometry
 from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
 from engine.model import ForwardContext
@@ -19,20 +20,38 @@ from models.blocks.norm import NormSpec
 from models.blocks.rotary import RopeSpec, RotaryTable
 from models.config import RawConfig
 from models.weights import Weights
+from runtime.errors import InternalError
 
 
 @dataclass
 class StagePass:
     """One forward of one stage: what its layers share. Made new for every forward, so that nothing of an earlier
-    batch can be read by mistake; `rotary` is filled by the stage's first layer."""
+    batch can be read by mistake.
+
+    rotary         set by the stage's first layer
+    selected_keys  [T, n] int32 key positions, -1 where there are fewer; set by layers that select keys, read by those
+                   that share the selection
+    """
 
     batch: ForwardBatch
     context: ForwardContext
     rotary: RotaryTable | None = None
+    selected_keys: Tensor | None = None
 
     def rotary_table(self) -> RotaryTable:
-        assert self.rotary is not None, "the stage's first layer computes the table"
+        if self.rotary is None:
+            raise InternalError("the stage's first layer has not computed the rotary table")
         return self.rotary
+
+    def paged_attention(self) -> AttentionBackend:
+        if self.context.attention is None:
+            raise InternalError("the stage was built without paged attention")
+        return self.context.attention
+
+    def latent_attention(self) -> LatentAttentionBackend:
+        if self.context.latent_attention is None:
+            raise InternalError("the stage was built without latent attention")
+        return self.context.latent_attention
 
 
 class Mixer(Protocol):
@@ -60,8 +79,13 @@ class MixerSpec(Protocol):
         """Prefill chunks must end on multiples of this many tokens."""
         ...
 
-    def attention_geometry(self, page_size: int) -> AttentionGeometry | None:
-        """None if it does not use paged K/V."""
+    @property
+    def shares_selection(self) -> bool:
+        """Whether it attends to the keys that an earlier layer selected."""
+        ...
+
+    def attention_geometry(self, page_size: int) -> AttentionGeometry | LatentGeometry | None:
+        """Of the attention backend it runs on; None if it is no attention."""
         ...
 
     def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]: ...

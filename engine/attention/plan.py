@@ -1,7 +1,7 @@
 """What the CPU backend prepares once per batch: where new keys go, what is read, and who sees what.
 
-Queries are cut into *tiles* (a run of one row's tokens), keys into *blocks* on a grid of absolute positions. Tiles of
-equal length form a group that runs as one sequence of batched products over the group's flat list of blocks; a short
+Queries are cut into *tiles* (a run of one row's tokens), keys into *blocks* on a grid of absolute positions. Short tiles
+of equal length form a group that runs as one sequence of batched products over the group's flat list of blocks; a short
 row next to a long one costs nothing, because only blocks that exist are listed.
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
@@ -18,28 +19,34 @@ from runtime.errors import InternalError
 
 MIN_KEY_BLOCK = 64  # keys per product; smaller pages are joined up to it
 MAX_TILE_TOKENS = 128  # bounds the score matrix of a long chunk
+_MAX_GROUPED_TOKENS = 32  # longer tiles fill a product on their own
 
 
 @dataclass(frozen=True)
 class TileGroup:
-    """Tiles of equal length, run together. G tiles of M tokens, B key blocks in all, P pages per block.
+    """Tiles of equal length, run together. G tiles of M tokens, B key blocks in all, at most N per tile.
 
-    token_index  [G * M] int64, the batch's tokens of these tiles
-    pages        [B * P] int64 page ids
-    block_tile   [B] int64, the tile a block belongs to
-    block_slot   [B] int64, tile * max_blocks + index of the block within its tile
-    hidden       [B, 1, M, 1, block] bool, True where the key must not be seen
-    unwritten    int64, flat (block, kv head, key) indices of keys past the last written one
+    tokens        the batch's tokens of these tiles, in order, as [G * M] int64
+    pages         [B * pages per block] int64, blocks of a tile in position order
+    block_tile    [B] int64, the tile a block belongs to
+    block_place   [B] int64, its place in [G * N]
+    is_even       whether every tile has N blocks, so that B = G * N
+    bias          fp32, minus infinity where a key must not be seen, else 0. [G, N - first_masked, 1, M * heads per kv
+                  head, block] for even groups, of the blocks from `first_masked` on (the others are seen by all); else
+                  [1, B, ...] with first_masked = 0
+    unwritten     int64, flat (block, kv head, key) indices of keys past a tile's last one
     """
 
     num_tiles: int
     tile_tokens: int
     max_blocks: int
-    token_index: Tensor
+    tokens: Tensor
     pages: Tensor
     block_tile: Tensor
-    block_slot: Tensor
-    hidden: Tensor
+    block_place: Tensor
+    is_even: bool
+    first_masked: int
+    bias: Tensor
     unwritten: Tensor
 
 
@@ -57,11 +64,17 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class _Tile:
+    """`first_position` is where its first key is stored; keys 0..num_common-1 are seen by all its tokens."""
+
     row: int
     first_token: int  # within the batch
-    first_position: int  # where its first key is stored
+    first_position: int
     num_tokens: int
-    num_keys: int  # keys 0..num_keys-1 of the row can be visible
+    num_common: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.first_position + self.num_tokens
 
 
 def key_block(page_size: int) -> int:
@@ -74,19 +87,27 @@ def key_block(page_size: int) -> int:
 
 
 def build_plan(batch: ForwardBatch, geometry: AttentionGeometry) -> AttentionPlan:
-    """Plan from the batch's host-side lengths, page tables and tree mask."""
+    """Plan from the batch's host-side lengths, page tables and tree mask.
+
+    Raises:
+        InternalError: a tree mask that does not fit its row.
+    """
     rows, positions = _storage_positions(batch)
     pages = batch.page_tables.long()
-    groups: dict[int, list[_Tile]] = {}
+    groups: list[list[_Tile]] = []
+    by_length: dict[int, list[_Tile]] = {}
     for tile in _tiles(batch):
-        groups.setdefault(tile.num_tokens, []).append(tile)
+        if tile.num_tokens > _MAX_GROUPED_TOKENS:
+            groups.append([tile])
+        else:
+            by_length.setdefault(tile.num_tokens, []).append(tile)
     return AttentionPlan(
         geometry=geometry,
         num_rows=batch.num_rows,
         num_tokens=len(positions),
         write_pages=pages[rows, positions // geometry.page_size],
         write_offsets=positions % geometry.page_size,
-        groups=tuple(_group(tiles, batch, pages, geometry) for tiles in groups.values()),
+        groups=tuple(_group(tiles, batch, pages, geometry) for tiles in (*groups, *by_length.values())),
     )
 
 
@@ -99,72 +120,92 @@ def _storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     return rows, torch.arange(len(rows)) + (contexts - starts)[rows]
 
 
-def _tiles(batch: ForwardBatch) -> list[_Tile]:
-    tiles, first_token = [], 0
-    is_tree = _tree_mask(batch) is not None
-    for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        step = query_len if is_tree else MAX_TILE_TOKENS
-        for start in range(0, query_len, max(step, 1)):
-            count = min(step, query_len - start)
-            tiles.append(_Tile(row, first_token + start, context_len + start, count, context_len + start + count))
-        first_token += query_len
-    return tiles
-
-
-def _group(tiles: Sequence[_Tile], batch: ForwardBatch, pages: Tensor, geometry: AttentionGeometry) -> TileGroup:
-    block = key_block(geometry.page_size)
-    pages_per_block = block // geometry.page_size
-    num_blocks = [-(-tile.num_keys // block) for tile in tiles]
-    max_blocks = max(num_blocks)
-    table = torch.nn.functional.pad(pages, (0, max(0, max_blocks * pages_per_block - pages.shape[1])))
-    key_ids = torch.arange(max_blocks * block)
-    block_tile: list[int] = []
-    block_slot: list[int] = []
-    block_pages, hidden, unwritten = [], [], []
-    flat_block = 0
-    for index, (tile, count) in enumerate(zip(tiles, num_blocks, strict=True)):
-        block_pages.append(table[tile.row, : count * pages_per_block])
-        block_tile += [index] * count
-        block_slot += range(index * max_blocks, index * max_blocks + count)
-        tile_hidden = _hidden(tile, batch, key_ids[: count * block])
-        hidden.append(tile_hidden.view(tile.num_tokens, count, block).transpose(0, 1))
-        first_unwritten = (flat_block + count - 1) * geometry.num_kv_heads * block + tile.num_keys - (count - 1) * block
-        tail = torch.arange(count * block - tile.num_keys) + first_unwritten
-        unwritten.append((tail + torch.arange(geometry.num_kv_heads)[:, None] * block).flatten())
-        flat_block += count
-    first_tokens = torch.tensor([tile.first_token for tile in tiles])
-    return TileGroup(
-        num_tiles=len(tiles),
-        tile_tokens=tiles[0].num_tokens,
-        max_blocks=max_blocks,
-        token_index=(first_tokens[:, None] + torch.arange(tiles[0].num_tokens)).flatten(),
-        pages=torch.cat(block_pages),
-        block_tile=torch.tensor(block_tile),
-        block_slot=torch.tensor(block_slot),
-        hidden=torch.cat(hidden)[:, None, :, None, :],
-        unwritten=torch.cat(unwritten),
-    )
-
-
 def _tree_mask(batch: ForwardBatch) -> TreeMask | None:
     if batch.mode in (ForwardMode.VERIFY, ForwardMode.DRAFT) and isinstance(batch.spec_info, TreeMask):
         return batch.spec_info
     return None
 
 
-def _hidden(tile: _Tile, batch: ForwardBatch, key_ids: Tensor) -> Tensor:
-    """[tile tokens, keys] bool, True where a token must not see a key."""
-    own = tile.first_position + torch.arange(tile.num_tokens)
+def _tiles(batch: ForwardBatch) -> list[_Tile]:
+    tiles, first_token = [], 0
+    mask = _tree_mask(batch)
+    for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        if mask is not None and query_len:
+            width = _checked_width(mask.visible[row], row, query_len, context_len)
+            tiles.append(_Tile(row, first_token, context_len, query_len, context_len + query_len - width))
+        else:
+            for start in range(0, query_len, MAX_TILE_TOKENS):
+                position = context_len + start
+                tiles.append(_Tile(row, first_token + start, position, min(MAX_TILE_TOKENS, query_len - start),
+                                   position + 1))
+        first_token += query_len
+    return tiles
+
+
+def _checked_width(visible: Tensor, row: int, query_len: int, context_len: int) -> int:
+    """The number of keys a row's tree mask speaks about."""
+    width = visible.shape[1]
+    if visible.shape[0] != query_len or not query_len <= width <= context_len + query_len:
+        raise InternalError(f"tree mask of row {row} is {tuple(visible.shape)}, the row has {query_len} new tokens and "
+                            f"{context_len + query_len} keys")
+    if not visible.diagonal(width - query_len).all():
+        raise InternalError(f"tree mask of row {row} has a token that does not see itself")
+    return width
+
+
+def _group(tiles: Sequence[_Tile], batch: ForwardBatch, pages: Tensor, geometry: AttentionGeometry) -> TileGroup:
+    block = key_block(geometry.page_size)
+    pages_per_block = block // geometry.page_size
+    counts = [-(-tile.num_keys // block) for tile in tiles]
+    max_blocks, is_even = max(counts), len(set(counts)) == 1
+    first_masked = min(tile.num_common // block for tile in tiles) if is_even else 0
+    block_tile = torch.repeat_interleave(torch.arange(len(tiles)), torch.tensor(counts))
+    ends = torch.cumsum(torch.tensor(counts), 0)
+    block_index = torch.arange(len(block_tile)) - (ends - torch.tensor(counts))[block_tile]
+    rows = torch.tensor([tile.row for tile in tiles])
+    table = F.pad(pages, (0, max(0, max_blocks * pages_per_block - pages.shape[1])))
+    columns = block_index[:, None] * pages_per_block + torch.arange(pages_per_block)
+    tokens = torch.tensor([tile.first_token for tile in tiles])[:, None] + torch.arange(tiles[0].num_tokens)
+    masked = block_index >= first_masked
+    hidden = _hidden(tiles, batch, block_tile[masked], block_index[masked], block)
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    bias = bias.repeat_interleave(geometry.num_heads // geometry.num_kv_heads, 1)
+    return TileGroup(
+        num_tiles=len(tiles),
+        tile_tokens=tiles[0].num_tokens,
+        max_blocks=max_blocks,
+        tokens=tokens.flatten(),
+        pages=table[rows[block_tile][:, None], columns].flatten(),
+        block_tile=block_tile,
+        block_place=block_tile * max_blocks + block_index,
+        is_even=is_even,
+        first_masked=first_masked,
+        bias=bias.view(len(tiles) if is_even else 1, -1 if len(hidden) else 0, 1, *bias.shape[1:]),
+        unwritten=_unwritten(tiles, ends - 1, block, geometry.num_kv_heads),
+    )
+
+
+def _hidden(tiles: Sequence[_Tile], batch: ForwardBatch, block_tile: Tensor, block_index: Tensor,
+            block: int) -> Tensor:
+    """[blocks, tile tokens, block] bool, True where a token must not see a key."""
+    keys = (block_index[:, None] * block + torch.arange(block))[:, None]
     mask = _tree_mask(batch)
     if mask is None:
-        return key_ids[None, :] > own[:, None]
-    visible = mask.visible[tile.row]
-    width = visible.shape[1]
-    if visible.shape[0] != tile.num_tokens or not tile.num_tokens <= width <= tile.num_keys:
-        raise InternalError(f"tree mask of row {tile.row} is {tuple(visible.shape)}, the row has {tile.num_tokens} new "
-                            f"tokens and {tile.num_keys} keys")
-    if not visible.diagonal(width - tile.num_tokens).all():
-        raise InternalError(f"tree mask of row {tile.row} has a token that does not see itself")
-    hidden = (key_ids >= tile.num_keys).repeat(tile.num_tokens, 1)
-    hidden[:, tile.num_keys - width : tile.num_keys] = ~visible
-    return hidden
+        first = torch.tensor([tile.first_position for tile in tiles])
+        own = first[:, None] + torch.arange(tiles[0].num_tokens)
+        return keys > own[block_tile][..., None]
+    hidden = []
+    for index, tile in enumerate(tiles):
+        seen = torch.ones(tile.num_tokens, int(keys.max()) + 1, dtype=torch.bool)
+        seen[:, tile.num_common : tile.num_keys] = mask.visible[tile.row]
+        seen[:, tile.num_keys :] = False
+        hidden.append(~seen[:, keys[block_tile == index, 0]].transpose(0, 1))
+    return torch.cat(hidden)
+
+
+def _unwritten(tiles: Sequence[_Tile], last_blocks: Tensor, block: int, num_kv_heads: int) -> Tensor:
+    """Flat indices of the keys that a tile's last block has beyond the tile's last key."""
+    used = torch.tensor([(tile.num_keys - 1) % block + 1 for tile in tiles])
+    tile, key = torch.nonzero(torch.arange(block) >= used[:, None], as_tuple=True)
+    heads = last_blocks[tile][:, None] * num_kv_heads + torch.arange(num_kv_heads)
+    return (heads * block + key[:, None]).flatten()

@@ -28,6 +28,7 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     output_gate: bool = False
 
+    shares_selection = False
     weights_name = "self_attn"
     chunk_grid = 1
 
@@ -88,7 +89,7 @@ class Attention:
             query, key = self._query_norm.forward(query), self._key_norm.forward(key)
         rotary = stage_pass.rotary_table()
         query, key = rotary.rotate_halves(query), rotary.rotate_halves(key)
-        heads = stage_pass.context.attention.run(self._layer_id, query, key, value, stage_pass.batch)
+        heads = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch)
         if spec.output_gate:
             heads = heads * sigmoid(gate)
         return self._output(heads.reshape(num_tokens, -1))

@@ -32,6 +32,7 @@ class GatedDeltaNetSpec:
     conv_kernel: int
     norm_eps: float
 
+    shares_selection = False
     weights_name = "linear_attn"
     chunk_grid = 64  # the chunked form is bit-equal only when cut on its own grid
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from models.blocks.activations import silu
+from engine.numerics import silu
 from models.config import RawConfig
 from models.spec import FeedForward
 from models.weights import Weights

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.blocks.activations import silu
+from engine.numerics import silu
 from models.weights import Weights
 
 
@@ -47,4 +47,17 @@ class GatedRmsNorm:
 
 
 def _scale_to_unit(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+class LayerNorm:
+    """Zero mean, unit variance over the last axis in fp32, then weight and bias."""
+
+    def __init__(self, *, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self._weight = weight.float()
+        self._bias = bias.float()
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x.float() - x.float().mean(-1, keepdim=True)
+        return (_scale_to_unit(centred, self._eps) * self._weight + self._bias).to(x.dtype)

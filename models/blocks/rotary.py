@@ -32,6 +32,7 @@ class RopeSpec:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     amplitude: float = 1.0  # yarn: factor on cos and sin
+    score_gain: float = 1.0  # yarn: factor on attention scores, for the families that apply it
 
 
 def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
@@ -64,7 +65,8 @@ def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
         factor = params.number("factor", raw.integer("max_position_embeddings") / original)
         return RopeSpec(dim=dim, theta=theta, kind="yarn", factor=factor, original_context=original,
                         beta_fast=params.number("beta_fast", 32.0), beta_slow=params.number("beta_slow", 1.0),
-                        truncate=params.flag("truncate", default=True), amplitude=_yarn_amplitude(params, factor))
+                        truncate=params.flag("truncate", default=True), amplitude=_yarn_amplitude(params, factor),
+                        score_gain=_yarn_score_gain(params, factor))
     raise raw.fail(name, f"type {kind!r} is not supported, only default, linear, llama3, yarn")
 
 
@@ -80,6 +82,10 @@ def _yarn_amplitude(params: RawConfig, factor: float) -> float:
         mscale, all_dim = params.number("mscale"), params.number("mscale_all_dim")
         return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
     return yarn_mscale(factor)
+
+
+def _yarn_score_gain(params: RawConfig, factor: float) -> float:
+    return yarn_mscale(factor, params.number("mscale_all_dim")) ** 2 if "mscale_all_dim" in params else 1.0
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:

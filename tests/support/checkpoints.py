@@ -33,6 +33,14 @@ _SIGMOID_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermedia
                 "first_k_dense_replace": 1, "norm_topk_prob": True}
 _HYBRID_MOE = {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 48}
 del _HYBRID_MOE["intermediate_size"]
+_MLA: dict[str, Any] = {
+    **_BASE, **_SIGMOID_MOE, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "routed_scaling_factor": 2.5,
+}
+# With few indexer heads many scores are exactly 0; transformers breaks those ties differently in prefill and decode.
+_DSA = {**_MLA, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
+_YARN_MLA = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+             "mscale": 1.0, "mscale_all_dim": 1.0}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
            "out_hidden_size": 64, "num_position_embeddings": 16}
 _MARKERS = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
@@ -60,6 +68,13 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
     "qwen3_5_moe_text": _text("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **_HYBRID_MOE),
     "qwen3_5_moe": _text("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", text_config=_HYBRID_MOE,
                          vision_config=_VISION, **_MARKERS),
+    "deepseek_v3": _text("DeepseekV3ForCausalLM", "DeepseekV3Config", **{
+        **_MLA, "n_group": 2, "topk_group": 1, "rope_parameters": _YARN_MLA}),
+    "deepseek_v32": _text("DeepseekV32ForCausalLM", "DeepseekV32Config", **_DSA, n_group=2, topk_group=1),
+    "glm_moe_dsa": _text("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **{
+        **_DSA, "num_hidden_layers": 6, "index_topk_freq": 2, "index_skip_topk_offset": 2}),
+    "glm_moe_dsa_pattern": _text("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **{
+        **_DSA, "num_hidden_layers": 6, "index_topk_pattern": "FSSFSF"}),
     "qwen3_5_text": _text("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_HYBRID),
     "qwen3_5": _text("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", text_config=_HYBRID, vision_config=_VISION,
                      **_MARKERS),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.cpu import CpuAttention
+from engine.attention.cpu_latent import CpuLatentAttention
 from engine.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.memory.layout import CacheKind
 from engine.model import ForwardContext, StageOutput
@@ -38,14 +39,8 @@ class StageDriver:
         self._tables = shuffled.view(num_sequences, pages_each).int()
         self.pools = _pools(model, page_size=page_size, num_pages=num_sequences * pages_each + 1,
                             num_slots=num_sequences + 1)
-        geometry = model.attention_geometry(page_size)
-        assert geometry is not None
         self.layers_done: list[int] = []
-        self.contexts = [ForwardContext(
-            attention=CpuAttention(kv_pools=self._local(CacheKind.KV, stage), geometry=geometry, numerics=numerics),
-            recurrent=CpuRecurrent(conv_pools=self._local(CacheKind.CONV, stage),
-                                   state_pools=self._local(CacheKind.STATE, stage), numerics=numerics),
-            on_layer_done=self.layers_done.append) for stage in self.stages]
+        self.contexts = [self._context(model, stage, page_size) for stage in self.stages]
 
     def prefill(self, rows: dict[int, list[int]], *, draw: bool = True) -> Tensor:
         """Append each sequence's tokens as one chunk; returns logits [rows, vocab] of the last ones."""
@@ -78,11 +73,25 @@ class StageDriver:
             local = batch.clone()
             if index:
                 local.token_ids = None
-            context.attention.plan(local)
-            output = stage.forward(local, output.hidden, context, output.aux_hidden)
+            planner = context.attention or context.latent_attention
+            assert planner is not None
+            planner.plan(local)
+            output = stage.forward(local, output.hidden, context, output.aux_hidden, output.selected_keys)
         for row, length in zip(batch.request_ids, batch.query_lens, strict=True):
             self._lengths[row] += length
         return output
+
+    def _context(self, model: ModelDescription, stage: DecoderStage, page_size: int) -> ForwardContext:
+        paged, latent = model.attention_geometry(page_size), model.latent_geometry(page_size)
+        return ForwardContext(
+            attention=None if paged is None else CpuAttention(
+                kv_pools=self._local(CacheKind.KV, stage), geometry=paged, numerics=self.numerics),
+            latent_attention=None if latent is None else CpuLatentAttention(
+                latent_pools=self._local(CacheKind.LATENT, stage),
+                index_pools=self._local(CacheKind.INDEX_KEY, stage), geometry=latent),
+            recurrent=CpuRecurrent(conv_pools=self._local(CacheKind.CONV, stage),
+                                   state_pools=self._local(CacheKind.STATE, stage), numerics=self.numerics),
+            on_layer_done=self.layers_done.append)
 
     def _local(self, kind: CacheKind, stage: DecoderStage) -> dict[int, Tensor]:
         return {layer_id: pool for (layer_id, of_kind), pool in self.pools.items()

@@ -1,0 +1,139 @@
+"""Multi-head latent attention (DeepSeek-V2), absorbed: heads meet in the space of the cached latent.
+
+    ql = norm(W_qa x);   q_h = [q_n ; rope(q_r)] of W_qb ql
+    (c, k_r) = W_kva x;  cached per token: [norm(c) ; rope(k_r)]
+    query_h = [W_k,h^T q_n ; q_r];   out_h = W_v,h (softmax-weighted sum of c)
+with W_k and W_v the two parts of kv_b_proj. With DSA a layer attends to chosen keys only: it computes the choice with
+an indexer of its own, or shares the one of the layer before.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.latent import LatentGeometry
+from engine.memory.layout import CacheKind, CacheSpec
+from engine.numerics import padded_rows
+from models.blocks.indexer import Indexer, IndexerSpec
+from models.blocks.norm import NormSpec
+from models.blocks.rotary import RopeSpec
+from models.config import RawConfig
+from models.spec import Mixer, StagePass
+from models.weights import Weights
+from runtime.errors import InternalError
+
+_LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, whatever rms_norm_eps says
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """`max_selected` keys per token are attended to, 0 for all. Then a layer with `indexer` computes the choice and a
+    layer without one shares it."""
+
+    hidden_size: int
+    num_heads: int
+    query_rank: int
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    bias: bool
+    max_selected: int = 0
+    indexer: IndexerSpec | None = None
+
+    weights_name = "self_attn"
+    chunk_grid = 1
+
+    @property
+    def shares_selection(self) -> bool:
+        return self.max_selected > 0 and self.indexer is None
+
+    def attention_geometry(self, page_size: int) -> LatentGeometry:
+        return LatentGeometry(num_heads=self.num_heads, latent_dim=self.latent_dim, rope_dim=self.rope_dim,
+                              page_size=page_size, scale=self.scale, max_selected=self.max_selected)
+
+    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+        dims = {CacheKind.LATENT: self.latent_dim + self.rope_dim}
+        if self.indexer is not None:
+            dims[CacheKind.INDEX_KEY] = self.indexer.head_dim
+        return tuple(CacheSpec(layer_id=layer_id, kind=kind, record_shape=(page_size, dim),
+                               dtype=str(dtype).split(".")[1], item_bytes=dtype.itemsize)
+                     for kind, dim in dims.items())
+
+    def build(self, weights: Weights, *, layer_id: int) -> Mixer:
+        return Mla(spec=self, weights=weights, layer_id=layer_id)
+
+
+def read_mla(raw: RawConfig, rope: RopeSpec, *, max_selected: int = 0, indexer: IndexerSpec | None = None) -> MlaSpec:
+    """The fields of the DeepSeek and GLM-5 families. `head_dim`, which some files carry too, plays no part."""
+    nope_dim, rope_dim = raw.integer("qk_nope_head_dim"), raw.integer("qk_rope_head_dim")
+    return MlaSpec(
+        hidden_size=raw.integer("hidden_size"), num_heads=raw.integer("num_attention_heads"),
+        query_rank=raw.integer("q_lora_rank"), latent_dim=raw.integer("kv_lora_rank"), nope_dim=nope_dim,
+        rope_dim=rope_dim, value_dim=raw.integer("v_head_dim"), bias=raw.flag("attention_bias", default=False),
+        scale=(nope_dim + rope_dim) ** -0.5 * rope.score_gain, max_selected=max_selected, indexer=indexer,
+    )
+
+
+class Mla:
+    """Both down-projections in one product."""
+
+    def __init__(self, *, spec: MlaSpec, weights: Weights, layer_id: int) -> None:
+        self._spec = spec
+        self._layer_id = layer_id
+        hidden, heads = spec.hidden_size, spec.num_heads
+        self._input_widths = [spec.query_rank, spec.latent_dim, spec.rope_dim]
+        self._input = weights.linear("q_a_proj", "kv_a_proj_with_mqa", in_features=hidden, bias=spec.bias,
+                                     rows=(spec.query_rank, spec.latent_dim + spec.rope_dim))
+        self._query_norm = _LATENT_NORM.build(weights, "q_a_layernorm", spec.query_rank)
+        self._latent_norm = _LATENT_NORM.build(weights, "kv_a_layernorm", spec.latent_dim)
+        self._query = weights.linear("q_b_proj", rows=(heads * (spec.nope_dim + spec.rope_dim),),
+                                     in_features=spec.query_rank)
+        up = weights.tensor("kv_b_proj.weight", heads * (spec.nope_dim + spec.value_dim), spec.latent_dim)
+        up = up.view(heads, spec.nope_dim + spec.value_dim, spec.latent_dim)
+        self._to_latent = _PerHead(up[:, :spec.nope_dim])
+        self._from_latent = _PerHead(up[:, spec.nope_dim:].transpose(1, 2))
+        self._output = weights.linear("o_proj", rows=(hidden,), in_features=heads * spec.value_dim, bias=spec.bias)
+        self._indexer: Indexer | None = None
+        if spec.indexer is not None:
+            self._indexer = Indexer(spec=spec.indexer, hidden_size=hidden, query_rank=spec.query_rank,
+                                    weights=weights.at("indexer"))
+
+    def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
+        spec, rotary = self._spec, stage_pass.rotary_table()
+        query_latent, latent, key_rope = torch.split(self._input(x), self._input_widths, dim=-1)
+        query_latent = self._query_norm.forward(query_latent)
+        query = self._query(query_latent).view(-1, spec.num_heads, spec.nope_dim + spec.rope_dim)
+        query_nope, query_rope = query[..., :spec.nope_dim], rotary.rotate_pairs(query[..., spec.nope_dim:])
+        entries = torch.cat([self._latent_norm.forward(latent), rotary.rotate_pairs(key_rope[:, None])[:, 0]], dim=-1)
+        query = torch.cat([self._to_latent.forward(query_nope), query_rope], dim=-1)
+        selected = self._selection(x, query_latent, stage_pass)
+        heads = stage_pass.latent_attention().run(self._layer_id, query, entries, selected, stage_pass.batch)
+        return self._output(self._from_latent.forward(heads).flatten(1))
+
+    def _selection(self, x: Tensor, query_latent: Tensor, stage_pass: StagePass) -> Tensor | None:
+        if self._spec.max_selected == 0:
+            return None
+        if self._indexer is not None:
+            q, k, weights = self._indexer.forward(x, query_latent, stage_pass.rotary_table())
+            stage_pass.selected_keys = stage_pass.latent_attention().select(self._layer_id, q, k, weights,
+                                                                            stage_pass.batch)
+        if stage_pass.selected_keys is None:
+            raise InternalError(f"layer {self._layer_id} shares the keys an earlier layer selected, and none came")
+        return stage_pass.selected_keys
+
+
+class _PerHead:
+    """A matrix of its own for each head. weight: [heads, in, out]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.clone(memory_format=torch.contiguous_format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, heads, in]. Returns [T, heads, out]."""
+        num_tokens = x.shape[0]
+        padded = F.pad(x.transpose(0, 1), (0, 0, 0, padded_rows(num_tokens, x.dtype) - num_tokens))
+        return torch.bmm(padded, self._weight)[:, :num_tokens].transpose(0, 1)

@@ -1,0 +1,22 @@
+"""GLM-5: DeepSeek-V3.2 whose indexer turns pairs, and whose layers share one choice of keys over several layers."""
+
+from dataclasses import replace
+
+from models.blocks.indexer import read_indexer
+from models.blocks.mla import read_mla
+from models.blocks.rotary import read_rope
+from models.config import RawConfig
+from models.deepseek_v3 import read_feed_forwards, read_num_drafts
+from models.index_sharing import computing_layers
+from models.spec import DecoderSpec, LayerSpec, assemble_decoder
+
+
+def read_decoder(raw: RawConfig) -> DecoderSpec:
+    rope = read_rope(raw, head_dim=raw.integer("qk_rope_head_dim"))
+    computing = read_mla(raw, rope, max_selected=raw.integer("index_topk"),
+                         indexer=read_indexer(raw, rotates_pairs=True))
+    sharing = replace(computing, indexer=None)
+    feed_forwards = read_feed_forwards(raw)
+    layers = tuple(LayerSpec(computing if computes else sharing, feed_forward) for computes, feed_forward
+                   in zip(computing_layers(raw, len(feed_forwards)), feed_forwards, strict=True))
+    return assemble_decoder(raw, rope=rope, num_extra_layers=read_num_drafts(raw), layers=layers)
