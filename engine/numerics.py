@@ -30,11 +30,11 @@ def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
     """The row count to give a matrix product on the CPU so that no row's bits depend on the count.
 
     Measured with MKL and oneDNN on x86, 1 to 8 threads. fp32 products of fewer than 4 rows take another path, and with
-    several threads so do those of fewer than 12 that are not a multiple of 4; a single bf16 row may be summed in
-    parallel pieces. The tests check it on the machine they run on.
+    several threads so do those of fewer than 12 that are not a multiple of 4. A single bf16 row may be summed in
+    parallel pieces; 4 rows cost no more than one, 2 do. The tests check it on the machine they run on.
     """
     if dtype is torch.bfloat16:
-        return max(num_rows, 2)
+        return max(num_rows, 4)
     return num_rows if num_rows >= 12 else -(-num_rows // 4) * 4
 
 

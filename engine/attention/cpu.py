@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
 from engine.attention.plan import AttentionPlan, TileGroup, build_plan, key_block
+from engine.attention.scratch import Scratch
 from engine.batch import ForwardBatch
 from engine.numerics import Numerics, padded_rows
 from runtime.errors import InternalError, StalePlanError
@@ -38,6 +39,7 @@ class CpuAttention:
         self._numerics = numerics
         self._block = key_block(geometry.page_size)
         self._group_size = geometry.num_heads // geometry.num_kv_heads
+        self._scratch = Scratch()
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
@@ -63,7 +65,7 @@ class CpuAttention:
             return self._attend(q, pool, plan.groups[0])
         out = torch.empty_like(q)
         for group in plan.groups:
-            out[group.token_index] = self._attend(q[group.token_index], pool, group)
+            out[group.tokens] = self._attend(q[group.tokens], pool, group)
         return out
 
     def _checked_plan(self, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> AttentionPlan:
@@ -82,21 +84,32 @@ class CpuAttention:
 
     def _attend(self, q: Tensor, pool: Tensor, group: TileGroup) -> Tensor:
         """q: [G * M, num_heads, head_dim] of the group's tokens. Returns the same shape."""
-        geometry = self._geometry
         queries = self._fold(q, group)  # [G, kv, rows, D]
-        num_blocks, rows = len(group.block_tile), queries.shape[2]
-        keys, values = self._gather(pool, group)  # [B * kv, block, D]
-        scores = torch.bmm(queries[group.block_tile].flatten(0, 1), keys.transpose(1, 2))
-        scores = self._mask(scores.float() * geometry.scale, group, rows)  # [B, kv, rows, block]
-        row_max = self._by_tile(scores.amax(-1), group, fill=float("-inf")).amax(1)  # [G, kv, rows]
-        weights = torch.exp(scores - row_max[group.block_tile][..., None])
-        sums = self._by_tile(weights.sum(-1), group, fill=0.0).cumsum(1)[:, -1]
-        parts = torch.bmm(weights.to(q.dtype).flatten(0, 1), values).float()
-        parts = self._by_tile(parts.view(num_blocks, geometry.num_kv_heads, rows, -1), group, fill=0.0)
-        total = parts[:, 0].clone()
+        rows = queries.shape[2]
+        keys, values = self._gather("keys", pool[:, 0], group), self._gather("values", pool[:, 1], group)
+        weights, sums = self._weights(queries, keys, group)  # [B * kv, rows, block] in q's dtype; [G, kv, rows]
+        parts = torch.bmm(weights, values, out=self._scratch.take("parts", (len(weights), rows, q.shape[-1]), q.dtype))
+        parts = self._by_tile(parts.view(len(group.block_tile), *queries.shape[1:]), group, fill=0.0)
+        total = parts[:, 0].to(torch.float32, copy=True)  # not a view of what the next layer overwrites
         for index in range(1, group.max_blocks):
             total += parts[:, index]
-        return self._unfold(total / sums[..., None], group).to(q.dtype)
+        return self._unfold(total.div_(sums[..., None]), group).to(q.dtype)
+
+    def _weights(self, queries: Tensor, keys: Tensor, group: TileGroup) -> tuple[Tensor, Tensor]:
+        """Each block's softmax weights without the division, and the sums to divide by."""
+        dtype, rows = queries.dtype, queries.shape[2]
+        shape = (len(keys), rows, self._block)
+        products = torch.bmm(self._by_block(queries, group).flatten(0, 1), keys.transpose(1, 2),
+                             out=self._scratch.take("products", shape, dtype))
+        scores = products if dtype is torch.float32 else self._scratch.take("scores", shape, torch.float32)
+        torch.mul(products.float(), self._geometry.scale, out=scores)
+        scores = scores.view(-1, self._geometry.num_kv_heads, rows, self._block)
+        self._mask(scores, group)
+        row_max = self._by_tile(scores.amax(-1), group, fill=float("-inf")).amax(1)  # [G, kv, rows]
+        scores.sub_(self._by_block(row_max, group)[..., None]).exp_()
+        sums = self._by_tile(scores.sum(-1), group, fill=0.0).cumsum(1)[:, -1]
+        scores = scores.view(shape)
+        return scores if dtype is torch.float32 else products.copy_(scores), sums
 
     def _fold(self, q: Tensor, group: TileGroup) -> Tensor:
         """Queries that share a kv head become rows of one product: [G, kv, M * group_size, D], padded."""
@@ -104,7 +117,7 @@ class CpuAttention:
         shape = (group.num_tiles, group.tile_tokens, geometry.num_kv_heads, self._group_size, geometry.head_dim)
         folded = q.reshape(shape).transpose(1, 2).flatten(2, 3)
         missing = padded_rows(folded.shape[2], q.dtype) - folded.shape[2]
-        return F.pad(folded, (0, 0, 0, missing)) if missing > 0 else folded
+        return F.pad(folded, (0, 0, 0, missing)) if missing else folded
 
     def _unfold(self, out: Tensor, group: TileGroup) -> Tensor:
         geometry = self._geometry
@@ -112,34 +125,33 @@ class CpuAttention:
         shape = (group.num_tiles, geometry.num_kv_heads, group.tile_tokens, self._group_size, geometry.head_dim)
         return out.reshape(shape).transpose(1, 2).reshape(-1, geometry.num_heads, geometry.head_dim)
 
-    def _gather(self, pool: Tensor, group: TileGroup) -> tuple[Tensor, Tensor]:
-        """Keys and values of the group's blocks, [B * kv, block, D] each; unwritten values are zero."""
-        geometry = self._geometry
-        keys, values = (self._blocks(pool[:, part].index_select(0, group.pages)) for part in (0, 1))
-        if group.unwritten.numel():
-            values.view(-1, geometry.head_dim).index_fill_(0, group.unwritten, 0.0)
-        return keys, values
-
-    def _blocks(self, pages: Tensor) -> Tensor:
-        """[B * P, kv, page_size, D] to [B * kv, block, D]."""
+    def _gather(self, name: str, pages: Tensor, group: TileGroup) -> Tensor:
+        """Keys or values of the group's blocks, [B * kv, block, D]; zero past the last written one."""
+        found = self._scratch.take(name, (len(group.pages), *pages.shape[1:]), pages.dtype)
+        torch.index_select(pages, 0, group.pages, out=found)
         pages_per_block = self._block // self._geometry.page_size
         if pages_per_block > 1:
-            pages = pages.view(-1, pages_per_block, *pages.shape[1:]).transpose(1, 2)
-        return pages.contiguous().view(-1, self._block, self._geometry.head_dim)
+            found = found.view(-1, pages_per_block, *found.shape[1:]).transpose(1, 2).contiguous()
+        if len(group.unwritten):
+            found.view(-1, self._geometry.head_dim).index_fill_(0, group.unwritten, 0.0)
+        return found.view(-1, self._block, self._geometry.head_dim)
 
-    def _mask(self, scores: Tensor, group: TileGroup, rows: int) -> Tensor:
+    def _mask(self, scores: Tensor, group: TileGroup) -> None:
         """Minus infinity where a key must not be seen; rows added by padding stay as they are."""
-        num_blocks, kv_heads = len(group.block_tile), self._geometry.num_kv_heads
-        scores = scores.view(num_blocks, kv_heads, rows, self._block)
         used = scores[:, :, : group.tile_tokens * self._group_size]
-        by_token = used.view(num_blocks, kv_heads, group.tile_tokens, self._group_size, self._block)
-        by_token.masked_fill_(group.hidden, float("-inf"))
-        return scores
+        by_tile = used.view(len(group.bias), -1, *used.shape[1:])
+        by_tile[:, group.first_masked :] += group.bias
 
     def _by_tile(self, x: Tensor, group: TileGroup, *, fill: float) -> Tensor:
-        """[B, ...] to [G, max_blocks, ...], `fill` where a tile has fewer blocks."""
-        if len(group.block_tile) == group.num_tiles * group.max_blocks:
-            return x.view(group.num_tiles, group.max_blocks, *x.shape[1:])
-        padded = x.new_full((group.num_tiles * group.max_blocks, *x.shape[1:]), fill)
-        padded[group.block_slot] = x
-        return padded.view(group.num_tiles, group.max_blocks, *x.shape[1:])
+        """[B, ...] to [G, N, ...], `fill` where a tile has fewer blocks."""
+        if not group.is_even:
+            padded = x.new_full((group.num_tiles * group.max_blocks, *x.shape[1:]), fill)
+            padded[group.block_place] = x
+            x = padded
+        return x.view(group.num_tiles, group.max_blocks, *x.shape[1:])
+
+    def _by_block(self, x: Tensor, group: TileGroup) -> Tensor:
+        """[G, ...] to [B, ...]: each block gets what belongs to its tile."""
+        if group.num_tiles == 1:
+            return x.expand(len(group.block_tile), *x.shape[1:])
+        return x[group.block_tile]

@@ -1,8 +1,8 @@
 """What the CPU backend prepares once per batch: where new keys go, what is read, and who sees what.
 
-Queries are cut into *tiles* (a run of one row's tokens), keys into *blocks* on a grid of absolute positions. Short tiles
-of equal length form a group that runs as one sequence of batched products over the group's flat list of blocks; a short
-row next to a long one costs nothing, because only blocks that exist are listed.
+Queries are cut into *tiles* (a run of one row's tokens), keys into *blocks* on a grid of absolute positions. Short
+tiles of equal length form a group that runs as one sequence of batched products over the group's flat list of blocks;
+a short row next to a long one costs nothing, because only blocks that exist are listed.
 """
 
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry) -> AttentionPla
     Raises:
         InternalError: a tree mask that does not fit its row.
     """
-    rows, positions = _storage_positions(batch)
+    rows, positions = storage_positions(batch)
     pages = batch.page_tables.long()
     groups: list[list[_Tile]] = []
     by_length: dict[int, list[_Tile]] = {}
@@ -111,7 +111,7 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry) -> AttentionPla
     )
 
 
-def _storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     """Per token its row and where its key is stored: after the row's context, in order (also for trees)."""
     lengths = torch.tensor(batch.query_lens, dtype=torch.long)
     rows = torch.repeat_interleave(torch.arange(batch.num_rows), lengths)
@@ -120,7 +120,7 @@ def _storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     return rows, torch.arange(len(rows)) + (contexts - starts)[rows]
 
 
-def _tree_mask(batch: ForwardBatch) -> TreeMask | None:
+def tree_mask(batch: ForwardBatch) -> TreeMask | None:
     if batch.mode in (ForwardMode.VERIFY, ForwardMode.DRAFT) and isinstance(batch.spec_info, TreeMask):
         return batch.spec_info
     return None
@@ -128,7 +128,7 @@ def _tree_mask(batch: ForwardBatch) -> TreeMask | None:
 
 def _tiles(batch: ForwardBatch) -> list[_Tile]:
     tiles, first_token = [], 0
-    mask = _tree_mask(batch)
+    mask = tree_mask(batch)
     for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         if mask is not None and query_len:
             width = _checked_width(mask.visible[row], row, query_len, context_len)
@@ -189,7 +189,7 @@ def _hidden(tiles: Sequence[_Tile], batch: ForwardBatch, block_tile: Tensor, blo
             block: int) -> Tensor:
     """[blocks, tile tokens, block] bool, True where a token must not see a key."""
     keys = (block_index[:, None] * block + torch.arange(block))[:, None]
-    mask = _tree_mask(batch)
+    mask = tree_mask(batch)
     if mask is None:
         first = torch.tensor([tile.first_position for tile in tiles])
         own = first[:, None] + torch.arange(tiles[0].num_tokens)
