@@ -1,8 +1,10 @@
 """The `baton` command. Every failure is one clear line on stderr and a non-zero exit."""
 
+import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,11 +14,12 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from baton.client import DEFAULT_TARGET, BatonClient
+from baton.client import DEFAULT_TARGET, AsyncBatonClient, BatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
 from baton.conversation import converse
 from baton.demo import run_demo
-from baton.render import event_json, log_printer, status_table
+from baton.load import LoadPlan, Slo, random_queries, run_load, summarise
+from baton.render import event_json, figures_text, log_printer, status_table
 from baton.values import Chunk, Prompt, Query, Sampling, Stop
 from runtime.errors import BatonError, ConfigError, FieldViolation, InvalidRequestError, RequestAborted
 from runtime.supervision import StopSignal, interruptible, run_process
@@ -190,6 +193,36 @@ def status(
         else:
             Console().print(status_table(seen))
         if not all(worker.serving for worker in seen.workers):
+            raise typer.Exit(1)
+
+
+@app.command()
+def load(
+    target: Target = DEFAULT_TARGET,
+    requests: Annotated[int, typer.Option(min=1, help="How many to send.")] = 60,
+    rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second (Poisson).")] = 4.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Mean length of the random prompts.")] = 192,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens each request generates.")] = 32,
+    slo_ttft: Annotated[float, typer.Option(help="Limit on time to first token, seconds.")] = 0.5,
+    slo_tpot: Annotated[float, typer.Option(help="Limit on time per further token, seconds.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="The same seed sends the same requests at the same times.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Send requests at a steady rate and report TTFT, TPOT, ITL and goodput. Exit code 1 if any failed."""
+    plan, slo = LoadPlan(rate, seed), Slo(slo_ttft, slo_tpot)
+
+    async def run() -> dict[str, float | None]:
+        async with AsyncBatonClient(target) as client:
+            queries = random_queries(await client.model_info(), count=requests, prompt_tokens=prompt_tokens,
+                                     output_tokens=output_tokens, seed=seed)
+            started = time.monotonic()
+            outcomes = await run_load(client, queries, plan)
+            return summarise(outcomes, slo, time.monotonic() - started)
+
+    with _one_line_errors():
+        figures = asyncio.run(run())
+        print(json.dumps(figures) if as_json else figures_text(figures))
+        if figures["failed"]:
             raise typer.Exit(1)
 
 

@@ -54,6 +54,16 @@ async def test_status_shows_workers_and_fails_when_one_does_not_serve(address: s
     assert json.loads(as_json.stdout)["workers"][0]["pages_total"] == 10
 
 
+async def test_load_reports_figures(address: str) -> None:
+    flags = ("--target", address, "--requests", "5", "--rate", "50", "--prompt-tokens", "4", "--output-tokens", "2")
+    done = await baton("load", *flags, "--json")
+    assert done.returncode == 0
+    figures = json.loads(done.stdout)
+    assert (figures["requests"], figures["failed"]) == (5, 0)
+    assert figures["ttft_s_p50"] > 0
+    assert "goodput_per_s" in (await baton("load", *flags)).stdout
+
+
 @pytest.mark.parametrize(("arguments", "code", "says"), [
     (("generate", "x", "--target", "127.0.0.1:1"), 1, "Connection refused"),
     (("generate", "x", "--target", "nowhere"), 2, "HOST:PORT"),
@@ -79,7 +89,7 @@ async def test_server_side_refusals_reach_the_terminal(address: str) -> None:
     assert "Deadline" in late.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "demo", "generate", "chat", "status"])
+@pytest.mark.parametrize("command", ["up", "demo", "generate", "chat", "status", "load"])
 async def test_every_command_explains_itself(command: str) -> None:
     done = await baton(command, "--help")
     assert done.returncode == 0

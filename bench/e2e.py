@@ -1,0 +1,56 @@
+"""`python -m bench.e2e`: a whole local cluster under an open-loop load.
+
+Reports TTFT, TPOT, ITL, the part of the handoff that prefill did not hide, and goodput under an SLO. Definitions:
+`baton.load`.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.load import LoadPlan, Slo, random_queries, run_load, summarise
+from bench.report import Value, render
+from runtime.errors import BatonError
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    config = ClusterConfig(model=flags.model, prefill=flags.prefill, decode=flags.decode, prefill_pp=flags.prefill_pp,
+                           decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning")
+    slo = Slo(flags.slo_ttft_s, flags.slo_tpot_s)
+    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
+                AsyncBatonClient(cluster.address) as client):
+        queries = random_queries(await client.model_info(), count=flags.requests, prompt_tokens=flags.prompt_tokens,
+                                 output_tokens=flags.output_tokens, seed=flags.seed)
+        await run_load(client, queries[:2], LoadPlan(rate=10))  # connections and code paths are warm from here on
+        started = time.monotonic()
+        outcomes = await run_load(client, queries, LoadPlan(flags.rate, flags.seed))
+        duration_s = time.monotonic() - started
+    topology = f"{flags.prefill}x{flags.prefill_pp} prefill, {flags.decode}x{flags.decode_pp} decode"
+    return {"topology": topology, "rate_per_s": flags.rate, **summarise(outcomes, slo, duration_s)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    for name, default in (("prefill", 1), ("decode", 1), ("prefill-pp", 1), ("decode-pp", 2), ("requests", 60),
+                          ("prompt-tokens", 192), ("output-tokens", 32), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    for name, rate in (("rate", 4.0), ("slo-ttft-s", 0.5), ("slo-tpot-s", 0.05)):
+        parser.add_argument(f"--{name}", type=float, default=rate, help=f"default {rate}")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    flags = parser.parse_args()
+    try:
+        values = asyncio.run(measure(flags))
+    except BatonError as error:
+        print(f"bench.e2e: {error}", file=sys.stderr)
+        return 1
+    print(render("e2e", values, as_json=flags.json))
+    return 0 if values["failed"] == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
