@@ -43,7 +43,7 @@ class SamplingRow:
     """What the last stage needs to draw one row's next token; it keeps nothing between steps.
 
     `history` is (prompt ids, output ids) for rows whose penalties need it. `banned_token_ids` cannot be drawn (stop
-    tokens before min_tokens).
+    tokens before min_tokens); from position `banned_before` on they may, which matters to the nodes of a draft tree.
     """
 
     params: SamplingParams
@@ -51,6 +51,7 @@ class SamplingRow:
     num_top_logprobs: int | None = None
     history: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     banned_token_ids: tuple[int, ...] = ()
+    banned_before: int = 0
 
 
 @dataclass

@@ -45,7 +45,8 @@ def sampling_row(request: Request, output_token_ids: Sequence[int]) -> SamplingR
     history = (request.prompt_token_ids, tuple(output_token_ids)) if params.needs_history else None
     banned = tuple(sorted(request.stop_token_ids)) if len(output_token_ids) < request.min_tokens else ()
     position = len(request.prompt_token_ids) + len(output_token_ids)
-    return SamplingRow(params, position, request.num_top_logprobs, history, banned)
+    banned_before = len(request.prompt_token_ids) + request.min_tokens if banned else 0
+    return SamplingRow(params, position, request.num_top_logprobs, history, banned, banned_before)
 
 
 def chunk_end(context_len: int, total: int, budget: int, grid: int) -> int:

@@ -190,7 +190,8 @@ def _pack_sampling(rows: Sequence[SamplingRow | None]) -> list[Array]:
         np.array([(p.temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty)
                   for p in params], np.float64).reshape(-1, 6),
         np.array([(p.top_k, row.position, -1 if row.num_top_logprobs is None else row.num_top_logprobs,
-                   row.history is not None) for p, row in zip(params, drawing, strict=True)], np.int64).reshape(-1, 4),
+                   row.history is not None, row.banned_before) for p, row in zip(params, drawing, strict=True)],
+                 np.int64).reshape(-1, 5),
         np.array([p.seed for p in params], np.uint64),
         _ragged([[token for token, _ in bias] for bias in biases]),
         np.array([value for bias in biases for _, value in bias], np.float64),
@@ -205,7 +206,7 @@ def _unpack_sampling(arrays: Sequence[Array]) -> tuple[SamplingRow | None, ...]:
     values, start, drawing = bias_values.tolist(), 0, []
     for i, (numbers, whole, seed) in enumerate(zip(floats.tolist(), ints.tolist(), seeds.tolist(), strict=True)):
         temperature, top_p, min_p, frequency, presence, repetition = numbers
-        top_k, position, num_top, has_history = whole
+        top_k, position, num_top, has_history, banned_before = whole
         bias = tuple(zip(bias_lists[i], values[start:start + len(bias_lists[i])], strict=True))
         start += len(bias)
         drawing.append(SamplingRow(
@@ -213,6 +214,6 @@ def _unpack_sampling(arrays: Sequence[Array]) -> tuple[SamplingRow | None, ...]:
                            frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition,
                            seed=seed, logit_bias=bias),
             position, None if num_top < 0 else num_top,
-            (sides[2 * i], sides[2 * i + 1]) if has_history else None, bans[i]))
+            (sides[2 * i], sides[2 * i + 1]) if has_history else None, bans[i], banned_before))
     rows = iter(drawing)
     return tuple(next(rows) if draw else None for draw in draws.tolist())

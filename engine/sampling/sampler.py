@@ -4,7 +4,7 @@ Because the random number depends on (seed, position) alone, drawing at a node o
 that node's logits and row: the walk over the tree emits exactly what plain decoding would.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +14,8 @@ from engine.request import DrawnToken, TokenLogprobs
 from engine.sampling.processors import Floats, adjusted, changes_logits, filtered, largest
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
+
+Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:

@@ -1,0 +1,65 @@
+"""Growing draft trees: the best continuations of every row, one level at a time, by the draft's own probabilities.
+
+Each level expands the best nodes of the one before by their most likely tokens; a node's score is the sum of the log
+probabilities on its path (Li et al. 2024, "EAGLE-2"). In the end the best nodes of all levels stay, in the order they
+were created, so that parents precede their children. With one child per node this is a chain.
+
+Legend: R rows, K children per node and nodes per frontier.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.trees import TokenTree
+
+
+class Proposal:
+    """The candidates of all rows so far. `expand` adds a level below the frontier."""
+
+    def __init__(self, log_p: Tensor, token_ids: Tensor) -> None:
+        """The first level: log probabilities and tokens [R, K] after each row's known token."""
+        self._width = log_p.shape[1]
+        log_p = log_p.clamp(max=0.0)
+        self._scores = [log_p]
+        self._tokens = [token_ids]
+        self._parents = [torch.full_like(token_ids, -1)]
+        self._num_candidates = self._width
+        self._frontier_scores = log_p
+        self._frontier_nodes = torch.arange(self._width).expand_as(token_ids)
+        self.frontier_tokens = token_ids
+
+    def expand(self, log_p: Tensor, token_ids: Tensor) -> Tensor:
+        """Children [R, K, K] of the frontier's nodes; the best K of them are the next frontier.
+
+        Returns [R, K] int64: for each node of the new frontier the place of its parent in the old one.
+        """
+        rows, width = log_p.shape[0], self._width
+        # A log probability is never positive; rounding must not make a child better than its parent.
+        scores = (self._frontier_scores[..., None] + log_p.clamp(max=0.0)).flatten(1)
+        tokens = token_ids.flatten(1)
+        self._scores.append(scores)
+        self._tokens.append(tokens)
+        self._parents.append(self._frontier_nodes.repeat_interleave(width, 1))
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
+        self._frontier_scores = scores.gather(1, best)
+        self._frontier_nodes = self._num_candidates + best
+        self.frontier_tokens = tokens.gather(1, best)
+        self._num_candidates += scores.shape[1]
+        assert rows == self.frontier_tokens.shape[0]
+        return best // width
+
+    def trees(self, num_nodes: Sequence[int]) -> list[TokenTree]:
+        """The best `num_nodes[r]` candidates of each row, in the order they were created."""
+        scores = torch.cat(self._scores, 1)
+        # Equal scores stay in order of creation, so a parent is kept before a child that scores the same.
+        ranked = scores.sort(dim=1, descending=True, stable=True).indices.tolist()
+        tokens, parents = torch.cat(self._tokens, 1).tolist(), torch.cat(self._parents, 1).tolist()
+        return [_keep(sorted(ranked[row][:count]), tokens[row], parents[row])
+                for row, count in enumerate(num_nodes)]
+
+
+def _keep(nodes: list[int], tokens: list[int], parents: list[int]) -> TokenTree:
+    place = {old: new for new, old in enumerate(nodes)} | {-1: -1}
+    return TokenTree(tuple(tokens[node] for node in nodes), tuple(place[parents[node]] for node in nodes))

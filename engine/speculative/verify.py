@@ -1,0 +1,88 @@
+"""Which drafted tokens stand: draw from the target at a node, walk on if the drawn token is a child, else stop.
+
+The draw at a node is the very call plain decoding would make there: same logits, same penalties, and a random number
+keyed by (seed, position). So what is emitted equals plain decoding token for token, whatever the tree holds; the tree
+only decides how many tokens one target pass yields. Needs no draft probabilities.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.request import DrawnToken
+from engine.sampling.sampler import Sampler
+from engine.trees import SpecInfo
+from runtime.errors import InternalError
+
+
+@dataclass
+class Run:
+    """What one row drew: a token at each accepted node. `row` is its place in the batch."""
+
+    row: int
+    accepted: list[int] = field(default_factory=list)
+    tokens: list[DrawnToken] = field(default_factory=list)
+
+
+def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
+    """How the token after the tokens of `path` is drawn, `row` being how the first of them is."""
+    if not path:
+        return row
+    position = row.position + len(path)
+    history = None if row.history is None else (row.history[0], (*row.history[1], *path))
+    banned = row.banned_token_ids if position < row.banned_before else ()
+    return replace(row, position=position, history=history, banned_token_ids=banned,
+                   banned_before=row.banned_before if banned else 0)
+
+
+def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> list[Run]:
+    """One run per row that draws, in row order.
+
+    logits: [N, vocab] fp32; of a VERIFY batch the rows of every node of the rows that draw, of other batches one row
+    each. Rows that do not accept a node never look at its logits, which may be anything.
+
+    Raises:
+        InternalError: the model gave another number of rows.
+    """
+    drawing = [(index, row) for index, row in enumerate(batch.sampling) if row is not None]
+    is_verify = batch.mode is ForwardMode.VERIFY
+    counts = [batch.query_lens[index] if is_verify else 1 for index, _ in drawing]
+    found = 0 if logits is None else logits.shape[0]
+    if found != sum(counts):
+        raise InternalError(f"{len(drawing)} rows draw from {sum(counts)} rows of logits, the model gave {found}")
+    if logits is None or not drawing:
+        return []
+    if not is_verify:
+        tokens = sampler(logits, [row for _, row in drawing])
+        return [Run(index, [0], [token]) for (index, _), token in zip(drawing, tokens, strict=True)]
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    children = _children(batch)
+    runs = [Run(index, [0]) for index, _ in drawing]
+    walking = list(range(len(runs)))
+    while walking:
+        at = [starts[index] + runs[index].accepted[-1] for index in walking]
+        rows = [sampling_at(drawing[index][1], [token.token_id for token in runs[index].tokens]) for index in walking]
+        for index, token in zip(walking, sampler(logits[at], rows), strict=True):
+            run = runs[index]
+            run.tokens.append(token)
+            child = children[run.row].get((run.accepted[-1], token.token_id))
+            if child is not None:
+                run.accepted.append(child)
+        walking = [index for index in walking if len(runs[index].accepted) > len(runs[index].tokens)]
+    return runs
+
+
+def _children(batch: ForwardBatch) -> list[dict[tuple[int, int], int]]:
+    """Per row: (node, token) to the child of that token; of equal children the first."""
+    if not isinstance(batch.spec_info, SpecInfo):
+        raise InternalError("a VERIFY batch needs its trees")
+    tokens, start, found = batch.spec_info.token_ids.tolist(), 0, []
+    for row, length in zip(batch.spec_info.rows, batch.query_lens, strict=True):
+        known: dict[tuple[int, int], int] = {}
+        for node in range(1, length):
+            known.setdefault((row.parents[node], tokens[start + node]), node)
+        found.append(known)
+        start += length
+    return found
