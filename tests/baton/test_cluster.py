@@ -160,3 +160,34 @@ async def test_killing_up_itself_leaves_no_orphan(tmp_path: Path) -> None:
         child.kill()
         await eventually(lambda: not any(map(alive, started)), timeout_s=5)
     assert len(started) == 3
+
+
+def stand_in_demo(folder: Path) -> None:
+    """A `demo` package whose model nobody loads, found before the real one."""
+    (folder / "demo").mkdir()
+    (folder / "demo" / "__init__.py").touch()
+    model(folder / "demo", "model")
+
+
+def test_demo_asks_shows_timings_and_ends_well(tmp_path: Path) -> None:
+    stand_in_demo(tmp_path)
+    done = subprocess.run([sys.executable, "-m", "baton.cli", "demo"], capture_output=True, text=True, timeout=30,
+                          check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Where was everyone?" in done.stdout
+    assert "prefill, first chunk to first token" in done.stdout
+    assert "250.0" in done.stdout  # the echo's prefill time
+
+
+def test_interrupted_demo_stops_everything(tmp_path: Path) -> None:
+    stand_in_demo(tmp_path)
+    with subprocess.Popen([sys.executable, "-m", "baton.cli", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as child:
+        read_until(child, "listens on")
+        started = children_of(child.pid)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == 1
+        assert child.stderr is not None
+        assert child.stderr.read() == "baton demo: interrupted\n"
+    assert started
+    assert not any(map(alive, started))
