@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,7 +34,7 @@ def timings_table(completion: Completion, *, ttft_s: float) -> Table:
     """Where the time of one request went. `ttft_s` is the client's own measurement."""
     usage = completion.finish.usage
     title = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("part")
     table.add_column("ms", justify="right")
     table.add_row("time to first token, as the client saw it", _ms(ttft_s))
@@ -54,10 +55,10 @@ def _ms(seconds: float) -> str:
 def status_table(status: ClusterStatus) -> Table:
     """One row per pool."""
     title = f"model {status.model}: {status.running_requests} running, {status.waiting_requests} waiting at the router"
-    table = Table(title=title, title_justify="left")
-    for heading in ("role", "address", "state", "layers per stage"):
-        table.add_column(heading)
-    for heading in ("queued", "running", "pages free", "slots free", "sessions"):
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("role", "address", "state", "layers"):
+        table.add_column(heading, no_wrap=heading == "address")
+    for heading in ("queued", "running", "pages\nfree", "slots\nfree", "open\nhandoffs"):
         table.add_column(heading, justify="right")
     for worker in status.workers:
         state = Text("serving", "green") if worker.serving else Text(worker.reason or "not serving", "red")
