@@ -55,10 +55,10 @@ def _ms(seconds: float) -> str:
 def status_table(status: ClusterStatus) -> Table:
     """One row per pool."""
     title = f"model {status.model}: {status.running_requests} running, {status.waiting_requests} waiting at the router"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("role", "address", "state", "layers"):
         table.add_column(heading, no_wrap=heading == "address")
-    for heading in ("queued", "runs", "pages\nfree", "slots\nfree", "open\nsessions"):
+    for heading in ("queued", "runs", "pages\nfree", "slots\nfree", "open"):
         table.add_column(heading, justify="right")
     for worker in status.workers:
         state = Text("serving", "green") if worker.serving else Text(worker.reason or "not serving", "red")
