@@ -1,6 +1,7 @@
 """Runs one stage's layers on a batch: plan if the batch says so, then forward. Knows no neighbours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +14,22 @@ from engine.recurrent.backend import RecurrentBackend
 LayerObserver = Callable[[ForwardBatch, int], None]
 
 
+class Commits(Protocol):
+    """A cache that verification leaves with entries of nodes, of which the accepted ones must move to their place."""
+
+    def commit(self, batch: ForwardBatch) -> None:
+        """Move what the batch's rows kept of their previous step (`SpecRow.kept`)."""
+        ...
+
+
 class StageExecutor:
-    """One stage's model with its backends. `on_layer_done(batch, layer_id)` is told of each layer as it completes."""
+    """One stage's model with its backends. `on_layer_done(batch, layer_id)` is told of each layer as it completes;
+    `caches` commit what earlier verifications accepted before a batch runs."""
 
     def __init__(self, *, model: StageModel, attention: AttentionBackend, recurrent: RecurrentBackend,
-                 on_layer_done: LayerObserver | None = None) -> None:
+                 caches: Sequence[Commits] = (), on_layer_done: LayerObserver | None = None) -> None:
         self.model = model
+        self._caches = caches
         self._attention = attention
         self._recurrent = recurrent
         self._on_layer_done = on_layer_done
@@ -27,6 +38,8 @@ class StageExecutor:
     def run(self, batch: ForwardBatch, hidden: Tensor | None = None,
             aux_hidden: dict[int, Tensor] | None = None) -> StageOutput:
         """Hidden states for the next stage, or logits of the drawing rows from the last."""
+        for cache in self._caches:
+            cache.commit(batch)
         if batch.needs_forward_metadata_init():
             self._attention.plan(batch)
         observer = self._on_layer_done
