@@ -8,20 +8,59 @@ The reports of one epoch of one session, in order:
 
     OPEN        receives are posted, or the sends are planned
     COMPLETE    receiving: everything landed and every digest matched; sending: every byte has left
-      or FAILED with a reason: nothing more is matched or sent for it
-    DRAINED     only after `close`, `close_request`, `close_all` or a newer epoch, exactly once, and always last: from
+      or FAILED with a reason, instead of OPEN or after it: nothing more is matched or sent for it
+    DRAINED     only after `close`, `close_request`, `close_all` or a newer epoch; exactly once, always last: from
                 here on no read or write of that memory can happen any more
 
-A newer epoch of a session that is open here replaces it: the old one is closed by itself, and the new one reports OPEN
-only when the old one is DRAINED, so late bytes of the old epoch can land nowhere.
+A newer epoch of a session that is open here replaces it: the old one is closed by itself, and the new one starts only
+when the old one is DRAINED, so late bytes of the old epoch can land nowhere.
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from runtime.clock import Clock
+from runtime.errors import BatonError, IncompatiblePeerError, InternalError, PeerLostError
+from transfer.flow import Flow, RefusedFlow
+from transfer.flow_table import FlowTable
+from transfer.landing import check_plan
 from transfer.memory import PoolMemory
+from transfer.receiver import Receiver
+from transfer.sender import Outbox, Sender
 from transfer.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent
-from transfer.transport import Transport
+from transfer.transport import Operation, Transport
+
+IDLE_WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class AgentLimits:
+    """`window_bytes` under way to one peer; `drain_s` from a close until connections are cut to force the drain."""
+
+    window_bytes: int = 8 << 20
+    drain_s: float = 3.0
+
+
+@dataclass(frozen=True)
+class AgentStats:
+    """Totals since the start, and what is open now."""
+
+    num_bytes_sent: int
+    num_bytes_received: int
+    num_open: int
+    num_draining: int
+    num_pending_operations: int
+
+
+@dataclass
+class _Prompt:
+    """A request whose cache is being computed here. `layer_tokens`: how many of its tokens have passed each layer."""
+
+    num_tokens: int | None
+    layer_tokens: dict[int, int] = field(default_factory=dict)
+    flows: list[Flow] = field(default_factory=list)
 
 
 class TransferAgent:
@@ -32,17 +71,25 @@ class TransferAgent:
     """
 
     def __init__(self, *, memory: PoolMemory, transport: Transport, clock: Clock, incarnation: str,
-                 on_event: Callable[[StageSessionEvent], None]) -> None:
+                 on_event: Callable[[StageSessionEvent], None], limits: AgentLimits | None = None) -> None:
         self._memory = memory
         self._transport = transport
-        self._clock = clock
         self._incarnation = incarnation
-        self._on_event = on_event
+        self._address = transport.address
+        limits = limits or AgentLimits()
+        self._outbox = Outbox(limits.window_bytes)
+        self._flows = FlowTable(transport, clock, on_event, drain_s=limits.drain_s)
+        self._prompts: dict[int, _Prompt] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._is_abandoned = False
+        self._failure: BaseException | None = None
 
     @property
     def address(self) -> bytes:
         """Where peers connect to; travels only over the gRPC plane."""
-        return self._transport.address
+        return self._address
 
     @property
     def incarnation(self) -> str:
@@ -51,47 +98,175 @@ class TransferAgent:
     @property
     def endpoint(self) -> StageEndpoint:
         """This stage as it appears in `SourceTerms.stages` and `Landing.stages`."""
-        return StageEndpoint(self._memory.geometry.layers, self.address, self._incarnation)
+        return StageEndpoint(self._memory.geometry.layers, self._address, self._incarnation)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the agent's thread, if it was not `shutdown`: the stage cannot serve any more."""
+        return self._failure
+
+    def stats(self) -> AgentStats:
+        flows = self._flows
+        return AgentStats(flows.num_bytes_sent, flows.num_bytes_received, flows.num_open, flows.num_draining,
+                          self._transport.num_pending)
 
     def start(self) -> None:
         """Start the agent's thread. Raises InternalError when it was started before."""
-        raise NotImplementedError
+        if self._thread is not None:
+            raise InternalError("the transfer agent was started twice")
+        self._thread = threading.Thread(target=self._run, name="transfer-agent", daemon=True)
+        self._thread.start()
 
     def open_receive(self, source: SourceTerms, landing: Landing) -> None:
         """Post the receives of one epoch. Send the landing to the source only after every stage reported OPEN."""
-        raise NotImplementedError
+        self._submit(lambda: self._flows.open(self._receiver(source, landing)))
 
-    def expect_send(self, request_key: int, num_tokens: int) -> None:
-        """Remember `layer_done` of this request from now on; call before its first forward. `num_tokens`: its prompt."""
-        raise NotImplementedError
+    def expect_send(self, request_key: int, num_tokens: int | None = None) -> None:
+        """Remember `layer_done` of this request from now on; call before its first forward.
+
+        `num_tokens` of its prompt is checked against the terms where it is known (a later stage hears of a request
+        chunk by chunk and learns its length from the terms).
+        """
+        self._submit(lambda: self._expect_send(request_key, num_tokens))
 
     def layer_done(self, request_key: int, layer_id: int, num_tokens: int) -> None:
         """The first `num_tokens` tokens of the request have passed this layer: their cache entries are final.
 
-        For the engine thread; costs about a microsecond. Unknown requests are ignored.
+        For the engine thread; costs a few microseconds. Unknown requests are ignored.
         """
-        raise NotImplementedError
+        self._submit(lambda: self._layer_done(request_key, layer_id, num_tokens))
 
     def open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
         """Send what `layer_done` releases, starting with what it has released already."""
-        raise NotImplementedError
+        self._submit(lambda: self._open_send(request_key, source, landing))
 
     def close(self, session_id: str) -> None:
         """Release (after COMPLETE) or abort (before). Idempotent; unknown sessions are ignored."""
-        raise NotImplementedError
+        self._submit(lambda: self._close(session_id))
 
     def close_request(self, request_key: int) -> None:
         """Close the request's session, if one was opened, and forget its progress. Idempotent."""
-        raise NotImplementedError
+        self._submit(lambda: self._close_request(request_key))
 
     def close_all(self) -> None:
-        """Close every session: the pool has lost its leader."""
-        raise NotImplementedError
+        """Close every session and forget every request: the pool has lost its leader."""
+        self._submit(self._close_all)
 
     def peer_lost(self, incarnation: str) -> None:
         """The control plane knows that a peer process is dead: fail its sessions now and let them drain."""
-        raise NotImplementedError
+        error = PeerLostError(f"the peer process {incarnation} is gone")
+        self._submit(lambda: self._flows.peer_lost(incarnation, error))
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Close everything, wait for the drain, stop the thread. False when the time was not enough."""
-        raise NotImplementedError
+        """Close everything, wait for the drain, stop the thread. False when the time was not enough: then connections
+        are cut."""
+        if self._thread is None:
+            self._transport.close()
+            return True
+        self.close_all()
+        self._is_stopping = True
+        self._transport.wake()
+        self._thread.join(timeout_s)
+        drained = not self._thread.is_alive()
+        self._is_abandoned = True
+        self._transport.wake()
+        self._thread.join(timeout_s)
+        return drained
+
+    # Below: the agent's thread only.
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._transport.wake()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_abandoned and (not self._is_stopping or self._commands or self._flows.num_unfinished):
+                self._turn()
+        except BaseException as error:  # the edge of the thread: report, so that nobody waits for us
+            self._failure = error
+            self._flows.fail_all(InternalError(f"the transfer agent has failed: {error!r}"))
+            raise
+        finally:
+            self._transport.close()
+            self._flows.transport_closed()
+
+    def _turn(self) -> None:
+        was_busy = bool(self._commands)
+        while self._commands:
+            self._commands.popleft()()
+        ended = self._transport.progress()
+        for operation in ended:
+            self._ended(operation)
+        for sender, operations in self._outbox.pump():
+            self._flows.started(sender, operations)
+        wait_s = self._flows.sweep(IDLE_WAIT_S)
+        if not ended and not was_busy:
+            self._transport.wait(wait_s)
+
+    def _ended(self, operation: Operation) -> None:
+        self._outbox.ended(operation)
+        self._flows.ended(operation)
+
+    def _receiver(self, source: SourceTerms, landing: Landing) -> Flow:
+        try:
+            stage = self._stage_of(landing.stages)
+            lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_to(stage)
+        except BatonError as error:
+            return RefusedFlow(source, landing, self._transport, error)
+        return Receiver(source, landing, lanes, memory=self._memory, transport=self._transport)
+
+    def _sender(self, source: SourceTerms, landing: Landing, prompt: _Prompt | None) -> Flow:
+        try:
+            if prompt is None or prompt.num_tokens not in (None, source.num_tokens):
+                raise InternalError(f"session {landing.session_id}: expect_send did not announce a request of "
+                                    f"{source.num_tokens} tokens")
+            stage = self._stage_of(source.stages)
+            lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_from(stage)
+        except BatonError as error:
+            return RefusedFlow(source, landing, self._transport, error)
+        return Sender(source, landing, lanes, memory=self._memory, transport=self._transport)
+
+    def _stage_of(self, stages: tuple[StageEndpoint, ...]) -> int:
+        for index, stage in enumerate(stages):
+            if stage.incarnation == self._incarnation:
+                if stage.layers != self._memory.geometry.layers:
+                    raise IncompatiblePeerError(f"stage {index} has layers {self._memory.geometry.layers}, "
+                                                f"not {stage.layers}")
+                return index
+        raise IncompatiblePeerError(f"terms for {[stage.incarnation for stage in stages]}; this is {self._incarnation}")
+
+    def _expect_send(self, request_key: int, num_tokens: int | None) -> None:
+        self._prompts.setdefault(request_key, _Prompt(num_tokens))
+
+    def _layer_done(self, request_key: int, layer_id: int, num_tokens: int) -> None:
+        prompt = self._prompts.get(request_key)
+        if prompt is None:
+            return
+        prompt.layer_tokens[layer_id] = num_tokens
+        for flow in prompt.flows:
+            if isinstance(flow, Sender):
+                self._outbox.add(flow.release({layer_id: num_tokens}))
+
+    def _open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
+        prompt = self._prompts.get(request_key)
+        flow = self._sender(source, landing, prompt)
+        if prompt is not None:
+            prompt.flows.append(flow)
+        self._flows.open(flow)
+        if prompt is not None and isinstance(flow, Sender):
+            self._outbox.add(flow.release(prompt.layer_tokens))
+
+    def _close(self, session_id: str) -> None:
+        self._flows.close(session_id)
+        for prompt in self._prompts.values():
+            prompt.flows = [flow for flow in prompt.flows if flow.session_id != session_id]
+
+    def _close_request(self, request_key: int) -> None:
+        prompt = self._prompts.pop(request_key, None)
+        for flow in prompt.flows if prompt is not None else ():
+            self._flows.close_flow(flow)
+
+    def _close_all(self) -> None:
+        self._prompts.clear()
+        self._flows.close_all()

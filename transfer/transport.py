@@ -1,10 +1,123 @@
-"""What moves bytes between two processes. One protocol, one contract suite (tests/transfer/contract.py)."""
+"""What moves bytes between two processes. One protocol, one contract suite (tests/transfer/contract.py).
 
+A message has a 64-bit tag. Its low `TAG_OFFSET_BITS` number the messages of one session's epoch; the rest, its
+*prefix*, says which. The receiving side matches a message only after it has seen its length, so a message of the wrong
+size never writes a byte, and a receive that was cancelled before it was matched is over at once: nobody knows its
+memory any more. A matched receive ends with its message, or when the peer's connection is closed.
+"""
+
+from enum import StrEnum
 from typing import Protocol
 
+from runtime.errors import BatonError
 
-class Transport(Protocol):
-    """Tagged messages between processes, straight from and into the caller's memory."""
+TAG_OFFSET_BITS = 24
+TAG_LIMIT = 1 << 64
+
+
+def tag_prefix(tag: int) -> int:
+    """What all tags of one session's epoch share."""
+    return tag >> TAG_OFFSET_BITS
+
+
+class OperationState(StrEnum):
+    PENDING = "pending"
+    DONE = "done"  # a send: the buffer may be reused; a receive: all bytes are there
+    FAILED = "failed"  # `error` says why
+    CANCELLED = "cancelled"  # by `cancel_receive`, before any byte was written
+
+
+class Peer(Protocol):
+    """A connection to another process."""
 
     @property
     def address(self) -> bytes: ...
+
+    @property
+    def alive(self) -> bool:
+        """False once the connection has failed or was closed; it does not come back, `connect` makes a new one."""
+        ...
+
+
+class Operation:
+    """One send or one receive. While it is PENDING the transport may read or write `buffer`; afterwards never again."""
+
+    __slots__ = ("buffer", "error", "peer", "state", "tag")
+
+    def __init__(self, peer: Peer, tag: int, buffer: memoryview) -> None:
+        self.peer = peer
+        self.tag = tag
+        self.buffer = buffer
+        self.state = OperationState.PENDING
+        self.error: BatonError | None = None
+
+    def finish(self, state: OperationState, error: BatonError | None = None) -> None:
+        """For transports: the operation is over."""
+        self.state = state
+        self.error = error
+
+
+class Transport(Protocol):
+    """Tagged messages straight from and into the caller's memory.
+
+    Belongs to one thread, but for `address` and `wake`. Messages of one sender with one tag arrive in the order they
+    were sent; otherwise there is no order. Buffers are contiguous bytes.
+    """
+
+    @property
+    def address(self) -> bytes:
+        """What `connect` takes in another process. A bearer capability: it travels only over the gRPC plane."""
+        ...
+
+    @property
+    def num_pending(self) -> int:
+        """Operations that were returned by `send` or `post_receive` and not yet by `progress`."""
+        ...
+
+    def connect(self, address: bytes) -> Peer:
+        """The connection to this address, made or found. Returns before the peer has answered.
+
+        Raises:
+            PeerLostError: the address is not usable here.
+        """
+        ...
+
+    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+        """Send the bytes of `buffer`. A peer that is gone makes the operation FAILED with PeerLostError."""
+        ...
+
+    def post_receive(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+        """Accept one message with exactly this tag and exactly this length into `buffer`.
+
+        `peer` is who is going to send it. FAILED with HandoffError when the length differs (nothing is written),
+        with PeerLostError when the connection ends before the message.
+        """
+        ...
+
+    def cancel_receive(self, operation: Operation) -> None:
+        """Stop waiting. CANCELLED if no message was matched yet; else it ends as the message does."""
+        ...
+
+    def retire(self, prefix: int) -> None:
+        """Throw away every message with this tag prefix that is here or still to come. Remembered within a bound."""
+        ...
+
+    def close_peer(self, peer: Peer) -> None:
+        """Cut the connection. Every operation with this peer ends, and nothing can read or write its buffers after."""
+        ...
+
+    def progress(self) -> list[Operation]:
+        """Do what can be done without waiting; the operations that ended since the last call, each exactly once."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until `progress` may have something to do, `wake` was called, or the time is up."""
+        ...
+
+    def wake(self) -> None:
+        """Make the present or the next `wait` return at once. From any thread."""
+        ...
+
+    def close(self) -> None:
+        """Close every peer and free everything. Pending operations end; they are not reported any more."""
+        ...

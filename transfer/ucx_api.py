@@ -1,0 +1,124 @@
+"""The part of UCXX's core API that Baton uses, typed; UCXX itself ships without types."""
+
+import os
+from typing import Protocol
+
+from runtime.errors import ConfigError
+
+
+class UcxTag(Protocol):
+    @property
+    def value(self) -> int: ...
+
+
+class UcxRequest(Protocol):
+    @property
+    def completed(self) -> bool: ...
+
+    def check_error(self) -> None:
+        """Raises `UcxLibrary.error` when the request has failed."""
+        ...
+
+
+class UcxProbe(Protocol):
+    """Result of a probe. `length` and `sender_tag` exist only when `matched`. A matched message must be received."""
+
+    @property
+    def matched(self) -> bool: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def sender_tag(self) -> UcxTag: ...
+
+
+class UcxAddress(Protocol):
+    def tobytes(self) -> bytes: ...
+
+
+class UcxEndpoint(Protocol):
+    @property
+    def alive(self) -> bool: ...
+
+    def tag_send(self, array: object, tag: UcxTag) -> UcxRequest: ...
+
+    def close_blocking(self, period_ns: int, max_attempts: int) -> None: ...
+
+
+class UcxContext(Protocol):
+    @property
+    def info(self) -> str: ...
+
+
+class UcxWorker(Protocol):
+    @property
+    def address(self) -> UcxAddress: ...
+
+    @property
+    def epoll_file_descriptor(self) -> int: ...
+
+    def init_blocking_progress_mode(self) -> None: ...
+
+    def arm(self) -> bool:
+        """True: the descriptor will become readable when there is something to do. False: there is already."""
+        ...
+
+    def progress(self) -> None: ...
+
+    def progress_once(self) -> bool:
+        """Whether anything was done."""
+        ...
+
+    def create_endpoint_from_worker_address(self, address: UcxAddress, *,
+                                            endpoint_error_handling: bool) -> UcxEndpoint: ...
+
+    def tag_probe(self, tag: UcxTag, tag_mask: object, *, remove: bool) -> UcxProbe: ...
+
+    def tag_recv_with_handle(self, array: object, probe: UcxProbe) -> UcxRequest: ...
+
+
+class UcxLibrary:
+    """UCXX, loaded. Its constructors with the types above.
+
+    Raises:
+        ConfigError: UCXX is not installed.
+    """
+
+    def __init__(self) -> None:
+        # UCX reads these while it loads.
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+        os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
+        try:
+            import ucxx._lib.libucxx as ucx
+            from ucxx._lib.arr import Array
+        except ImportError as error:
+            raise ConfigError(f"UCX is not usable: {error}; install the ucx extra", field="transport") from error
+        self._ucx = ucx
+        self._array = Array
+        self.error: type[Exception] = ucx.UCXError
+        self.no_tag_mask: object = ucx.UCXXTagMask(0)
+
+    def context(self, options: dict[str, str]) -> UcxContext:
+        """Options by name without the UCX_ prefix. Raises `error` when nothing usable is left."""
+        context: UcxContext = self._ucx.UCXContext(options, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP))
+        return context
+
+    def worker(self, context: UcxContext) -> UcxWorker:
+        """A worker that can sleep."""
+        worker: UcxWorker = self._ucx.UCXWorker(context)
+        worker.init_blocking_progress_mode()
+        return worker
+
+    def address(self, raw: bytes) -> UcxAddress:
+        address: UcxAddress = self._ucx.UCXAddress.create_from_buffer(raw)
+        return address
+
+    def tag(self, value: int) -> UcxTag:
+        tag: UcxTag = self._ucx.UCXXTag(value)
+        return tag
+
+    def array(self, buffer: memoryview | bytearray | bytes) -> object:
+        """A view of the buffer as UCXX wants it; keeps the buffer alive."""
+        array: object = self._array(buffer)
+        return array
