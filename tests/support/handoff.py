@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,8 @@ class EventLog:
         wanted = (session_id, epoch, state)
         return next((event for event in self.events if (event.session_id, event.epoch, event.state) == wanted), None)
 
-    def wait(self, session_id: str, *states: StageSessionState, epoch: int = 0, timeout_s: float = 10.0) -> StageSessionEvent:
+    def wait(self, session_id: str, *states: StageSessionState, epoch: int = 0,
+             timeout_s: float = 10.0) -> StageSessionEvent:
         """The first report of one of these states."""
         with self._changed:
             found: StageSessionEvent | None = None
@@ -111,11 +112,8 @@ class Pool:
             agent.start()
             self.stages.append(Stage(memory, agent, log))
 
-    @property
-    def endpoints(self) -> tuple[object, ...]:
-        return tuple(stage.agent.endpoint for stage in self.stages)
-
-    def terms(self, page_ids: Sequence[int], num_tokens: int, *, slot_id: int = 1, chunk_tokens: int = 8) -> SourceTerms:
+    def terms(self, page_ids: Sequence[int], num_tokens: int, *, slot_id: int = 1,
+              chunk_tokens: int = 8) -> SourceTerms:
         """As the source of a handoff."""
         return SourceTerms("c", "text", self.page_size, num_tokens, chunk_tokens, tuple(page_ids), slot_id,
                            tuple(stage.agent.endpoint for stage in self.stages))
@@ -155,27 +153,27 @@ class Pool:
             stage.agent.close(session_id)
 
     def shutdown(self) -> None:
-        assert all([stage.agent.shutdown(5.0) for stage in self.stages])
+        drained = [stage.agent.shutdown(5.0) for stage in self.stages]
+        assert all(drained), drained
 
-    def records(self, kind_filter: Callable[[CacheKind], bool], indices: Sequence[int]) -> dict[tuple[int, CacheKind], Bytes]:
+    def records(self, kinds: Collection[CacheKind], indices: Sequence[int]) -> dict[tuple[int, CacheKind], Bytes]:
         """Copies of these records of every layer, whichever stage has it."""
         return {key: array[list(indices)].copy() for stage in self.stages
-                for key, array in stage.memory.arrays.items() if kind_filter(key[1])}
+                for key, array in stage.memory.arrays.items() if key[1] in kinds}
 
 
 def assert_handed_over(source: Pool, dest: Pool, source_pages: Sequence[int], dest_pages: Sequence[int],
                        source_slot: int = 1, dest_slot: int = 1) -> None:
     """Every record of the request is where the landing wanted it, and no other byte of the destination has changed."""
-    for is_paged, theirs, ours in ((True, source_pages, dest_pages), (False, [source_slot], [dest_slot])):
-        def wanted(kind: CacheKind, is_paged: bool = is_paged) -> bool:
-            return kind.is_paged == is_paged
-        sent, landed = source.records(wanted, theirs), dest.records(wanted, ours)
+    paged = {kind for kind in CacheKind if kind.is_paged}
+    for kinds, theirs, ours in ((paged, source_pages, dest_pages), (set(CacheKind) - paged, [source_slot], [dest_slot])):
+        sent, landed = source.records(kinds, theirs), dest.records(kinds, ours)
         assert sent.keys() == landed.keys()
         for key, records in sent.items():
             assert np.array_equal(records, landed[key]), key
         for stage in dest.stages:
             for (layer_id, kind), array in stage.memory.arrays.items():
-                if kind.is_paged == is_paged:
+                if kind in kinds:
                     others = np.delete(array, list(ours), axis=0)
                     assert not others.any(), f"layer {layer_id} {kind}: bytes outside the landing changed"
 
