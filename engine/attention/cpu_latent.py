@@ -29,6 +29,7 @@ class LatentPlan:
     own_slots      [T] int64, where the token's entry is written: page * page_size + offset
     key_slots      [R, K] int64, where the row's keys are
     hidden         [T, K] bool, True where the token must not see the key
+    visible        [T, K] int32, the other keys, ascending, then -1; only where no layer selects its own
     """
 
     num_rows: int
@@ -37,6 +38,7 @@ class LatentPlan:
     own_slots: Tensor
     key_slots: Tensor
     hidden: Tensor
+    visible: Tensor | None
 
 
 class CpuLatentAttention:
@@ -56,7 +58,7 @@ class CpuLatentAttention:
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Prepare key tables and masks and mark the batch."""
-        plan = _build_plan(batch, self._geometry.page_size)
+        plan = _build_plan(batch, self._geometry)
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
@@ -80,10 +82,9 @@ class CpuLatentAttention:
         plan = self._checked_plan(q, batch)
         cached = _entries(self._latent_pools, layer_id, "latent pages")
         cached[plan.own_slots] = entries
-        if selected is None:
-            selected = torch.arange(plan.key_slots.shape[1]).masked_fill(plan.hidden, -1)
-        elif selected.shape[0] != plan.num_tokens:
-            raise InternalError(f"layer {layer_id}: keys chosen for {selected.shape[0]} of {plan.num_tokens} tokens")
+        selected = plan.visible if selected is None else selected
+        if selected is None or selected.shape[0] != plan.num_tokens:
+            raise InternalError(f"layer {layer_id} needs the keys selected for {plan.num_tokens} tokens")
         selected = F.pad(selected, (0, -selected.shape[1] % _BLOCK), value=-1).long()
         hidden = selected < 0
         # A place without a key reads the token's own entry: it is always written, and it is masked.
@@ -123,7 +124,8 @@ class CpuLatentAttention:
         return plan
 
 
-def _build_plan(batch: ForwardBatch, page_size: int) -> LatentPlan:
+def _build_plan(batch: ForwardBatch, geometry: LatentGeometry) -> LatentPlan:
+    page_size = geometry.page_size
     rows, positions = storage_positions(batch)
     lengths = [context + query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
     key_ids = torch.arange(-(-max(lengths, default=0) // _BLOCK) * _BLOCK)
@@ -141,7 +143,8 @@ def _build_plan(batch: ForwardBatch, page_size: int) -> LatentPlan:
             hidden[start:start + num_tokens, length - width:length] = ~visible
             start += num_tokens
     return LatentPlan(num_rows=batch.num_rows, num_tokens=len(positions), token_rows=rows,
-                      own_slots=slots[rows, positions], key_slots=slots, hidden=hidden)
+                      own_slots=slots[rows, positions], key_slots=slots, hidden=hidden,
+                      visible=None if geometry.max_selected else _positions(~hidden, hidden.shape[1]))
 
 
 def _entries(pools: Mapping[int, Tensor], layer_id: int, what: str) -> Tensor:
@@ -179,11 +182,16 @@ def _best(scores: Tensor, hidden: Tensor, count: int) -> Tensor:
     above = scores > threshold
     equal = (scores == threshold) & ~hidden
     free = count - above.sum(-1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(-1) <= free))
-    place = torch.where(chosen, chosen.cumsum(-1) - 1, count)
-    positions = torch.arange(scores.shape[1], dtype=torch.int32).expand_as(scores)
-    out = torch.full((len(scores), count + 1), -1, dtype=torch.int32)
-    return out.scatter_(1, place, positions)[:, :count]
+    return _positions(above | (equal & (equal.cumsum(-1) <= free)), count)
+
+
+def _positions(chosen: Tensor, width: int) -> Tensor:
+    """Where each row of a mask is True: [rows, width] int32, ascending, then -1. So the keys of a tree's path lie side
+    by side, as they will once the path is accepted."""
+    place = torch.where(chosen, chosen.cumsum(-1) - 1, width)
+    positions = torch.arange(chosen.shape[1], dtype=torch.int32).expand_as(chosen)
+    out = torch.full((len(chosen), width + 1), -1, dtype=torch.int32)
+    return out.scatter_(1, place, positions)[:, :width]
 
 
 def _sum_in_order(x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def test_captured_layer_outputs_travel_to_the_last_stage_s0_9(model: ModelDescri
     # The output of a stage's last layer is what the next stage gets.
     front = StageDriver(model, cuts=(1,), capture_layers=wanted)
     batch = front.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)
-    front.contexts[0].attention.plan(batch)
+    front.plan(0, batch)
     output = front.stages[0].forward(batch, None, front.contexts[0])
     assert output.hidden is not None
     assert torch.equal(output.aux_hidden[0], output.hidden)

@@ -73,13 +73,17 @@ class StageDriver:
             local = batch.clone()
             if index:
                 local.token_ids = None
-            planner = context.attention or context.latent_attention
-            assert planner is not None
-            planner.plan(local)
+            self.plan(index, local)
             output = stage.forward(local, output.hidden, context, output.aux_hidden, output.selected_keys)
         for row, length in zip(batch.request_ids, batch.query_lens, strict=True):
             self._lengths[row] += length
         return output
+
+    def plan(self, stage_index: int, batch: ForwardBatch) -> None:
+        context = self.contexts[stage_index]
+        planner = context.attention or context.latent_attention
+        assert planner is not None
+        planner.plan(batch)
 
     def _context(self, model: ModelDescription, stage: DecoderStage, page_size: int) -> ForwardContext:
         paged, latent = model.attention_geometry(page_size), model.latent_geometry(page_size)

@@ -1,0 +1,107 @@
+"""Selected keys on their way between layers and stages (GLM-5), and what an indexer must get right."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.batch import ForwardBatch, ForwardMode
+from engine.numerics import Numerics
+from engine.stages import LayerRange
+from models.loader import ModelDescription, random_model, read_model
+from runtime.errors import ConfigError, InternalError
+from tests.models.conftest import CheckpointMaker
+from tests.support.single_stage import StageDriver
+
+PROMPT = torch.randint(3, 240, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture
+def model(checkpoint: CheckpointMaker) -> ModelDescription:
+    """Layers 0, 3 and 5 compute; 1, 2 and 4 share."""
+    return read_model(checkpoint("glm_moe_dsa_pattern"))
+
+
+def run_first_stage(driver: StageDriver, batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:
+    driver.plan(0, batch)
+    output = driver.stages[0].forward(batch, None, driver.contexts[0])
+    return output.hidden, output.selected_keys
+
+
+@pytest.mark.parametrize(("cut", "is_carried"), [(1, True), (2, True), (3, False), (4, True), (5, False)])
+def test_a_boundary_carries_keys_only_before_a_sharing_layer_s2_5(cut: int, *, is_carried: bool,
+                                                                  model: ModelDescription) -> None:
+    driver = StageDriver(model, cuts=(cut,))
+    _, selected = run_first_stage(driver, driver.batch(ForwardMode.PREFILL, {0: PROMPT}, draw=True))
+    if not is_carried:
+        assert selected is None
+        return
+    assert selected is not None
+    assert (selected.dtype, selected.shape) == (torch.int32, (40, 8))
+    for position, keys in enumerate(selected.tolist()):
+        chosen = [key for key in keys if key >= 0]
+        assert len(chosen) == min(8, position + 1)
+        assert chosen == sorted(set(chosen))
+        assert chosen[-1] <= position
+
+
+def test_keys_cross_stages_that_only_share_s2_6(model: ModelDescription) -> None:
+    """Layer 2 shares what layer 0 chose two stages before; prefill in chunks, decode, and rows of a batch."""
+    whole, cut = StageDriver(model), StageDriver(model, cuts=(1, 2, 3))
+    for driver in (whole, cut):
+        driver.prefill({0: PROMPT[:17]}, draw=False)
+    assert torch.equal(cut.prefill({0: PROMPT[17:], 1: PROMPT[:5]}), whole.prefill({0: PROMPT[17:], 1: PROMPT[:5]}))
+    assert torch.equal(cut.decode({1: 9, 0: 11}), whole.decode({1: 9, 0: 11}))
+
+
+def test_a_sharing_stage_without_keys_fails_and_never_falls_back_s2_5(model: ModelDescription) -> None:
+    driver = StageDriver(model, cuts=(4,))
+    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT}, draw=True)
+    hidden, selected = run_first_stage(driver, batch)
+    assert selected is not None
+    context = driver.contexts[1]
+    for keys in (None, selected[:-1]):
+        with pytest.raises(InternalError, match=r"stage 4-6 needs the keys selected for 40 tokens: its layer 4 shares"):
+            driver.stages[1].forward(batch, hidden, context, selected_keys=keys)
+
+
+def test_a_batch_without_tokens_needs_no_keys_s2_5(model: ModelDescription) -> None:
+    driver = StageDriver(model, cuts=(1, 2, 4))
+    logits = driver.run(driver.batch(ForwardMode.IDLE, {}, draw=False)).logits
+    assert logits is not None
+    assert logits.shape == (0, 256)
+
+
+def test_sharing_layers_have_no_indexer_weights(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("glm_moe_dsa_pattern"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    assert {int(name.split(".")[2]) for name in tensors if ".indexer." in name} == {0, 3, 5}
+    stray = "model.layers.1.self_attn.indexer.wk.weight"
+    save_file(tensors | {stray: torch.zeros(16, 64)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"unexpected: layers\.1\.self_attn\.indexer\.wk"):
+        read_model(folder).load_stage(LayerRange(1, 2), numerics=Numerics.EXACT)
+
+
+def test_choosing_every_key_equals_attending_to_all(checkpoint: CheckpointMaker) -> None:
+    """With index_topk no smaller than the context, DSA is dense MLA, to the bit."""
+    config = json.loads((checkpoint("deepseek_v32") / "config.json").read_text()) | {"index_topk": 64}
+    dense = config | {"architectures": ["DeepseekV3ForCausalLM"]}
+    assert torch.equal(StageDriver(random_model(config)).prefill({0: PROMPT}),
+                       StageDriver(random_model(dense)).prefill({0: PROMPT}))
+    narrow = StageDriver(random_model(config | {"index_topk": 8})).prefill({0: PROMPT})
+    assert not torch.equal(narrow, StageDriver(random_model(dense)).prefill({0: PROMPT}))
+
+
+def test_ties_are_broken_alike_in_prefill_and_decode(checkpoint: CheckpointMaker) -> None:
+    """Two indexer heads leave many scores at exactly 0, so the tie rule decides most choices."""
+    config = json.loads((checkpoint("deepseek_v32") / "config.json").read_text())
+    model = random_model(config | {"index_n_heads": 2})
+    whole, stepwise = StageDriver(model), StageDriver(model)
+    stepwise.prefill({0: PROMPT[:1]}, draw=False)
+    for token in PROMPT[1:]:
+        last = stepwise.decode({0: token})
+    assert torch.equal(last, whole.prefill({0: PROMPT}))
