@@ -48,16 +48,17 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed)
         outbox = Outbox(self._limits.client_stall_s)
         flow = self._register(checked, outbox, timeline, context)
-        task = asyncio.create_task(outbox.fill(flow.run()))
+        task = asyncio.create_task(flow.run())
+        # By callback, because this handler may be cancelled at any await, more than once.
+        task.add_done_callback(lambda _: self._ended(flow, outbox))
         try:
             async for response in outbox:
                 yield response
             await task
         finally:
-            # A client that left is an abort; the flow has closed the workers' streams when the task is over.
+            # A client that left is an abort; the workers' streams are closed when the task is over.
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            del self._running[flow.request_id]
 
     async def Abort(self, request: generation_pb2.AbortRequest,
                     context: Context) -> generation_pb2.AbortResponse:
@@ -100,6 +101,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                     limit_s if remaining_s is None else min(remaining_s, limit_s))
         self._running[flow.request_id] = flow
         return flow
+
+    def _ended(self, flow: Flow, outbox: Outbox) -> None:
+        del self._running[flow.request_id]
+        outbox.close()
 
 
 def draw_seed() -> int:

@@ -8,7 +8,8 @@ digests are equal. Choosing a worker books the request on it; whoever books must
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TypeVar
 
 from protos import generation_pb2
@@ -20,6 +21,13 @@ from runtime.client import open_channel
 from runtime.metrics import RouterMetrics
 
 T = TypeVar("T")
+
+
+class Room(StrEnum):
+    """Whether a worker that seems full may be chosen."""
+
+    NEEDED = "needed"
+    ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,8 @@ class Directory:
         prefill = self._book((w for w in self._usable(Role.PREFILL) if w.compatibility in ready), prompt_token_ids)
         if prefill is None:
             return None
-        decode = self.book_decode(prompt_token_ids, prefill.worker.compatibility)
+        fitting = (w for w in self._usable(Role.DECODE) if w.compatibility == prefill.worker.compatibility)
+        decode = self._book(fitting, prompt_token_ids)
         if decode is None:
             prefill.release()
             return None
@@ -133,10 +142,10 @@ class Directory:
         return self._book(others or usable, prompt_token_ids)
 
     def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
-                    tried: frozenset[str] = frozenset()) -> Booking | None:
-        """A decode pool with room that was not tried."""
-        return self._book((w for w in self._usable(Role.DECODE) if w.compatibility == compatibility),
-                          prompt_token_ids, tried)
+                    tried: frozenset[str]) -> Booking | None:
+        """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
+        fitting = (w for w in self._usable(Role.DECODE) if w.compatibility == compatibility)
+        return self._book(fitting, prompt_token_ids, tried, Room.ANY)
 
     def has_decode(self, compatibility: str) -> bool:
         """Whether a decode pool that fits is alive, with room or without."""
@@ -147,13 +156,15 @@ class Directory:
         return [self._status_of(worker) for worker in self.workers]
 
     def _book(self, workers: Iterable[Worker], prompt_token_ids: Sequence[int],
-              tried: frozenset[str] = frozenset()) -> Booking | None:
+              tried: frozenset[str] = frozenset(), room: Room = Room.NEEDED) -> Booking | None:
         by_address = {worker.address: worker for worker in workers}
         if not by_address:
             return None
         policy = self._policies[next(iter(by_address.values())).role]
         with self._metrics.pick_s.time():
             candidates = [worker.as_candidate(len(prompt_token_ids)) for worker in by_address.values()]
+            if room is Room.ANY:
+                candidates = [replace(candidate, has_room=True) for candidate in candidates]
             chosen = choose(policy, candidates, Draw(self._turn, self._rng, prompt_token_ids), tried=tried)
         self._metrics.decisions.labels(policy.value, "full" if chosen is None else "chosen").inc()
         if chosen is None:

@@ -6,6 +6,7 @@ the flow through the inbox; a search that finds nobody in time raises in the flo
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, transfer_pb2, types_pb2
@@ -25,7 +26,7 @@ from runtime.errors import (
 Event = Received[prefill_pb2.RunResponse] | Received[decode_pb2.DecodeResponse] | Ended
 Inbox = asyncio.Queue[Event]
 
-RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.05, 1.0
+RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,6 @@ class DecodeLeg:
         self._booking = booking
         self._search: asyncio.Task[None] | None = None
         self._tried: frozenset[str] = frozenset()
-        self._pause_s = RETRY_PAUSE_S
         self._refused_since: float | None = None
         self._source: transfer_pb2.SourceTerms | None = None
         self._first_token: types_pb2.TokenChunk | None = None
@@ -159,13 +159,17 @@ class DecodeLeg:
         self._source = None
 
     def first_token(self, token: types_pb2.TokenChunk) -> None:
+        """Sent when the pool has landed: what is sent to a pool that refuses would hide why it did."""
         self._first_token = token
-        if self.stream is not None:
-            self.stream.send(decode_pb2.DecodeRequest(first_token=token))
+        if self.has_landed:
+            self._send_first_token(token)
 
     def landed(self) -> bool:
         """A landing arrived; False if it answers an offer that was overtaken."""
-        self.has_landed = self._booking.has_landed = True
+        if not self.has_landed and self._first_token is not None:
+            self._send_first_token(self._first_token)
+        self.has_landed = True
+        self._booking.landed()
         self._landings_due -= 1
         if self._landings_due:
             return False
@@ -184,19 +188,19 @@ class DecodeLeg:
         return PeerLostError(f"decode worker {self.address} did not {missing} in time")
 
     def move_on(self, error: BatonError) -> None:
-        """Ask the next pool. When all have refused, ask again until one has room or patience ends.
+        """Ask the next pool. When all have refused, ask again until one takes it or patience ends.
 
         Raises:
             BatonError: `error`, if no pool could do better.
         """
         if not may_retry(error):
             raise error
-        compatibility = self.compatibility
-        self.close()
-        self.stream = None
+        if self.stream is not None:
+            self.stream.close()
+        self.stream, self.due_at = None, None
         _suspect(self._booking, error)
         self._tried |= {self.address}
-        self._search = self._leg.group.create_task(self._reopen(error, compatibility))
+        self._search = self._leg.group.create_task(self._reopen(error, self.compatibility))
 
     def close(self) -> None:
         """Idempotent."""
@@ -207,17 +211,28 @@ class DecodeLeg:
         self._booking.release()
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
+        """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
         directory, prompt = self._leg.directory, self._leg.request.prompt_token_ids
         booking = directory.book_decode(prompt, compatibility, tried=self._tried)
         if booking is None:
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, MAX_RETRY_PAUSE_S)
+            patience_s = self._patience_s(error, compatibility)
+            if patience_s <= 0:
+                raise error
+            await self._pause()
             self._tried = frozenset()
-            booking = await _search(directory, lambda: directory.book_decode(prompt, compatibility),
-                                    self._patience_s(error, compatibility), error)
+            booking = await _search(
+                directory, lambda: directory.book_decode(prompt, compatibility, tried=frozenset()), patience_s, error)
+        self._booking.release()
         self._booking = booking
         if self._source is not None:
             self._open(self._source)
+
+    async def _pause(self) -> None:
+        """Until something may have changed in the pools."""
+        await asyncio.sleep(RETRY_PAUSE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MAX_RETRY_PAUSE_S):
+                await self._leg.directory.changed()
 
     def _open(self, source: transfer_pb2.SourceTerms) -> None:
         stub = decode_pb2_grpc.DecodeStub(self._booking.worker.channel)
@@ -227,8 +242,10 @@ class DecodeLeg:
         self.stream.send(decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(request=self._leg.request,
                                                                              source=source)))
         self._expect_landing()
-        if self._first_token is not None:
-            self.stream.send(decode_pb2.DecodeRequest(first_token=self._first_token))
+
+    def _send_first_token(self, token: types_pb2.TokenChunk) -> None:
+        if self.stream is not None:
+            self.stream.send(decode_pb2.DecodeRequest(first_token=token))
 
     def _patience_s(self, error: BatonError, compatibility: str) -> float:
         """What is left of it since the first refusal: more where pools live and are only full."""
@@ -236,7 +253,7 @@ class DecodeLeg:
         self._refused_since = now if self._refused_since is None else self._refused_since
         is_full = isinstance(error, CapacityError) and self._leg.directory.has_decode(compatibility)
         patience_s = self._leg.limits.capacity_wait_s if is_full else self._leg.limits.peer_wait_s
-        return max(0.0, self._refused_since + patience_s - now)
+        return self._refused_since + patience_s - now
 
     def _expect_landing(self) -> None:
         self._landings_due += 1

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
 from typing import Self
 
 from protos import generation_pb2
@@ -32,13 +31,10 @@ class Outbox:
         self._unread.append(response)
         self._changed.set()
 
-    async def fill(self, work: Awaitable[None]) -> None:
-        """Run what puts, and close when it has ended, however it ended."""
-        try:
-            await work
-        finally:
-            self._is_closed = True
-            self._changed.set()
+    def close(self) -> None:
+        """Nothing more will be put."""
+        self._is_closed = True
+        self._changed.set()
 
     def __aiter__(self) -> Self:
         return self

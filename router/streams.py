@@ -18,7 +18,8 @@ from runtime.status import DETAILS_KEY, error_from_rpc
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-# What gRPC itself reports when a process dies under a call, as opposed to what its server answers.
+# What gRPC itself reports when a process dies under a call, as opposed to what its server answers. It also reports
+# INTERNAL when a message is sent to a stream that the peer has just ended; the peer's status is lost then.
 _TRANSPORT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL,
                               grpc.StatusCode.CANCELLED})
 
@@ -64,6 +65,7 @@ class WorkerStream(Generic[Request, Response]):
     def close(self) -> None:
         """End the call now. Ended streams do not mind."""
         self._call.cancel()
+        self.half_close()
         self._reader.cancel()
 
     async def _requests(self) -> AsyncIterator[Request]:
@@ -77,9 +79,16 @@ class WorkerStream(Generic[Request, Response]):
                 await self._deliver(Received(self, message))
         except grpc.aio.AioRpcError as rpc_error:
             error = _error_of(rpc_error, self._address)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # gRPC cancels a call itself when sending on it fails before its status is known.
+            error = PeerLostError(f"worker {self._address} was lost: a message could not be sent")
         finally:
             self.has_ended = True
             self._call.cancel()
+            self.half_close()  # ends the task in which gRPC waits for more requests
         await self._deliver(Ended(self, error))
 
 

@@ -20,7 +20,7 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
-@dataclass
+@dataclass(eq=False)  # two claims of the same size are two claims
 class Booking:
     """A request's claim on a worker, from the choice to `release`. A new incarnation of the worker owes it nothing."""
 
@@ -28,8 +28,14 @@ class Booking:
     incarnation: str
     num_tokens: int  # of the prompt
     num_pages: int  # the prompt and one token
-    has_landed: bool = False  # the worker has reserved; its next report shows it
+    has_landed: bool = False
     is_reported: bool = False
+
+    def landed(self) -> None:
+        """The worker has reserved; its next report shows it."""
+        if not self.has_landed:
+            self.has_landed = True
+            self.worker.on_change()
 
     def release(self) -> None:
         """Idempotent."""

@@ -136,9 +136,17 @@ class RouterHarness:
         await eventually(lambda: not self.service._running, "requests in the router")
         assert self.services.admission.num_waiting == 0
         assert not any(worker._bookings for worker in self.directory.workers)
+        await eventually(lambda: not request_tasks(), "tasks of ended requests")
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
+
+
+def request_tasks() -> list[str]:
+    """Tasks that exist only while a request does: flows, readers, searches, and gRPC's own request senders."""
+    names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+    kinds = ("Flow.", "WorkerStream.", "PrefillLeg.", "DecodeLeg.", "_StreamRequestMixin.")
+    return [name for name in names if name.startswith(kinds)]
 
 
 async def eventually(condition: Callable[[], object], what: str, within_s: float = 3.0) -> None:

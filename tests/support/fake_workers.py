@@ -29,13 +29,13 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.errors import CapacityError, PeerLostError
+from runtime.errors import CapacityError
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 
 VOCAB_SIZE = 512
 Context = grpc.aio.ServicerContext[Any, Any]
-Hook = Callable[[types_pb2.EngineRequest], Awaitable[None]]
+Hook = Callable[[types_pb2.EngineRequest], Awaitable[object]]
 
 
 def expected_tokens(prompt: list[int], count: int) -> list[int]:
@@ -111,6 +111,25 @@ class FakeWorker:
         """Run `hook` whenever a request reaches `point`; what it raises ends that request's stream."""
         self._hooks[point] = hook
 
+    def die_at(self, point: Point) -> None:
+        """Die when the next request reaches `point`; after a restart the worker is sound."""
+        async def dies(_: types_pb2.EngineRequest) -> None:
+            self._hooks.clear()
+            self._dying = asyncio.create_task(self.die())
+            await asyncio.sleep(30)
+
+        self._hooks[point] = dies
+
+    def fail_at(self, point: Point, error: Exception, *, times: int = 1) -> None:
+        """Raise `error` for the next `times` requests that reach `point`."""
+        left = itertools.count(times, -1)
+
+        async def fails(_: types_pb2.EngineRequest) -> None:
+            if next(left) > 0:
+                raise error
+
+        self._hooks[point] = fails
+
     async def start(self) -> None:
         """Listen under the same address as before; a new incarnation."""
         self.incarnation = uuid.uuid4().hex
@@ -178,9 +197,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             token = (expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset) % VOCAB_SIZE
             yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
                 token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=0.125))
-            landing = (await anext(request_iterator)).landing
+            answer = await anext(request_iterator, None)
+            if answer is None:
+                return  # the router let go before it had a landing: an abort
             await self.reached(Point.SENDING, request)
-            self.fabric.deliver(landing)
+            self.fabric.deliver(answer.landing)
             yield prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent(num_bytes=1))
             async for _ in request_iterator:
                 raise AssertionError("a prefill stream gets a request and a landing, nothing else")
@@ -269,24 +290,18 @@ async def _read_into(requests: AsyncIterator[decode_pb2.DecodeRequest],
 async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeRequest]", delivered: asyncio.Event,
                                     first_token: int | None) -> int | None:
     """Wait until both are there; the token alone if another source takes over first."""
-    landing = asyncio.create_task(delivered.wait())
+    landing, message = asyncio.create_task(delivered.wait()), asyncio.create_task(inputs.get())
     try:
         while first_token is None or not delivered.is_set():
-            message = asyncio.create_task(inputs.get())
-            await asyncio.wait({message, landing}, return_when=asyncio.FIRST_COMPLETED)
-            if not message.done():
-                message.cancel()
-                if first_token is None:  # everything is here but the token
-                    first_token = (await inputs.get()).first_token.token_ids[0]
-                continue
-            if message.result().HasField("new_source"):
-                return first_token
-            first_token = message.result().first_token.token_ids[0]
+            await asyncio.wait({message} if delivered.is_set() else {message, landing},
+                               return_when=asyncio.FIRST_COMPLETED)
+            if message.done():
+                if message.result().HasField("new_source"):
+                    return first_token
+                first_token = message.result().first_token.token_ids[0]
+                message = asyncio.create_task(inputs.get())
         return first_token
     finally:
         landing.cancel()
+        message.cancel()
 
-
-async def raise_lost(_: types_pb2.EngineRequest) -> None:
-    """A hook: the worker says that one of its stages is gone."""
-    raise PeerLostError("a stage was lost")

@@ -1,0 +1,225 @@
+"""Workers that die, refuse, stall or lie: every request ends in one state, and nothing is left anywhere."""
+
+import asyncio
+
+import pytest
+
+from protos import types_pb2
+from router.legs import FlowLimits
+from runtime.errors import (
+    CapacityError,
+    FieldViolation,
+    HandoffError,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+    UnavailableError,
+)
+from tests.router.harness import FLOW_LIMITS, eventually, running_router, token_request
+from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+
+PREFILL_POINTS = [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING]
+PROMPT = [1, 2, 3]
+
+
+class Workers:
+    """Two of each, sharing one fabric and journal."""
+
+    def __init__(self) -> None:
+        self.fabric, self.journal = Fabric(), Journal()
+        self.p0, self.p1 = (FakePrefill(f"p{i}", self.fabric, self.journal) for i in range(2))
+        self.d0, self.d1 = (FakeDecode(f"d{i}", self.fabric, self.journal) for i in range(2))
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers()
+
+
+
+@pytest.mark.parametrize("point", PREFILL_POINTS)
+async def test_another_prefill_worker_takes_over(workers: Workers, point: Point) -> None:
+    async with running_router(workers.p0, workers.p1, workers.d0) as router:
+        first_choice = min((workers.p0, workers.p1), key=lambda worker: worker.address)
+        first_choice.die_at(point)
+        answer = await router.ask(token_request(PROMPT, max_tokens=5))
+        assert answer.token_ids == expected_tokens(PROMPT, 5)
+        assert router.metric("baton_router_retries_total", role="prefill", reason="PEER_LOST") == 1
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("point", PREFILL_POINTS)
+async def test_the_only_prefill_worker_serves_again_when_it_is_back(workers: Workers, point: Point) -> None:
+    async with running_router(workers.p0, workers.d0) as router:
+        workers.p0.die_at(point)
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: not workers.p0._hooks, "the death")
+        await asyncio.sleep(0.1)
+        first_incarnation = workers.p0.incarnation
+        await workers.p0.start()
+        assert workers.p0.incarnation != first_incarnation
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("point", PREFILL_POINTS)
+async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, point: Point) -> None:
+    async with running_router(workers.p0, workers.d0) as router:
+        workers.p0.die_at(point)
+        began = asyncio.get_running_loop().time()
+        error = await router.failure(token_request(PROMPT))
+        assert isinstance(error, PeerLostError)
+        assert workers.p0.address in str(error)
+        assert asyncio.get_running_loop().time() - began < 5
+        await router.assert_nothing_left()
+
+
+async def test_a_failed_transfer_is_tried_again_by_prefill(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.d0) as router:
+        workers.p0.fail_at(Point.SENDING, HandoffError("no route"))
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert router.metric("baton_router_retries_total", role="prefill", reason="HANDOFF_FAILED") == 1
+        await router.assert_nothing_left()
+
+
+async def test_retries_of_prefill_are_bounded(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.p1, workers.d0) as router:
+        for worker in (workers.p0, workers.p1):
+            worker.fail_at(Point.STARTED, HandoffError("no route"), times=100)
+        assert isinstance(await router.failure(token_request(PROMPT)), HandoffError)
+        assert workers.journal.events().count(Point.QUEUED) == FLOW_LIMITS.prefill_attempts
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError(FieldViolation("prompt", "no")), InternalError("a bug")])
+async def test_what_no_other_worker_can_mend_is_not_retried(workers: Workers, error: Exception) -> None:
+    async with running_router(workers.p0, workers.p1, workers.d0) as router:
+        for worker in (workers.p0, workers.p1):
+            worker.fail_at(Point.STARTED, error, times=100)
+        assert type(await router.failure(token_request(PROMPT))) is type(error)
+        assert workers.journal.events().count(Point.QUEUED) == 1
+        await router.assert_nothing_left()
+
+
+async def test_another_first_token_after_a_retry_is_a_bug_and_never_sent(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.d0) as router:
+        workers.p0.fail_at(Point.SENDING, HandoffError("no route"))
+        answer = asyncio.create_task(router.failure(token_request(PROMPT)))
+        await eventually(lambda: Point.COMPUTED in workers.journal.events(), "the first token")
+        workers.p0.first_token_offset = 1
+        assert isinstance(await answer, InternalError)
+        await router.assert_nothing_left()
+
+
+async def test_a_full_pool_refuses_and_the_next_one_takes_it(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.d0, workers.d1) as router:
+        workers.d0.fail_at(Point.RESERVE, CapacityError("full", resource="pages"))
+        workers.d1.fail_at(Point.RESERVE, CapacityError("full", resource="pages"))
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        await router.assert_nothing_left()
+
+
+async def test_when_all_pools_refuse_the_request_waits_for_one(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.d0) as router:
+        workers.d0.fail_at(Point.RESERVE, CapacityError("full", resource="pages"), times=4)
+        answer = await router.ask(token_request(PROMPT, max_tokens=5))
+        assert answer.token_ids == expected_tokens(PROMPT, 5)
+        assert answer.chunks[0].token_ids == [6], "the first token does not wait for a pool"
+        assert router.metric("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY") == 4
+        await router.assert_nothing_left()
+
+
+async def test_patience_with_full_pools_ends(workers: Workers) -> None:
+    limits = FlowLimits(capacity_wait_s=0.3, peer_wait_s=0.3)
+    async with running_router(workers.p0, workers.d0, flow=limits) as router:
+        workers.d0.fail_at(Point.RESERVE, CapacityError("full", resource="pages"), times=1000)
+        error = await router.failure(token_request(PROMPT))
+        assert isinstance(error, CapacityError)
+        assert error.retry_after_s == 1.0
+        await router.assert_nothing_left()
+
+
+async def test_a_pool_that_dies_before_it_landed_is_replaced(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.d0, workers.d1) as router:
+        first_choice = min((workers.d0, workers.d1), key=lambda worker: worker.address)
+        first_choice.die_at(Point.RESERVE)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert not first_choice._hooks, "it was not chosen, so nothing was tested"
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("point", [Point.LANDED, Point.COMMIT, Point.TOKEN, Point.FINISH])
+async def test_a_lost_decode_pool_is_one_clear_status(workers: Workers, point: Point) -> None:
+    async with running_router(workers.p0, workers.d0) as router:
+        workers.d0.die_at(point)
+        error = await router.failure(token_request(PROMPT))
+        assert isinstance(error, PeerLostError)
+        assert workers.d0.address in str(error)
+        await router.assert_nothing_left()
+        await workers.d0.start()
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+
+
+async def test_a_stage_lost_in_mid_stream_is_aborted_too(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.d0) as router:
+        workers.d0.fail_at(Point.TOKEN, UnavailableError("stage 1 is gone"))
+        error = await router.failure(token_request(PROMPT))
+        assert isinstance(error, PeerLostError)
+        assert "stage 1 is gone" in str(error)
+        await router.assert_nothing_left()
+
+
+async def test_a_pool_that_does_not_answer_a_reservation_is_given_up(workers: Workers) -> None:
+    limits = FlowLimits(reserve_s=0.2, peer_wait_s=2)
+    async with running_router(workers.p0, workers.d0, workers.d1, flow=limits) as router:
+        silent = asyncio.Event()
+
+        async def stall(_: types_pb2.EngineRequest) -> None:
+            if not silent.is_set():
+                silent.set()
+                await asyncio.sleep(30)
+
+        workers.d0.at(Point.RESERVE, stall)
+        workers.d1.at(Point.RESERVE, stall)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        await router.assert_nothing_left()
+
+
+async def test_a_pool_that_never_commits_is_given_up(workers: Workers) -> None:
+    limits = FlowLimits(commit_s=0.2)
+    async with running_router(workers.p0, workers.d0, flow=limits) as router:
+        workers.d0.at(Point.COMMIT, lambda _: asyncio.sleep(30))
+        error = await router.failure(token_request(PROMPT))
+        assert isinstance(error, PeerLostError)
+        assert "commit" in str(error)
+        await router.assert_nothing_left()
+
+
+async def test_prefill_dies_while_all_pools_are_full(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.p1, workers.d0) as router:
+        workers.d0.fail_at(Point.RESERVE, CapacityError("full", resource="pages"), times=4)
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: Point.COMPUTED in workers.journal.events(), "the first token")
+        busy = workers.p0 if workers.p0.open_requests else workers.p1
+        await busy.die()
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        await router.assert_nothing_left()
+
+
+async def test_prefill_dies_between_reservation_and_landing(workers: Workers) -> None:
+    """The landing for the dead worker arrives when its successor is already announced, and must reach nobody."""
+    async with running_router(workers.p0, workers.p1, workers.d0) as router:
+        may_land = asyncio.Event()
+        workers.d0.at(Point.RESERVE, lambda _: may_land.wait())
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: workers.p0.open_requests or workers.p1.open_requests, "a prefill worker")
+        busy, other = (workers.p0, workers.p1) if workers.p0.open_requests else (workers.p1, workers.p0)
+        await eventually(lambda: Point.COMPUTED in workers.journal.events(), "the first token")
+        await busy.die()
+        await eventually(lambda: other.open_requests, "the successor")
+        await asyncio.sleep(0.1)
+        may_land.set()
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        assert workers.journal.events().count(Point.LANDED) == 2
+        assert workers.journal.events().count(Point.SENDING) == 1
+        await router.assert_nothing_left()

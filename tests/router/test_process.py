@@ -1,0 +1,79 @@
+"""`python -m router` as it is started: announce, serve, metrics, drain, and one clear line when it cannot."""
+
+import asyncio
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import generation_pb2_grpc
+from runtime.announce import Announcement, read_announcement
+from runtime.client import wait_serving
+from tests.router.harness import eventually, token_request, write_model_dir
+from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
+
+
+@asynccontextmanager
+async def router_process(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "router", *flags,
+                                                   stderr=asyncio.subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def announced(path: Path) -> Announcement:
+    await eventually(path.exists, "no announcement", within_s=20)
+    announcement = read_announcement(path)
+    assert announcement is not None
+    return announcement
+
+
+async def test_it_serves_drains_and_ends_with_zero(tmp_path: Path) -> None:
+    fabric, journal = Fabric(), Journal()
+    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    await asyncio.gather(prefill.start(), decode.start())
+    decode.token_pause_s = 0.01
+    model, path = write_model_dir(tmp_path / "model"), tmp_path / "router.json"
+    settings = tmp_path / "baton.toml"
+    settings.write_text(f'[router]\nprefill = ["{prefill.address}"]\ndecode = ["{decode.address}"]\n')
+    async with router_process("--config", str(settings), "--model", str(model), "--listen", "127.0.0.1:0",
+                              "--metrics-port", "0", "--announce", str(path)) as process:
+        announcement = await announced(path)
+        assert announcement.pid == process.pid
+        async with grpc.aio.insecure_channel(announcement.address) as channel:
+            await wait_serving(channel, "baton.v1.Generation", timeout_s=10)
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            stream = stub.Generate(token_request([3], max_tokens=60)).__aiter__()
+            token_ids = list((await anext(stream)).chunk.token_ids)
+            url = f"http://127.0.0.1:{announcement.metrics_port}/metrics"
+            page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+            assert "baton_ttft_seconds_count 1.0" in page
+            process.send_signal(signal.SIGTERM)
+            token_ids += [token_id async for response in stream for token_id in response.chunk.token_ids]
+            assert token_ids == expected_tokens([3], 60), "what runs is finished before the process ends"
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert not prefill.open_requests + decode.open_requests
+    await asyncio.gather(prefill.die(), decode.die())
+
+
+@pytest.mark.parametrize(("flags", "line"), [
+    (["--decode", "h:1", "--model", "."], "router.prefill"),
+    (["--prefill", "h:1", "--decode", "nowhere", "--model", "."], "HOST:PORT"),
+    (["--prefill", "h:1", "--decode", "h:2", "--model", "/nowhere"], "no config.json"),
+    (["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--log-level", "loud"], "log level"),
+])
+async def test_what_cannot_work_is_one_clear_line(flags: list[str], line: str) -> None:
+    async with router_process("--log-level", "error", *flags) as process:
+        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 2
+        assert line in stderr.decode()
+        assert len(stderr.decode().strip().splitlines()) == 1
