@@ -31,19 +31,21 @@ def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
 
     Measured with MKL and oneDNN on x86, 1 to 8 threads. fp32 products of fewer than 4 rows take another path, and with
     several threads so do those of fewer than 12 that are not a multiple of 4. A single bf16 row may be summed in
-    parallel pieces; 4 rows cost no more than one, 2 do. The tests check it on the machine they run on.
+    parallel pieces. The tests check it on the machine they run on.
     """
     if dtype is torch.bfloat16:
-        return max(num_rows, 4)
+        return 4 if num_rows == 1 else num_rows
     return num_rows if num_rows >= 12 else -(-num_rows // 4) * 4
 
 
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x) in fp32, returned in x's dtype.
 
-    bf16 tensors that neither leave a tail nor are shared out to threads go through torch's own kernel.
+    Tensors of which no thread's share leaves a tail go through torch's own kernel.
     """
-    if x.dtype is torch.bfloat16 and x.shape[-1] % _VECTOR_PAIR == 0 and x.numel() < _PARALLEL_ELEMENTS:
+    num_threads = min(torch.get_num_threads(), -(-x.numel() // _PARALLEL_ELEMENTS))
+    share = -(-x.numel() // max(num_threads, 1))
+    if x.shape[-1] % _VECTOR_PAIR == 0 and share % _VECTOR_PAIR == 0:
         return F.silu(x)
     wide = x.float()
     return (wide / (-wide).exp_().add_(1.0)).to(x.dtype)

@@ -87,6 +87,9 @@ class CpuAttention:
         queries = self._fold(q, group)  # [G, kv, rows, D]
         rows = queries.shape[2]
         keys, values = self._gather("keys", pool[:, 0], group), self._gather("values", pool[:, 1], group)
+        for index, num_written in group.tails:
+            values[index, :, num_written:].zero_()  # they get no weight, but 0 * NaN is NaN
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         weights, sums = self._weights(queries, keys, group)  # [B * kv, rows, block] in q's dtype; [G, kv, rows]
         parts = torch.bmm(weights, values, out=self._scratch.take("parts", (len(weights), rows, q.shape[-1]), q.dtype))
         parts = self._by_tile(parts.view(len(group.block_tile), *queries.shape[1:]), group, fill=0.0)
@@ -101,9 +104,10 @@ class CpuAttention:
         shape = (len(keys), rows, self._block)
         products = torch.bmm(self._by_block(queries, group).flatten(0, 1), keys.transpose(1, 2),
                              out=self._scratch.take("products", shape, dtype))
-        scores = products if dtype is torch.float32 else self._scratch.take("scores", shape, torch.float32)
-        torch.mul(products.float(), self._geometry.scale, out=scores)
-        scores = scores.view(-1, self._geometry.num_kv_heads, rows, self._block)
+        scores = products
+        if dtype is not torch.float32:
+            scores = self._scratch.take("scores", shape, torch.float32).copy_(products)
+        scores = scores.mul_(self._geometry.scale).view(-1, self._geometry.num_kv_heads, rows, self._block)
         self._mask(scores, group)
         row_max = self._by_tile(scores.amax(-1), group, fill=float("-inf")).amax(1)  # [G, kv, rows]
         scores.sub_(self._by_block(row_max, group)[..., None]).exp_()
@@ -126,21 +130,19 @@ class CpuAttention:
         return out.reshape(shape).transpose(1, 2).reshape(-1, geometry.num_heads, geometry.head_dim)
 
     def _gather(self, name: str, pages: Tensor, group: TileGroup) -> Tensor:
-        """Keys or values of the group's blocks, [B * kv, block, D]; zero past the last written one."""
+        """Keys or values of the group's blocks, [B, kv, block, D]."""
         found = self._scratch.take(name, (len(group.pages), *pages.shape[1:]), pages.dtype)
         torch.index_select(pages, 0, group.pages, out=found)
-        pages_per_block = self._block // self._geometry.page_size
+        geometry, pages_per_block = self._geometry, self._block // self._geometry.page_size
         if pages_per_block > 1:
             found = found.view(-1, pages_per_block, *found.shape[1:]).transpose(1, 2).contiguous()
-        if len(group.unwritten):
-            found.view(-1, self._geometry.head_dim).index_fill_(0, group.unwritten, 0.0)
-        return found.view(-1, self._block, self._geometry.head_dim)
+        return found.view(-1, geometry.num_kv_heads, self._block, geometry.head_dim)
 
     def _mask(self, scores: Tensor, group: TileGroup) -> None:
         """Minus infinity where a key must not be seen; rows added by padding stay as they are."""
         used = scores[:, :, : group.tile_tokens * self._group_size]
-        by_tile = used.view(len(group.bias), -1, *used.shape[1:])
-        by_tile[:, group.first_masked :] += group.bias
+        shape = (len(group.hidden), -1, used.shape[1], group.tile_tokens, self._group_size, self._block)
+        used.view(shape)[:, group.first_masked :].masked_fill_(group.hidden, float("-inf"))
 
     def _by_tile(self, x: Tensor, group: TileGroup, *, fill: float) -> Tensor:
         """[B, ...] to [G, N, ...], `fill` where a tile has fewer blocks."""

@@ -31,10 +31,9 @@ class TileGroup:
     block_tile    [B] int64, the tile a block belongs to
     block_place   [B] int64, its place in [G * N]
     is_even       whether every tile has N blocks, so that B = G * N
-    bias          fp32, minus infinity where a key must not be seen, else 0. [G, N - first_masked, 1, M * heads per kv
-                  head, block] for even groups, of the blocks from `first_masked` on (the others are seen by all); else
-                  [1, B, ...] with first_masked = 0
-    unwritten     int64, flat (block, kv head, key) indices of keys past a tile's last one
+    hidden        bool, True where a key must not be seen. [G, N - first_masked, 1, M, 1, block] for even groups, of the
+                  blocks from `first_masked` on (the others are seen by all); else [1, B, ...] with first_masked = 0
+    tails         blocks, within B, that end in unwritten keys, and how many of their keys are written
     """
 
     num_tiles: int
@@ -46,8 +45,8 @@ class TileGroup:
     block_place: Tensor
     is_even: bool
     first_masked: int
-    bias: Tensor
-    unwritten: Tensor
+    hidden: Tensor
+    tails: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -168,8 +167,6 @@ def _group(tiles: Sequence[_Tile], batch: ForwardBatch, pages: Tensor, geometry:
     tokens = torch.tensor([tile.first_token for tile in tiles])[:, None] + torch.arange(tiles[0].num_tokens)
     masked = block_index >= first_masked
     hidden = _hidden(tiles, batch, block_tile[masked], block_index[masked], block)
-    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    bias = bias.repeat_interleave(geometry.num_heads // geometry.num_kv_heads, 1)
     return TileGroup(
         num_tiles=len(tiles),
         tile_tokens=tiles[0].num_tokens,
@@ -180,8 +177,9 @@ def _group(tiles: Sequence[_Tile], batch: ForwardBatch, pages: Tensor, geometry:
         block_place=block_tile * max_blocks + block_index,
         is_even=is_even,
         first_masked=first_masked,
-        bias=bias.view(len(tiles) if is_even else 1, -1 if len(hidden) else 0, 1, *bias.shape[1:]),
-        unwritten=_unwritten(tiles, ends - 1, block, geometry.num_kv_heads),
+        hidden=hidden.view(len(tiles) if is_even else 1, -1 if len(hidden) else 0, 1, tiles[0].num_tokens, 1, block),
+        tails=tuple((end - 1, (tile.num_keys - 1) % block + 1)
+                    for end, tile in zip(ends.tolist(), tiles, strict=True) if tile.num_keys % block),
     )
 
 
@@ -201,11 +199,3 @@ def _hidden(tiles: Sequence[_Tile], batch: ForwardBatch, block_tile: Tensor, blo
         seen[:, tile.num_keys :] = False
         hidden.append(~seen[:, keys[block_tile == index, 0]].transpose(0, 1))
     return torch.cat(hidden)
-
-
-def _unwritten(tiles: Sequence[_Tile], last_blocks: Tensor, block: int, num_kv_heads: int) -> Tensor:
-    """Flat indices of the keys that a tile's last block has beyond the tile's last key."""
-    used = torch.tensor([(tile.num_keys - 1) % block + 1 for tile in tiles])
-    tile, key = torch.nonzero(torch.arange(block) >= used[:, None], as_tuple=True)
-    heads = last_blocks[tile][:, None] * num_kv_heads + torch.arange(num_kv_heads)
-    return (heads * block + key[:, None]).flatten()
