@@ -1,0 +1,74 @@
+"""A middle stage of a 2 GB checkpoint needs the memory of that stage, not of the checkpoint.
+
+The files are sparse: right headers, right sizes, and zeros that take no disk.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NUM_LAYERS, NUM_SHARDS, HIDDEN, WIDTH = 16, 4, 2048, 8192
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": HIDDEN, "intermediate_size": WIDTH,
+    "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "dtype": "bfloat16", "eos_token_id": 2,
+}
+MATRICES = {**{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}, "mlp.gate_proj": (WIDTH, HIDDEN),
+            "mlp.up_proj": (WIDTH, HIDDEN), "mlp.down_proj": (HIDDEN, WIDTH)}
+LAYER_BYTES = 2 * sum(rows * columns for rows, columns in MATRICES.values())
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from engine.numerics import Numerics
+from engine.stages import LayerRange
+from models.loader import read_model
+
+def memory_kib(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+model = read_model(Path(sys.argv[1]))
+before = memory_kib("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+stage = model.load_stage(LayerRange(6, 10), numerics=Numerics.EXACT)
+print(memory_kib("VmHWM") - before)
+"""
+
+
+def write_sparse_checkpoint(folder: Path) -> int:
+    """Returns its size in bytes."""
+    shapes = {"model.embed_tokens": (1000, HIDDEN), "lm_head": (1000, HIDDEN), "model.norm": (HIDDEN,)}
+    for layer_id in range(NUM_LAYERS):
+        shapes |= {f"model.layers.{layer_id}.{name}": shape for name, shape in MATRICES.items()}
+        shapes |= {f"model.layers.{layer_id}.{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
+    names = sorted(shapes)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for shard in range(NUM_SHARDS):
+        header, offset = {}, 0
+        for name in names[shard::NUM_SHARDS]:
+            num_bytes = 2 * shapes[name][0] * (shapes[name][1] if len(shapes[name]) == 2 else 1)
+            header[f"{name}.weight"] = {"dtype": "BF16", "shape": shapes[name],
+                                        "data_offsets": [offset, offset + num_bytes]}
+            offset += num_bytes
+        encoded = json.dumps(header).encode()
+        file = folder / f"model-{shard}.safetensors"
+        with file.open("wb") as stream:
+            stream.write(len(encoded).to_bytes(8, "little") + encoded)
+            stream.truncate(8 + len(encoded) + offset)
+        weight_map |= dict.fromkeys(header, file.name)
+        total += offset
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return total
+
+
+@pytest.mark.timeout(120)
+def test_peak_memory_of_a_middle_stage(tmp_path: Path) -> None:
+    assert write_sparse_checkpoint(tmp_path) > 2e9
+    measured = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True,
+                              check=True, timeout=100)
+    assert 4 * LAYER_BYTES < int(measured.stdout) * 1024 < 1.2 * 4 * LAYER_BYTES
