@@ -2,6 +2,7 @@
 
 Each token gathers its own keys in position order into blocks of a fixed size; products have a fixed inner shape and
 blocks are added in order. So a token's bits depend on its own keys only, and a choice of keys costs what it reads.
+A node of a draft tree gathers the committed keys, its ancestors and itself side by side: the bits of plain decoding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from engine.attention.latent import LatentGeometry
 from engine.attention.plan import storage_positions, tree_mask
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, ForwardMode
 from engine.numerics import padded_rows
+from engine.trees import Kept, SpecInfo, ancestors
 from runtime.errors import InternalError, StalePlanError
 
 _BLOCK = 64  # keys per product
@@ -97,6 +99,21 @@ class CpuLatentAttention:
             out[tokens] = self._attend(q[tokens], cached[slots[tokens]], hidden[tokens])
         return out
 
+    def commit(self, batch: ForwardBatch) -> None:
+        """Move the entries of accepted nodes to where plain decoding would have stored them."""
+        if not isinstance(batch.spec_info, SpecInfo):
+            return
+        size, moves = self._geometry.page_size, []
+        for spec, table in zip(batch.spec_info.rows, batch.page_tables.long(), strict=True):
+            if spec.kept is not None:
+                positions = _moved_positions(spec.kept)
+                moves.append(table[positions // size] * size + positions % size)
+        if moves:
+            sources, targets = torch.cat(moves, dim=1)
+            for pool in (*self._latent_pools.values(), *self._index_pools.values()):
+                entries = pool.view(-1, pool.shape[-1])
+                entries[targets] = entries[sources]
+
     def _attend(self, q: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
         """q: [M, heads, entry]; keys: [M, K, entry]; hidden: [M, K]. Returns [M, heads, latent]."""
         geometry = self._geometry
@@ -134,17 +151,38 @@ def _build_plan(batch: ForwardBatch, geometry: LatentGeometry) -> LatentPlan:
     tables = F.pad(tables, (0, max(0, missing)))
     slots = tables[:, key_ids // page_size] * page_size + key_ids % page_size
     hidden = key_ids[None, :] > positions[:, None]
-    tree = tree_mask(batch)
-    if tree is not None:
-        start = 0
-        for visible, length in zip(tree.visible, lengths, strict=True):
-            num_tokens, width = visible.shape
-            hidden[start:start + num_tokens] = key_ids >= length
-            hidden[start:start + num_tokens, length - width:length] = ~visible
-            start += num_tokens
+    start = 0
+    for visible, length in zip(_tree_visibility(batch), lengths, strict=False):
+        num_tokens, width = visible.shape
+        hidden[start:start + num_tokens] = key_ids >= length
+        hidden[start:start + num_tokens, length - width:length] = ~visible
+        start += num_tokens
     return LatentPlan(num_rows=batch.num_rows, num_tokens=len(positions), token_rows=rows,
                       own_slots=slots[rows, positions], key_slots=slots, hidden=hidden,
                       visible=None if geometry.max_selected else _positions(~hidden, hidden.shape[1]))
+
+
+def _tree_visibility(batch: ForwardBatch) -> tuple[Tensor, ...]:
+    """Per row which of its last keys each new token may see, as in `TreeMask`; nothing where order is causal."""
+    mask, info = tree_mask(batch), batch.spec_info
+    if mask is not None:
+        return mask.visible
+    if batch.mode is not ForwardMode.VERIFY or not isinstance(info, SpecInfo) or info.is_chain:
+        return ()
+    rows = []
+    for spec in info.rows:
+        visible = torch.zeros(len(spec.parents), len(spec.parents), dtype=torch.bool)
+        for node in range(len(spec.parents)):
+            visible[node, list(ancestors(spec.parents, node))] = True
+        rows.append(visible)
+    return tuple(rows)
+
+
+def _moved_positions(kept: Kept) -> Tensor:
+    """[2, n] int64: where kept nodes lie, and where they belong."""
+    moves = [(kept.context_len + node, kept.context_len + depth)
+             for depth, node in enumerate(kept.nodes) if node != depth]
+    return torch.tensor(moves, dtype=torch.long).view(-1, 2).t()
 
 
 def _entries(pools: Mapping[int, Tensor], layer_id: int, what: str) -> Tensor:

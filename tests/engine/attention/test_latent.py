@@ -10,6 +10,7 @@ from engine.attention.cpu_latent import CpuLatentAttention
 from engine.attention.latent import LatentGeometry
 from engine.attention.mask import TreeMask
 from engine.batch import ForwardBatch, ForwardMode
+from engine.trees import Kept, SpecInfo, SpecRow
 from runtime.errors import InternalError, StalePlanError
 
 LAYER = 3
@@ -113,21 +114,33 @@ def test_equal_scores_go_to_the_earlier_key() -> None:
     assert selected[2].tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
 
 
+TREES = {
+    "mask": TreeMask((torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool(),)),
+    "parents": SpecInfo(torch.zeros(3).long(), (SpecRow(parents=(-1, 0, 0)),)),
+}
+
+
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_a_token_of_a_tree_sees_the_committed_keys_and_its_ancestors_s2_6(*, is_sparse: bool) -> None:
-    """Node 2 is node 0's child, node 1 its brother: the path 0, 2 must equal the plain sequence with those tokens."""
-    inputs = sequence(1, length=33)
-    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    tree = backend(is_sparse=is_sparse)
-    step(tree, batch_of({0: (0, 30)}), [inputs], is_sparse=is_sparse)
-    batch = batch_of({0: (30, 3)}, mode=ForwardMode.VERIFY, spec_info=TreeMask((visible,)))
-    out, selected = step(tree, batch, [inputs], is_sparse=is_sparse)
+@pytest.mark.parametrize("tree", TREES)
+def test_a_token_of_a_tree_sees_the_committed_keys_and_its_ancestors_s2_6(tree: str, *, is_sparse: bool) -> None:
+    """Node 2 is node 0's child and node 1 its brother: the path 0, 2 must equal the plain sequence of those tokens."""
+    inputs = sequence(1, length=34)
     path = {name: torch.cat([tensor[:31], tensor[32:]]) for name, tensor in inputs.items()}
-    plain, _ = step(backend(is_sparse=is_sparse), batch_of({0: (0, 32)}), [path], is_sparse=is_sparse)
+    plain, _ = step(backend(is_sparse=is_sparse), batch_of({0: (0, 33)}), [path], is_sparse=is_sparse)
+    attention = backend(is_sparse=is_sparse)
+    step(attention, batch_of({0: (0, 30)}), [inputs], is_sparse=is_sparse)
+    batch = batch_of({0: (30, 3)}, mode=ForwardMode.VERIFY, spec_info=TREES[tree])
+    out, selected = step(attention, batch, [inputs], is_sparse=is_sparse)
     assert torch.equal(out[0], plain[30])
     assert torch.equal(out[2], plain[31])
     if selected is not None:
         assert 31 not in selected[2].tolist()
+    # The next token, after nodes 0 and 2 were kept, finds their entries where plain decoding stores them.
+    kept = SpecRow(kept=Kept(context_len=30, nodes=(0, 2)))
+    following = batch_of({0: (32, 1)}, mode=ForwardMode.DECODE, spec_info=SpecInfo(torch.zeros(1).long(), (kept,)))
+    attention.commit(following)
+    out, _ = step(attention, following, [path], is_sparse=is_sparse)
+    assert torch.equal(out[0], plain[32])
 
 
 def test_a_plan_of_another_batch_or_backend_is_refused() -> None:
