@@ -1,0 +1,142 @@
+"""The plan marker's truth table with the CPU backend, and what a plan lists."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionGeometry
+from engine.attention.cpu import CpuAttention
+from engine.attention.plan import AttentionPlan, build_plan
+from engine.batch import ForwardBatch, ForwardMode
+from engine.numerics import Numerics
+from runtime.errors import StalePlanError
+from tests.support.attention import poisoned_pool
+from tests.support.batches import Row, make_batch
+
+GEOMETRY = AttentionGeometry(num_heads=4, num_kv_heads=2, head_dim=8, page_size=16, scale=0.3)
+ROWS = (Row(1, 3, (1,)), Row(1, 20, (2, 3)))
+PADDING = Row(1)  # writes to the null page
+LAYERS = (0, 1, 2)
+
+
+def build() -> CpuAttention:
+    pools = {layer_id: poisoned_pool(8, GEOMETRY) for layer_id in LAYERS}
+    for pool in pools.values():
+        pool[1:4] = torch.randn(3, *pool.shape[1:], generator=torch.Generator().manual_seed(0))
+    return CpuAttention(kv_pools=pools, geometry=GEOMETRY, numerics=Numerics.EXACT)
+
+
+def draw(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(num_tokens, 4, 8, generator=generator), torch.randn(num_tokens, 2, 8, generator=generator),
+            torch.randn(num_tokens, 2, 8, generator=generator))
+
+
+def pad(batch: ForwardBatch, *, with_token_ids: bool = True) -> None:
+    """Grow the batch by one padding row, in place, as a captured graph of a fixed size would."""
+    padded = make_batch(ForwardMode.DECODE, [*ROWS, PADDING])
+    for name in ("request_ids", "query_lens", "context_lens", "token_ids", "positions", "page_tables", "slot_ids",
+                 "sampling"):
+        setattr(batch, name, getattr(padded, name))
+    if not with_token_ids:
+        batch.token_ids = None
+
+
+def forward(backend: CpuAttention, batch: ForwardBatch) -> list[Tensor]:
+    """What every forward path does: ask the one question, then run all layers."""
+    if batch.needs_forward_metadata_init():
+        backend.plan(batch)
+    q, k, v = draw(3)
+    count = batch.num_tokens
+    return [backend.run(layer_id, q[:count], k[:count], v[:count], batch) for layer_id in LAYERS]
+
+
+def content(batch: ForwardBatch) -> list[object]:
+    """Every number of the plan, copied."""
+    plan = batch.forward_metadata_plan
+    assert isinstance(plan, AttentionPlan)
+    values = [getattr(plan, f.name) for f in fields(plan)]
+    values += [getattr(group, f.name) for group in plan.groups for f in fields(group)]
+    return [value.tolist() if isinstance(value, Tensor) else value for value in values if value is not plan.groups]
+
+
+def test_a_fresh_batch_is_planned_once_for_all_layers_and_forwards() -> None:
+    backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
+    first, second = forward(backend, batch), forward(backend, batch)
+    assert backend.num_plans == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_batch_padded_after_planning_keeps_its_plan_to_the_byte_and_is_refused() -> None:
+    backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
+    backend.plan(batch)
+    before, plan = content(batch), batch.forward_metadata_plan
+    pad(batch)
+    assert not batch.needs_forward_metadata_init()
+    with pytest.raises(StalePlanError, match="2 rows and 2 tokens, the batch has 3 and 3"):
+        forward(backend, batch)
+    assert backend.num_plans == 1
+    assert batch.forward_metadata_plan is plan
+    assert content(batch) == before
+
+
+def test_a_replan_equivalent_batch_of_the_same_shape_is_not_planned_again() -> None:
+    backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
+    backend.plan(batch, replan_equivalent=True)
+    forward(backend, batch)
+    assert backend.num_plans == 1
+
+
+def test_a_replan_equivalent_batch_is_planned_again_after_padding_and_its_rows_keep_their_bits() -> None:
+    backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
+    backend.plan(batch, replan_equivalent=True)
+    alone = forward(backend, batch)
+    pad(batch)
+    padded = forward(backend, batch)
+    assert backend.num_plans == 2
+    assert all(torch.equal(a, b[:2]) for a, b in zip(alone, padded, strict=True))
+
+
+@pytest.mark.parametrize("with_token_ids", [True, False])
+def test_a_batch_marked_again_after_padding_records_the_new_shape_and_keeps_the_plan(
+        with_token_ids: bool) -> None:  # noqa: FBT001
+    backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
+    backend.plan(batch)
+    before = content(batch)
+    pad(batch, with_token_ids=with_token_ids)
+    batch.mark_forward_metadata_ready(backend)
+    assert not batch.needs_forward_metadata_init()
+    assert batch.forward_metadata_planned_bs == 3
+    assert batch.forward_metadata_planned_num_tokens == (3 if with_token_ids else 0)
+    assert content(batch) == before
+    with pytest.raises(StalePlanError):  # a mark is no plan for the row that came later
+        forward(backend, batch)
+    assert backend.num_plans == 1
+
+
+def test_a_batch_padded_before_planning_is_covered() -> None:
+    backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
+    pad(batch)
+    padded = forward(backend, batch)
+    alone = forward(build(), make_batch(ForwardMode.DECODE, ROWS))
+    assert all(torch.equal(a, b[:2]) for a, b in zip(alone, padded, strict=True))
+
+
+def test_rows_of_unequal_length_share_a_group_and_read_only_their_own_blocks() -> None:
+    rows = [Row(1, 199, tuple(range(1, 14))), Row(1, 0, (20,)), Row(1, 64, tuple(range(30, 35)))]
+    plan = build_plan(make_batch(ForwardMode.DECODE, rows), GEOMETRY)
+    (group,) = plan.groups
+    assert group.block_tile.tolist() == [0, 0, 0, 0, 1, 2, 2]
+    pages = group.pages.view(-1, 4).tolist()
+    assert pages == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 0, 0, 0], [20, 0, 0, 0], [30, 31, 32, 33],
+                     [34, 0, 0, 0]]
+    assert group.tails == ((3, 8), (4, 1), (6, 1))
+
+
+def test_blocks_that_all_tokens_see_are_not_masked() -> None:
+    (group,) = build_plan(make_batch(ForwardMode.PREFILL, [Row(70, 130, tuple(range(1, 14)))]), GEOMETRY).groups
+    assert (group.max_blocks, group.first_masked, group.hidden.shape[1]) == (4, 2, 2)
+    (group,) = build_plan(make_batch(ForwardMode.DECODE, [Row(1, 127, tuple(range(1, 9)))]), GEOMETRY).groups
+    assert (group.max_blocks, group.first_masked, group.hidden.shape[1]) == (2, 2, 0)
