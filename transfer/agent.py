@@ -216,11 +216,11 @@ class TransferAgent:
             return RefusedFlow(source, landing, self._transport, error)
         return Receiver(source, landing, lanes, memory=self._memory, transport=self._transport)
 
-    def _sender(self, source: SourceTerms, landing: Landing, prompt: _Prompt | None) -> Flow:
+    def _sender(self, source: SourceTerms, landing: Landing, prompt: _Prompt) -> Flow:
         try:
-            if prompt is None or prompt.num_tokens not in (None, source.num_tokens):
-                raise InternalError(f"session {landing.session_id}: expect_send did not announce a request of "
-                                    f"{source.num_tokens} tokens")
+            if prompt.num_tokens not in (None, source.num_tokens):
+                raise InternalError(f"session {landing.session_id}: expect_send announced {prompt.num_tokens} tokens, the "
+                                    f"terms {source.num_tokens}")
             stage = self._stage_of(source.stages)
             lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_from(stage)
         except BatonError as error:
@@ -249,12 +249,11 @@ class TransferAgent:
                 self._outbox.add(flow.release({layer_id: num_tokens}))
 
     def _open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
-        prompt = self._prompts.get(request_key)
+        prompt = self._prompts.setdefault(request_key, _Prompt(source.num_tokens))
         flow = self._sender(source, landing, prompt)
-        if prompt is not None:
-            prompt.flows.append(flow)
+        prompt.flows.append(flow)
         self._flows.open(flow)
-        if prompt is not None and isinstance(flow, Sender):
+        if isinstance(flow, Sender):
             self._outbox.add(flow.release(prompt.layer_tokens))
 
     def _close(self, session_id: str) -> None:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
 from transfer.matching import Matcher
-from transfer.transport import Operation, OperationState
+from transfer.transport import Operation, OperationState, Peer
 from transfer.wakeup import Wakeup
 
 
@@ -114,7 +114,7 @@ class MemoryTransport:
                 peer = self._peers[address] = MemoryPeer(address)
             return peer
 
-    def send(self, peer: MemoryPeer, tag: int, buffer: memoryview) -> Operation:
+    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
         operation = Operation(peer, tag, buffer)
         with self._network.lock:
             self._num_pending += 1
@@ -133,7 +133,7 @@ class MemoryTransport:
                     target.accept(_Message(self, operation, Fault.NONE, bytes(buffer)))
         return operation
 
-    def post_receive(self, peer: MemoryPeer, tag: int, buffer: memoryview) -> Operation:
+    def post_receive(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
         operation = Operation(peer, tag, buffer)
         with self._network.lock:
             self._num_pending += 1
@@ -154,7 +154,7 @@ class MemoryTransport:
         with self._network.lock:
             self._discard(self._matcher.retire(prefix))
 
-    def close_peer(self, peer: MemoryPeer) -> None:
+    def close_peer(self, peer: Peer) -> None:
         with self._network.lock:
             self.peer_gone(peer.address)
             self._peers.pop(peer.address, None)

@@ -103,7 +103,7 @@ class _Session(Generic[State]):
         self.num_late_events = 0
         self._num_stages = num_stages
         self._clock = clock
-        self._table = table
+        self._table: Table[State] = table
         self._deadlines: Mapping[State, float] = deadlines
         self._reports: dict[int, set[StageSessionState]] = {}
         self._entered_at_s = clock.now()

@@ -12,35 +12,21 @@ end them. Without a close, a killed source ends its receives at once over TCP an
 memory (keepalive; the process must have been reaped by its parent).
 """
 
-import xxhash
+import os
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
 from transfer.matching import Matcher
 from transfer.transport import Operation, OperationState, Peer
+from transfer.ucx_address import frame_address, unframe_address
 from transfer.ucx_api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
-from transfer.ucx_settings import TransportProfile, create_worker
+from transfer.ucx_settings import HANDOFF_OPTIONS, TransportProfile, close_endpoint, create_worker
 from transfer.wakeup import Wakeup
 
 SPIN_S = 50e-6
+ACTIVE_WAIT_S = 1e-3  # shared memory does not report that a full queue has room again
 PEER_CHECK_S = 0.02
 MAX_PROGRESS_STEPS = 64
-_CLOSE_PERIOD_NS = 100_000_000
-_CLOSE_ATTEMPTS = 20
-_ADDRESS_DIGEST_BYTES = 8
-
-
-def frame_address(raw: bytes) -> bytes:
-    """A UCX worker address that can be checked before UCX, which trusts it blindly, sees it."""
-    return xxhash.xxh3_64_digest(raw) + raw
-
-
-def unframe_address(address: bytes) -> bytes:
-    """Raises PeerLostError when this was not made by `frame_address`."""
-    digest, raw = address[:_ADDRESS_DIGEST_BYTES], address[_ADDRESS_DIGEST_BYTES:]
-    if not raw or xxhash.xxh3_64_digest(raw) != digest:
-        raise PeerLostError(f"{len(address)} bytes that are not a transfer address")
-    return raw
 
 
 class UcxPeer:
@@ -59,7 +45,7 @@ class UcxPeer:
         """Force the endpoint closed: outstanding requests end, late bytes have nowhere to go."""
         if not self._is_closed:
             self._is_closed = True
-            self.endpoint.close_blocking(_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS)
+            close_endpoint(self.endpoint)
 
 
 class UcxTransport:
@@ -68,7 +54,7 @@ class UcxTransport:
     def __init__(self, *, profile: TransportProfile, clock: Clock, spin_s: float = SPIN_S) -> None:
         """Raises ConfigError when UCX cannot work here."""
         self._ucx = UcxLibrary()
-        self._context, self._worker = create_worker(self._ucx, profile, "handoff")
+        self._context, self._worker = create_worker(self._ucx, profile, "handoff", HANDOFF_OPTIONS)
         self.address = frame_address(self._worker.address.tobytes())
         self._clock = clock
         self._spin_s = spin_s
@@ -169,8 +155,9 @@ class UcxTransport:
             while self._clock.now() < spin_until_s:
                 if self._worker.progress_once() or self._wakeup.is_set:
                     return
+                os.sched_yield()  # the peer may need this very core to go on
         if self._worker.arm():
-            self._wakeup.wait(timeout_s)
+            self._wakeup.wait(min(timeout_s, ACTIVE_WAIT_S) if self._active else timeout_s)
 
     def wake(self) -> None:
         self._wakeup.set()

@@ -12,19 +12,23 @@ import re
 from enum import StrEnum
 
 from runtime.errors import ConfigError
-from transfer.ucx_api import UcxContext, UcxLibrary, UcxWorker
+from transfer.ucx_api import UcxContext, UcxEndpoint, UcxLibrary, UcxWorker
 
 logger = logging.getLogger(__name__)
 
 _COMMON = {
     "KEEPALIVE_INTERVAL": "1s",
-    "RNDV_THRESH": "8192",
-    "MAX_RNDV_RAILS": "1",
     "TCP_PUT_ENABLE": "n",
     "TCP_TX_SEG_SIZE": "1m",
     "TCP_RX_SEG_SIZE": "1m",
     "POSIX_ERROR_HANDLING": "y",
 }
+HANDOFF_OPTIONS = {"RNDV_THRESH": "8192", "MAX_RNDV_RAILS": "1"}
+"""Rendezvous for all but the smallest items: the source's bytes go straight to where they belong."""
+STAGE_CHANNEL_OPTIONS = {"RNDV_THRESH": "inf", "POSIX_FIFO_SIZE": "512"}
+"""Never rendezvous (it needs the sender's thread while it computes), and room for a few MiB on their way."""
+_CLOSE_PERIOD_NS = 100_000_000
+_CLOSE_ATTEMPTS = 20
 _SLOW_TRANSPORTS = frozenset({"tcp", "self"})
 _RESOURCE = re.compile(r"flags \S+ (\w+)/(\S+)")
 
@@ -46,14 +50,15 @@ def ucx_options(profile: TransportProfile) -> dict[str, str]:
     return {**_COMMON, "TLS": "posix,tcp"}
 
 
-def create_worker(ucx: UcxLibrary, profile: TransportProfile, purpose: str) -> tuple[UcxContext, UcxWorker]:
+def create_worker(ucx: UcxLibrary, profile: TransportProfile, purpose: str,
+                  options: dict[str, str]) -> tuple[UcxContext, UcxWorker]:
     """A UCX context and worker that can sleep. Logs which transports are live, and warns when only slow ones are.
 
     Raises:
         ConfigError: UCX cannot work with these transports on this machine.
     """
     try:
-        context = ucx.context(ucx_options(profile))
+        context = ucx.context({**ucx_options(profile), **options})
     except ucx.error as error:
         raise ConfigError(f"UCX has no transport for profile {profile.value!r} here: {error}",
                           field="transport") from error
@@ -69,3 +74,8 @@ def create_worker(ucx: UcxLibrary, profile: TransportProfile, purpose: str) -> t
 def live_devices(context_info: str) -> list[tuple[str, str]]:
     """(transport, device) pairs in UCX's description of a context."""
     return [(match[1], match[2]) for match in _RESOURCE.finditer(context_info)]
+
+
+def close_endpoint(endpoint: UcxEndpoint) -> None:
+    """Force an endpoint closed: its outstanding requests end, and late bytes have nowhere to go."""
+    endpoint.close_blocking(_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS)

@@ -39,9 +39,13 @@ class Wakeup:
             os.eventfd_read(self._fd)
         self._is_set = False
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until set, a watched descriptor is readable or the time is up; then clear."""
+    def sleep(self, timeout_s: float) -> None:
+        """Until set, a watched descriptor is readable or the time is up."""
         self._poll.poll(max(0.0, timeout_s) * 1000)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep, then clear."""
+        self.sleep(timeout_s)
         self.clear()
 
     def close(self) -> None:

@@ -1,0 +1,61 @@
+"""A process of its own that sends over UCX until it is killed.
+
+`python -m tests.support.transfer_child PROFILE NUM_BYTES NUM_MESSAGES`: prints its address as hex, reads the peer's
+from its input, posts all its sends, prints "posted" and keeps the transport going.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from runtime.clock import SystemClock
+from transfer.transport import TAG_OFFSET_BITS
+from transfer.ucx import UcxTransport
+from transfer.ucx_settings import TransportProfile
+
+CHILD_PREFIX = 0xC41D
+CHILD_FILL = 0x5A
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class SendingChild:
+    """The parent's handle on such a process."""
+
+    def __init__(self, profile: TransportProfile, num_bytes: int, num_messages: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.transfer_child", profile, str(num_bytes), str(num_messages)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+        self.address = bytes.fromhex(self._read())
+
+    def send_to(self, address: bytes) -> None:
+        """Returns when all sends are posted."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(address.hex() + "\n")
+        self.process.stdin.flush()
+        assert self._read() == "posted"
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+def main() -> None:
+    profile, num_bytes, num_messages = TransportProfile(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    transport = UcxTransport(profile=profile, clock=SystemClock())
+    print(transport.address.hex(), flush=True)
+    peer = transport.connect(bytes.fromhex(sys.stdin.readline()))
+    data = memoryview(bytearray([CHILD_FILL]) * num_bytes)
+    for i in range(num_messages):
+        transport.send(peer, (CHILD_PREFIX << TAG_OFFSET_BITS) + i, data)
+    print("posted", flush=True)
+    while True:
+        transport.progress()
+        transport.wait(0.001)
+
+
+if __name__ == "__main__":
+    main()
