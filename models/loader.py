@@ -7,7 +7,7 @@ tensors, so a stage reads its own bytes and no others.
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ class ModelDescription:
 
     facts: ModelFacts
     spec: DecoderSpec
-    checkpoint: Checkpoint | None  # None: weights are random
+    checkpoint: Checkpoint | None = field(repr=False)  # None: weights are random
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What every layer of the whole model caches, in layer order."""

@@ -22,6 +22,7 @@ def read_hybrid_decoder(raw: RawConfig, feed_forward: FeedForwardSpec) -> Decode
     """The hybrid stack with the same feed-forward on every layer."""
     norm = read_norm(raw, zero_centred=True)
     raw.require("attention_bias", only=False, default=False)
+    raw.require("attn_output_gate", only=True, default=True)
     attention = read_attention(raw, head_dim=256, qk_norm=norm, output_gate=True)
     mixers: dict[str, MixerSpec] = {_LINEAR: read_gated_delta_net(raw, norm_eps=norm.eps), _FULL: attention}
     return assemble_decoder(

@@ -125,6 +125,7 @@ def test_bad_field_is_named(change: dict[str, Any], field: str) -> None:
     ({"layer_types": ["sliding_attention"] * 8}, "layer_types"),
     ({"linear_num_key_heads": 3}, "linear_num_key_heads"),
     ({"attention_bias": True}, "attention_bias"),
+    ({"attn_output_gate": False}, "attn_output_gate"),
 ])
 def test_bad_hybrid_field_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
