@@ -82,7 +82,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         num_waiting = self._services.admission.num_waiting
         return generation_pb2.GetClusterStatusResponse(
             model=self._model.facts.name, waiting_requests=num_waiting,
-            running_requests=len(self._running) - num_waiting, workers=self._services.directory.status())
+            running_requests=max(0, len(self._running) - num_waiting), workers=self._services.directory.status())
 
     def _facts(self) -> ModelFacts:
         return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)

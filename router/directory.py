@@ -62,7 +62,7 @@ class Directory:
         self._facts = facts
         self._metrics = metrics
         self._rng = rng
-        self._turn = 0
+        self._turns = dict.fromkeys(Role, 0)
         self._changed = asyncio.Event()
         self.workers = tuple(
             Worker(role, address, open_channel(address), self._on_change, options.decode_lookahead)
@@ -95,9 +95,8 @@ class Directory:
     @property
     def max_context_tokens(self) -> int:
         """What every worker heard of so far can hold, prompt plus completion."""
-        stated = [worker.info.max_context_tokens for worker in self.workers
-                  if worker.info is not None and worker.info.max_context_tokens]
-        return min([self._facts.max_context_tokens, *stated])
+        stated = [worker.max_context_tokens for worker in self.workers]
+        return min([self._facts.max_context_tokens, *(limit for limit in stated if limit is not None)])
 
     @property
     def revision(self) -> str:
@@ -160,16 +159,17 @@ class Directory:
         by_address = {worker.address: worker for worker in workers}
         if not by_address:
             return None
-        policy = self._policies[next(iter(by_address.values())).role]
+        role = next(iter(by_address.values())).role
+        policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt_token_ids)
         with self._metrics.pick_s.time():
             candidates = [worker.as_candidate(len(prompt_token_ids)) for worker in by_address.values()]
             if room is Room.ANY:
                 candidates = [replace(candidate, has_room=True) for candidate in candidates]
-            chosen = choose(policy, candidates, Draw(self._turn, self._rng, prompt_token_ids), tried=tried)
+            chosen = choose(policy, candidates, draw, tried=tried)
         self._metrics.decisions.labels(policy.value, "full" if chosen is None else "chosen").inc()
         if chosen is None:
             return None
-        self._turn += 1
+        self._turns[role] += 1
         return by_address[chosen.address].book(len(prompt_token_ids))
 
     def _usable(self, role: Role) -> list[Worker]:

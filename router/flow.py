@@ -71,7 +71,8 @@ class Flow:
         self._timeline = timeline
         self._services = services
         self._time_limit_s = time_limit_s
-        self._time_scope = asyncio.timeout(time_limit_s)
+        self._ends_at = asyncio.get_running_loop().time() + time_limit_s
+        self._time_scope = asyncio.timeout_at(self._ends_at)
         self._is_running = False
         self._is_aborted = False
         self._inbox: asyncio.Queue[Event] = asyncio.Queue(INBOX_EVENTS)
@@ -129,7 +130,7 @@ class Flow:
     async def _serve(self, placement: Placement) -> None:
         async with task_scope() as group:
             leg = Leg(self._request.engine, self._services.directory, self._services.limits, self._inbox, group,
-                      self._time_limit_s)
+                      self._ends_at)
             self._prefill = PrefillLeg(leg, placement.prefill)
             self._decode = DecodeLeg(leg, placement.decode)
             try:

@@ -43,14 +43,17 @@ class FlowLimits:
 
 @dataclass(frozen=True)
 class Leg:
-    """What both legs need."""
+    """What both legs need; `ends_at` is the loop time at which the request's time is up."""
 
     request: types_pb2.EngineRequest
     directory: Directory
     limits: FlowLimits
     inbox: Inbox
     group: asyncio.TaskGroup
-    time_limit_s: float
+    ends_at: float
+
+    def time_left_s(self) -> float:
+        return max(0.0, self.ends_at - asyncio.get_running_loop().time())
 
 
 def may_retry(error: BatonError) -> bool:
@@ -113,7 +116,7 @@ class PrefillLeg:
         self._attempts += 1
         self.has_first_token = False
         stub = prefill_pb2_grpc.PrefillStub(self._booking.worker.channel)
-        stream = WorkerStream(stub.Run, self.address, self._leg.inbox.put, self._leg.group, self._leg.time_limit_s)
+        stream = WorkerStream(stub.Run, self.address, self._leg.inbox.put, self._leg.group, self._leg.time_left_s())
         stream.send(prefill_pb2.RunRequest(request=self._leg.request))
         return stream
 
@@ -237,7 +240,7 @@ class DecodeLeg:
     def _open(self, source: transfer_pb2.SourceTerms) -> None:
         stub = decode_pb2_grpc.DecodeStub(self._booking.worker.channel)
         self.stream = WorkerStream(stub.Generate, self.address, self._leg.inbox.put, self._leg.group,
-                                   self._leg.time_limit_s)
+                                   self._leg.time_left_s())
         self._landings_due = 0
         self.stream.send(decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(request=self._leg.request,
                                                                              source=source)))

@@ -58,10 +58,6 @@ class AdmissibleRequest:
     stop_strings: tuple[str, ...]
     wants_text: bool
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.engine.prompt_token_ids)
-
 
 async def admissible(request: generation_pb2.GenerateRequest, facts: ModelFacts, tokeniser: Tokeniser | None,
                      draw_seed: Callable[[], int]) -> AdmissibleRequest:

@@ -82,6 +82,13 @@ class Worker:
     def compatibility(self) -> str:
         return self.info.compatibility if self.info is not None else ""
 
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The longest sequence it can hold when it is empty; None before it said so."""
+        if self.info is None:
+            return None
+        return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
+
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelFacts) -> None:
         """Its facts arrived. Claims on an earlier incarnation died with it."""
         if info.incarnation != self.incarnation:
@@ -118,10 +125,6 @@ class Worker:
             self._bookings.remove(booking)
             self.on_change()
 
-    def fits_at_all(self, num_tokens: int) -> bool:
-        """Whether an empty pool could hold the request."""
-        return self.info is None or self._pages(num_tokens) <= self.info.pages_total
-
     def as_candidate(self, num_tokens: int) -> Candidate:
         """This worker for a policy that places a prompt of `num_tokens`."""
         if self.role is Role.PREFILL:
@@ -134,7 +137,7 @@ class Worker:
     def _decode_room(self, now: _Claims, num_tokens: int) -> bool:
         coming = [booking for booking in self._bookings if not booking.has_landed]
         if len(coming) < self.decode_lookahead or self.info is None:
-            return self.fits_at_all(num_tokens)
+            return True
         unreported = [booking for booking in self._bookings if not booking.is_reported]
         pages = sum(booking.num_pages for booking in unreported) + self._pages(num_tokens)
         slots_fit = not self.info.slots_total or len(unreported) < self.load.slots_free

@@ -10,8 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import generation_pb2, worker_pb2
 from router.admission import AdmissionLimits
+from router.policy import Policy
 from router.worker import Role, Worker
-from runtime.errors import CapacityError, UnavailableError
+from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from tests.router.harness import ADMISSION_LIMITS, FACTS, RouterHarness, eventually, running_router, token_request
 from tests.support.fake_workers import VOCAB_SIZE, Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
@@ -22,7 +23,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def info(role: Role, **changes: object) -> worker_pb2.WorkerInfo:
     facts: dict[str, object] = {
         "role": role.value, "incarnation": "a", "architecture": "Tiny", "vocab_size": VOCAB_SIZE, "num_layers": 4,
-        "page_size": 16, "pages_total": 10, "slots_total": 4, "max_running_requests": 4, "max_queued_requests": 3}
+        "max_context_tokens": 256, "page_size": 16, "pages_total": 10, "slots_total": 4, "max_running_requests": 4,
+        "max_queued_requests": 3}
     return worker_pb2.WorkerInfo(**(facts | changes))  # type: ignore[arg-type]
 
 
@@ -83,7 +85,6 @@ async def test_a_full_pool_may_have_a_few_requests_coming() -> None:
     assert not worker.as_candidate(10).has_room
     booked[0].release()
     assert worker.as_candidate(10).has_room
-    assert not worker.as_candidate(16 * 10).has_room, "an empty pool could not hold it either"
 
 
 async def test_a_new_incarnation_owes_nothing() -> None:
@@ -102,6 +103,28 @@ async def test_a_worker_of_another_model_is_not_used() -> None:
     assert "vocab_size is 7, the router's is 512" in worker.problem
     worker.introduced(info(Role.PREFILL), FACTS)
     assert "it is a prefill worker, configured as decode" in worker.problem
+
+
+async def test_a_sequence_is_limited_by_model_and_pool() -> None:
+    assert (await a_worker(Role.DECODE)).max_context_tokens == 160
+    fabric, journal = Fabric(), Journal()
+    pools = [FakeDecode("small", fabric, journal, num_pages=3), FakeDecode("large", fabric, journal)]
+    async with running_router(FakePrefill("p", fabric, journal), *pools) as router:
+        error = await router.failure(token_request([1] * 48))
+        assert isinstance(error, InvalidRequestError)
+        assert "the context limit of 48 tokens" in str(error)
+        assert (await router.ask(token_request([1] * 47, max_tokens=9))).token_ids == [47]
+
+
+async def test_round_robin_takes_turns_in_both_roles() -> None:
+    fabric, journal = Fabric(), Journal()
+    workers = [FakePrefill(f"p{i}", fabric, journal) for i in range(2)]
+    pools = [FakeDecode(f"d{i}", fabric, journal) for i in range(2)]
+    async with running_router(*workers, *pools, policy=Policy.ROUND_ROBIN) as router:
+        for _ in range(6):
+            await router.ask(token_request([1], max_tokens=1))
+    entries = [worker for worker, what in journal.entries if what in (Point.QUEUED, Point.RESERVE)]
+    assert {name: entries.count(name) for name in entries} == {"p0": 3, "p1": 3, "d0": 3, "d1": 3}
 
 
 def pair(**decode: int) -> tuple[FakePrefill, FakeDecode]:
