@@ -15,8 +15,7 @@ import grpc
 
 from decode.scheduler import DecodeScheduler, Drawn, Event, Failed, Finished, Reservation
 from engine.request import FinishReason, Request
-from pool.handoff import HandoffProgress
-from pool.inbox import Inbox, SessionReport, StreamEnded
+from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor
 from pool.leader import Leader
 from pool.metrics import StageMeters
@@ -24,9 +23,9 @@ from pool.requests import chunk_to_proto, request_from_proto
 from pool.stage import StagePlan
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
+from runtime.clock import SystemClock
 from runtime.errors import (
     FieldViolation,
-    HandoffError,
     IntegrityError,
     InternalError,
     InvalidRequestError,
@@ -35,9 +34,10 @@ from runtime.errors import (
 )
 from runtime.log import bind
 from transfer import codec
-from transfer.agent import landing_for
 from transfer.compatibility import check_compatible
-from transfer.terms import Landing, SourceTerms
+from transfer.landing import landing_for
+from transfer.session import ReceiveSession, ReceiveState
+from transfer.terms import Landing, SourceTerms, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
 OPEN_TIMEOUT_S = 10.0
@@ -102,87 +102,89 @@ class _Arrival:
         self._inbox = inbox
         self._request = request
         self._reservation = reservation
-        self._session_id = ""
         self._nonce = secrets.randbits(32)
-        self._progress: HandoffProgress | None = None
+        self._session = ReceiveSession(secrets.token_hex(8), num_stages=len(parts.plan.ranges), clock=SystemClock())
+        self._is_open = False
         self._first_token: int | None = None
         self._first_token_s = 0.0
         self._opened_s = 0.0
 
     async def run(self, source: SourceTerms) -> AsyncIterator[pb.DecodeResponse]:
-        landed = False
-        while not landed:
-            yield pb.DecodeResponse(landing=codec.landing_to_proto(await self._open(source)))
-            new_source = await self._land()
-            if new_source is None:
-                landed = True
-            else:
-                await self._drain_for_next_epoch()
-                source = new_source
+        offer: SourceTerms | None = source
+        while offer is not None:
+            landing = await self._open(offer)
+            offer = landing if isinstance(landing, SourceTerms) else None
+            if isinstance(landing, Landing):
+                yield pb.DecodeResponse(landing=codec.landing_to_proto(landing))
+                offer = await self._land()
+            if offer is not None:
+                self._parts.meters.transfer.failures.labels("source_replaced").inc()
+                self._session.next_epoch()
         yield await self._commit()
         async for response in self._tokens():
             yield response
 
     def end(self) -> None:
         """Close what is open and give the memory back once nothing can write it."""
-        key, session_id = self._reservation.key, self._session_id
+        key, session = self._reservation.key, self._session
+        session.abort("its stream ended")  # no change if the request has taken the memory over
         self._parts.janitor.end(
-            lambda: self._parts.scheduler.release(key), session_id=session_id, progress=self._progress,
-            close=(lambda: self._parts.leader.group.close_receive(session_id)) if session_id else None)
+            lambda: self._parts.scheduler.release(key), session=session if self._is_open else None,
+            close=(lambda: self._parts.leader.group.close_receive(session.session_id)) if self._is_open else None)
 
-    async def _open(self, source: SourceTerms) -> Landing:
-        """Post receives for the next epoch on all stages and wait until they are."""
-        check_compatible(self._parts.plan.compatibility, source.compatibility, source.compatibility_text)
+    async def _open(self, source: SourceTerms) -> Landing | SourceTerms:
+        """Post receives for the session's epoch on all stages; the landing once they are posted, or the source to
+        start over with. An older epoch is drained first, by every stage for itself."""
+        parts, session = self._parts, self._session
+        check_compatible(parts.plan.compatibility, source.compatibility, source.compatibility_text)
         if source.num_tokens != len(self._request.prompt_token_ids):
             raise InvalidRequestError(FieldViolation(
                 "source.num_tokens", f"{source.num_tokens} differs from the prompt's "
                                      f"{len(self._request.prompt_token_ids)} tokens"))
-        epoch = 0 if self._progress is None else self._progress.epoch + 1
-        session_id = self._session_id or secrets.token_hex(8)
-        landing = landing_for(source, specs=self._parts.plan.geometry.specs, session_id=session_id, epoch=epoch,
-                              nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
-                              slot_id=self._reservation.slot_id, stages=self._parts.leader.group.endpoints)
-        self._session_id = session_id
-        self._progress = HandoffProgress(len(self._parts.plan.ranges), epoch)
+        landing = landing_for(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
+                              epoch=session.epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
+                              slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints)
         self._opened_s = time.monotonic()
-        self._parts.leader.group.open_receive(source, landing, self._inbox.report)
-        while not self._progress.opened:
-            if self._progress.error is not None:
-                raise self._progress.error
-            await self._handle_until_landed(OPEN_TIMEOUT_S, "every stage to post its receives")
+        self._is_open = True
+        parts.leader.group.open_receive(source, landing, self._on_report)
+        while session.state is ReceiveState.RESERVED:
+            new_source = await self._handle_arrival(OPEN_TIMEOUT_S, "every stage to post its receives")
+            if new_source is not None:
+                return new_source
         return landing
+
+    def _on_report(self, rank: int, event: StageSessionEvent) -> None:
+        self._session.on_stage_event(rank, event)
+        self._inbox.session_changed()
 
     async def _land(self) -> SourceTerms | None:
         """Wait for all bytes and the first token; None when both are here, else the source to start over with."""
-        progress = self._progress
-        assert progress is not None
-        while not (progress.complete and self._first_token is not None):
-            if isinstance(progress.error, IntegrityError):
+        session = self._session
+        while not (session.state is ReceiveState.COMPLETE and self._first_token is not None):
+            failed = session.state is ReceiveState.FAILED
+            if failed and isinstance(session.error, IntegrityError):
                 self._parts.meters.transfer.integrity_failures.inc()
-                raise progress.error
-            failed = progress.error is not None
-            new_source = await self._handle_until_landed(
+                raise session.error
+            new_source = await self._handle_arrival(
                 NEW_SOURCE_TIMEOUT_S if failed else HANDOFF_TIMEOUT_S,
-                f"a new prefill worker after: {progress.error}" if failed else "the prompt to land")
+                f"a new prefill worker after: {session.error}" if failed else "the prompt to land")
             if new_source is not None:
                 return new_source
         return None
 
-    async def _handle_until_landed(self, timeout_s: float, waiting_for: str) -> SourceTerms | None:
-        """Handle one happening of the handoff phase."""
-        item = await self._inbox.get(timeout_s, waiting_for)
-        match item:
-            case SessionReport(rank, event):
-                if self._progress is not None:
-                    self._progress.on_report(rank, event)
+    async def _handle_arrival(self, timeout_s: float, waiting_for: str) -> SourceTerms | None:
+        """Handle one happening before the commit."""
+        match await self._inbox.get(timeout_s, waiting_for):
+            case SessionChanged():
+                return None
             case StreamEnded():
                 raise RequestAborted("the router closed the stream before the handoff was complete")
             case Failed(error):
                 raise error
-            case pb.DecodeRequest():
-                return self._handle_input(item)
-            case _:
-                raise InternalError(f"unexpected {type(item).__name__} before the request joined")
+            case pb.DecodeRequest() as message:
+                return self._handle_input(message)
+            case other:
+                raise InternalError(f"unexpected {type(other).__name__} before the request joined")
         return None
 
     def _handle_input(self, message: pb.DecodeRequest) -> SourceTerms | None:
@@ -196,40 +198,20 @@ class _Arrival:
             case other:
                 raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
 
-    async def _drain_for_next_epoch(self) -> None:
-        """The old epoch's receives must be gone before the same pages are offered again."""
-        progress = self._progress
-        assert progress is not None
-        self._parts.meters.transfer.failures.labels("source_replaced").inc()
-        self._parts.leader.group.close_receive(self._session_id)
-        while not progress.drained:
-            item = await self._inbox.get(HANDOFF_TIMEOUT_S, "the old epoch to drain")
-            match item:
-                case SessionReport(rank, event):
-                    progress.on_report(rank, event)
-                case StreamEnded():
-                    raise RequestAborted("the router closed the stream while the handoff started over")
-                case Failed(error):
-                    raise error
-                case pb.DecodeRequest() if item.WhichOneof("input") == "first_token":
-                    self._handle_input(item)
-                case _:
-                    raise HandoffError(f"unexpected {type(item).__name__} while the old epoch drains")
-
     async def _commit(self) -> pb.DecodeResponse:
-        progress, first_token = self._progress, self._first_token
-        assert progress is not None
+        parts, session, first_token = self._parts, self._session, self._first_token
         assert first_token is not None
         now = time.monotonic()
         exposed_s = max(0.0, now - self._first_token_s)
-        self._parts.meters.transfer.exposed_s.observe(exposed_s)
-        self._parts.meters.transfer.transfer_s.observe(now - self._opened_s)
-        self._parts.meters.on_handoff(len(self._request.prompt_token_ids))
+        parts.meters.transfer.exposed_s.observe(exposed_s)
+        parts.meters.transfer.transfer_s.observe(now - self._opened_s)
+        parts.meters.on_handoff(len(self._request.prompt_token_ids))
+        session.commit()
         key = self._reservation.key
-        await self._parts.leader.loop.submit(lambda: self._parts.scheduler.join(key, first_token))
-        self._parts.leader.group.close_receive(self._session_id)
+        await parts.leader.loop.submit(lambda: parts.scheduler.join(key, first_token))
+        parts.leader.group.close_receive(session.session_id)
         return pb.DecodeResponse(committed=pb.DecodeCommitted(transfer_exposed_s=exposed_s,
-                                                              num_bytes=progress.num_bytes))
+                                                              num_bytes=session.num_bytes))
 
     async def _tokens(self) -> AsyncIterator[pb.DecodeResponse]:
         while True:
@@ -244,10 +226,7 @@ class _Arrival:
                     return
                 case Failed(error):
                     raise error
-                case SessionReport(rank, event):
-                    if self._progress is not None:
-                        self._progress.on_report(rank, event)
-                case StreamEnded():
+                case SessionChanged() | StreamEnded():
                     continue  # a router with nothing more to say may half-close
                 case _:
                     raise InvalidRequestError(FieldViolation("input", "nothing is expected after the commit"))

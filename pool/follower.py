@@ -12,10 +12,10 @@ import threading
 from collections.abc import AsyncIterator, Callable
 
 import grpc
-from transfer.stage_channel import UcxStageChannel
 
 from engine.batch import ForwardBatch
-from engine.pipeline.stages import FollowerStage, Sampler
+from engine.pipeline.stages import FollowerStage
+from engine.sampling.sampler import Sampler
 from pool.config import WorkerConfig
 from pool.stage import Stage
 from protos import pipeline_pb2 as pb
@@ -24,6 +24,7 @@ from runtime.client import open_channel
 from runtime.errors import BatonError, PeerLostError
 from runtime.status import error_from_rpc
 from transfer import codec
+from transfer.stage_channel import UcxStageChannel
 from transfer.terms import StageSessionEvent
 
 REJOIN_MIN_S, REJOIN_MAX_S = 0.2, 2.0

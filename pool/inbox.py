@@ -11,7 +11,6 @@ from typing import Generic, Self, TypeVar
 from google.protobuf.message import Message
 
 from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError
-from transfer.terms import StageSessionEvent
 
 MessageT = TypeVar("MessageT", bound=Message)
 EventT = TypeVar("EventT")
@@ -23,9 +22,8 @@ class StreamEnded:
 
 
 @dataclass(frozen=True)
-class SessionReport:
-    rank: int
-    event: StageSessionEvent
+class SessionChanged:
+    """A stage reported; the session itself knows what."""
 
 
 class Inbox(Generic[MessageT, EventT]):
@@ -36,7 +34,7 @@ class Inbox(Generic[MessageT, EventT]):
 
     def __init__(self, stream: AsyncIterator[MessageT]) -> None:
         self._stream = stream
-        self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionReport] = asyncio.Queue()
+        self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionChanged] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Task[None] | None = None
 
@@ -72,11 +70,11 @@ class Inbox(Generic[MessageT, EventT]):
         """An engine event; any thread."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
-    def report(self, rank: int, event: StageSessionEvent) -> None:
-        """A session report; event loop's thread."""
-        self._queue.put_nowait(SessionReport(rank, event))
+    def session_changed(self) -> None:
+        """Event loop's thread."""
+        self._queue.put_nowait(SessionChanged())
 
-    async def get(self, timeout_s: float | None, waiting_for: str) -> MessageT | EventT | StreamEnded | SessionReport:
+    async def get(self, timeout_s: float | None, waiting_for: str) -> MessageT | EventT | StreamEnded | SessionChanged:
         """The next thing that happened. `timeout_s` None waits as long as the stream lives.
 
         Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.loop import EngineLoop
 from pool.group import StageGroup
-from pool.handoff import HandoffProgress
+from transfer.session import ReceiveSession, SendSession
 from transfer.terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
@@ -29,24 +29,28 @@ class Janitor:
     def open_tasks(self) -> int:
         return len(self._tasks)
 
-    def end(self, release: Callable[[], None], *, close: Callable[[], None] | None = None, session_id: str = "",
-            progress: HandoffProgress | None = None) -> None:
-        """`close` aborts or releases the session on every stage; `release` runs on the engine thread afterwards."""
+    def end(self, release: Callable[[], None], *, close: Callable[[], None] | None = None,
+            session: ReceiveSession | SendSession | None = None) -> None:
+        """`close` aborts or releases on every stage; `release` runs on the engine thread once `session` has drained.
+        None: none was ever opened."""
         if close is not None:
             close()
-        if progress is None or progress.drained:
-            self._group.forget(session_id)
+        if session is None:
+            self._loop.post(release)
+            return
+        if session.drained:
+            self._group.forget(session.session_id)
             self._loop.post(release)
             return
         drained = asyncio.Event()
 
         def listen(rank: int, event: StageSessionEvent) -> None:
-            progress.on_report(rank, event)
-            if progress.drained:
+            session.on_stage_event(rank, event)
+            if session.drained:
                 drained.set()
 
-        self._group.listen(session_id, listen)
-        task = asyncio.create_task(self._finish(release, session_id, drained))
+        self._group.listen(session.session_id, listen)
+        task = asyncio.create_task(self._finish(release, session.session_id, drained))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

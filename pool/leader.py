@@ -8,16 +8,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from transfer.stage_channel import UcxStageChannel
-
 from engine.loop import EngineLoop, LoopObserver, Scheduler
-from engine.pipeline.stages import HeadStage, Sampler, SingleStage
+from engine.pipeline.stages import HeadStage, SingleStage
+from engine.sampling.sampler import Sampler
 from pool.config import WorkerConfig
 from pool.group import StageGroup
 from pool.membership import PipelineService, StageLink
 from pool.stage import Stage, max_frame_bytes
 from runtime.errors import BatonError, PeerLostError
+from transfer.stage_channel import UcxStageChannel
 from transfer.terms import StageSessionEvent
+from transfer.ucx_settings import TransportProfile
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class Leader:
         self.serving = False
         self.reason = "starting"
         if config.world_size > 1:
-            self._channel = UcxStageChannel(0, max_frame_bytes(config, stage.plan), config.transport)
+            self._channel = UcxStageChannel(rank=0, max_frame_bytes=max_frame_bytes(config, stage.plan),
+                                            profile=TransportProfile(config.transport))
             self.service = PipelineService(layers=stage.plan.ranges, compatibility=stage.plan.compatibility,
                                            leader_channel=self._channel.address, observer=self)
 
@@ -86,6 +88,8 @@ class Leader:
         if self._warming is not None:
             self._warming.cancel()
         self._set_serving(None, f"stage {rank} of the pool died")
+        if self._channel is not None:
+            self._channel.fail(rank, f"stage {rank} left the pool")
         error = PeerLostError(f"stage {rank} of the {self._config.world_size}-stage pool died")
         self.loop.post(lambda: self.loop.detach(error))
         self.group.stage_lost(rank)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pool.config import WorkerConfig
 from runtime.config import leader_from_environment
 
 ENVIRONMENT_HELP = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read where the flags are absent."
@@ -46,7 +47,8 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
         log_style: Annotated[str | None, typer.Option(help="human or json.")] = None,
     ) -> None:
-        flags = {key: value for key, value in locals().items() if key != "config"}
+        given = locals()
+        flags = {name: given[name] for name in WorkerConfig.model_fields if name in given}
         flags["leader"] = leader or leader_from_environment()
         # Read by torch's allocator when it loads: huge pages make weights about a fifth faster to stream.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

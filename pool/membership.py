@@ -7,6 +7,7 @@ successor, joins.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -63,7 +64,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         self._leader_channel = leader_channel
         self._observer = observer
         self._links: dict[int, StageLink] = {}
-        self._epoch = 0
+        self._epoch = 0  # of the latest forming; above those of any earlier life of this leader, which stages remember
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -110,7 +111,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         return link
 
     def _form(self) -> None:
-        self._epoch += 1
+        self._epoch = max(self._epoch + 1, int(time.time() * 1e3))
         links = [self._links[rank] for rank in range(1, len(self._layers))]
         addresses = [self._leader_channel, *(link.channel_address for link in links)]
         for link in links:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from transfer.stage_channel import UcxStageChannel
 
 from engine.loop import LoopObserver, Scheduler
 from engine.pipeline.executor import LayerObserver
@@ -33,7 +32,9 @@ from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
 from runtime.version import VERSION
 from transfer.agent import TransferAgent
+from transfer.stage_channel import UcxStageChannel
 from transfer.terms import StageSessionEvent
+from transfer.ucx_settings import TransportProfile
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,8 @@ async def _follow(config: WorkerConfig, role: Role, stage: Stage, registry: Coll
                   listeners: list[Callable[[StageSessionEvent], None]], incarnation: str, stop: StopSignal) -> None:
     meters = StageMeters.create(registry, stage.plan.geometry)
     server = _server(config, registry, (PIPELINE_SERVICE,))
-    channel = UcxStageChannel(config.rank, max_frame_bytes(config, stage.plan), config.transport)
+    channel = UcxStageChannel(rank=config.rank, max_frame_bytes=max_frame_bytes(config, stage.plan),
+                              profile=TransportProfile(config.transport))
     engine = FollowerEngine(stage, sample, channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward)
     follower = Follower(config, stage, engine, channel.address)

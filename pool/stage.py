@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transfer.ucx import UcxTransport
 
 from engine.attention.cpu import CpuAttention
 from engine.memory.budget import PoolBudget, plan_pools
@@ -22,6 +21,8 @@ from runtime.errors import ConfigError
 from transfer.agent import TransferAgent
 from transfer.compatibility import Compatibility, compatibility
 from transfer.terms import StageSessionEvent
+from transfer.ucx import UcxTransport
+from transfer.ucx_settings import TransportProfile
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     attention = CpuAttention(kv_pools=pools.of_kind(CacheKind.KV), geometry=geometry, numerics=numerics)
     recurrent = CpuRecurrent(conv_pools=pools.of_kind(CacheKind.CONV), state_pools=pools.of_kind(CacheKind.STATE),
                              numerics=numerics)
-    agent = TransferAgent(memory=pools, transport=UcxTransport(config.transport), clock=SystemClock(),
-                          incarnation=incarnation, on_event=on_event)
+    clock = SystemClock()
+    transport = UcxTransport(profile=TransportProfile(config.transport), clock=clock)
+    agent = TransferAgent(memory=pools, transport=transport, clock=clock, incarnation=incarnation, on_event=on_event)
     agent.start()
     executor = StageExecutor(model=model, attention=attention, recurrent=recurrent,
                              on_layer_done=observe_layers(agent))

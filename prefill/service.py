@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from engine.request import Request
-from pool.handoff import HandoffProgress
-from pool.inbox import Inbox, SessionReport, StreamEnded
+from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor
 from pool.leader import Leader
 from pool.metrics import StageMeters
@@ -21,6 +20,7 @@ from pool.stage import StagePlan
 from prefill.scheduler import Event, Failed, FirstToken, PrefillScheduler, Started
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
+from runtime.clock import SystemClock
 from runtime.errors import (
     FieldViolation,
     InternalError,
@@ -30,8 +30,9 @@ from runtime.errors import (
 )
 from runtime.log import bind
 from transfer import codec
-from transfer.agent import check_plan
-from transfer.terms import SourceTerms
+from transfer.landing import check_plan
+from transfer.session import SendSession, SendState
+from transfer.terms import SourceTerms, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 OPEN_TIMEOUT_S = 10.0
@@ -88,8 +89,7 @@ class _Departure:
         self._request = request
         self._key = key
         self._source: SourceTerms | None = None
-        self._session_id = ""
-        self._progress: HandoffProgress | None = None
+        self._session: SendSession | None = None
         self._has_first_token = False
         self._told_sent = False
 
@@ -98,63 +98,75 @@ class _Departure:
             timeout_s = HANDOFF_TIMEOUT_S if self._has_first_token else None
             match await self._inbox.get(timeout_s, "the router to confirm the handoff"):
                 case Started() as started:
-                    self._source = self._terms(started)
-                    self._parts.meters.work.queue_s.observe(started.queue_s)
-                    yield pb.RunResponse(started=pb.PrefillStarted(terms=codec.source_to_proto(self._source),
-                                                                   queue_s=started.queue_s))
+                    yield pb.RunResponse(started=self._started(started))
                 case FirstToken(token, prefill_s):
                     self._has_first_token = True
                     yield pb.RunResponse(first_token=pb.PrefillFirstToken(token=chunk_to_proto(token),
                                                                           prefill_s=prefill_s))
                 case Failed(error):
                     raise error
-                case SessionReport() as report:
-                    if (sent := self._on_report(report)) is not None:
+                case SessionChanged():
+                    if (sent := self._sent()) is not None:
                         yield pb.RunResponse(sent=sent)
                 case pb.RunRequest() as message:
                     self._send_to(message)
                 case StreamEnded():
-                    if not self._has_first_token:
-                        raise RequestAborted("the router closed the stream before the first token")
+                    self._released()
                     return
                 case other:
                     raise InternalError(f"unexpected {type(other).__name__} on a prefill stream")
 
-    def _on_report(self, report: SessionReport) -> pb.PrefillSent | None:
-        """Note how far the sending is; tells once when every byte has left. Raises what made it fail."""
-        progress = self._progress
-        if progress is None:
+    def _released(self) -> None:
+        """The router half-closed: decode has committed."""
+        if not self._has_first_token:
+            raise RequestAborted("the router closed the stream before the first token")
+        if self._session is not None and self._session.state is SendState.SENT:
+            self._session.release()
+
+    def _sent(self) -> pb.PrefillSent | None:
+        """Tells once when every byte has left. Raises what made the sending fail."""
+        session = self._session
+        if session is None:
             return None
-        progress.on_report(report.rank, report.event)
-        if progress.error is not None:
-            self._parts.meters.transfer.failures.labels(progress.error.reason.lower()).inc()
-            raise progress.error
-        if not progress.complete or self._told_sent:
+        if session.error is not None:
+            self._parts.meters.transfer.failures.labels(session.error.reason.lower()).inc()
+            raise session.error
+        if session.state is not SendState.SENT or self._told_sent:
             return None
         self._told_sent = True
-        return pb.PrefillSent(num_bytes=progress.num_bytes)
+        return pb.PrefillSent(num_bytes=session.num_bytes)
 
     def end(self) -> None:
         """Close what is open and give the memory back once nothing can read it."""
-        key, session_id = self._key, self._session_id
-        self._parts.janitor.end(lambda: self._parts.scheduler.release(key), session_id=session_id,
-                                progress=self._progress,
+        key, session = self._key, self._session
+        session_id = "" if session is None else session.session_id
+        if session is not None:
+            session.abort("its stream ended")  # no change if everything was sent and released
+        self._parts.janitor.end(lambda: self._parts.scheduler.release(key), session=session,
                                 close=lambda: self._parts.leader.group.close_request(key, session_id))
 
-    def _terms(self, started: Started) -> SourceTerms:
+    def _started(self, started: Started) -> pb.PrefillStarted:
         parts = self._parts
-        return SourceTerms(
+        parts.meters.work.queue_s.observe(started.queue_s)
+        self._source = SourceTerms(
             compatibility=parts.plan.compatibility.digest, compatibility_text=parts.plan.compatibility.text,
             page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
             chunk_tokens=parts.chunk_tokens, page_ids=started.page_ids, slot_id=started.slot_id,
             stages=parts.leader.group.endpoints)
+        return pb.PrefillStarted(terms=codec.source_to_proto(self._source), queue_s=started.queue_s)
 
     def _send_to(self, message: pb.RunRequest) -> None:
         """The decode pool has reserved: start sending, beginning with what is computed already."""
-        if message.WhichOneof("input") != "landing" or self._source is None or self._progress is not None:
+        if message.WhichOneof("input") != "landing" or self._source is None or self._session is not None:
             raise InvalidRequestError(FieldViolation("input", "expected one landing, after started"))
         landing = codec.landing_from_proto(message.landing)
         check_plan(self._source, landing, self._parts.plan.geometry.specs)
-        self._session_id = landing.session_id
-        self._progress = HandoffProgress(len(self._parts.plan.ranges), landing.epoch)
-        self._parts.leader.group.open_send(self._key, self._source, landing, self._inbox.report)
+        session = SendSession(landing.session_id, epoch=landing.epoch, num_stages=len(self._parts.plan.ranges),
+                              clock=SystemClock())
+
+        def on_report(rank: int, event: StageSessionEvent) -> None:
+            session.on_stage_event(rank, event)
+            self._inbox.session_changed()
+
+        self._session = session
+        self._parts.leader.group.open_send(self._key, self._source, landing, on_report)

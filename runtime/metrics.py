@@ -150,7 +150,6 @@ class WorkerMetrics:
     batch_tokens: Histogram
     step_s: Histogram
     idle_ratio: Gauge
-    link_bytes: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -165,7 +164,6 @@ class WorkerMetrics:
             _histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
             _histogram(registry, "pp_stage_step_seconds", "One forward of this stage.", STEP_S),
             _gauge(registry, "pp_bubble_ratio", "Share of recent time this stage had work in flight but none to do."),
-            _counter(registry, "pp_link_bytes", "Bytes sent to other stages of the pool."),
         )
 
 
@@ -175,10 +173,8 @@ class PoolMetrics:
 
     pages_total: Gauge
     pages_used: Gauge
-    pages_held_for_transfer: Gauge
     slots_total: Gauge
     slots_used: Gauge
-    leases: Gauge
     imbalances: Counter
 
     @classmethod
@@ -186,11 +182,9 @@ class PoolMetrics:
         return cls(
             _gauge(registry, "kv_pages_total", "Pages of the pool."),
             _gauge(registry, "kv_pages_used", "Pages under lease."),
-            _gauge(registry, "kv_pages_held_for_transfer", "Pages whose request ended but whose transfer has not."),
             _gauge(registry, "state_slots_total", "Recurrent-state slots of the pool."),
             _gauge(registry, "state_slots_used", "Recurrent-state slots under lease."),
-            _gauge(registry, "kv_leases", "Leases by kind.", "kind"),
-            _counter(registry, "kv_imbalances", "Idle checks that found free plus leased unequal to total."),
+            _counter(registry, "kv_imbalances", "Broken invariants, such as an idle check that found free plus leased unequal to total."),
         )
 
 
@@ -204,21 +198,17 @@ class TransferMetrics:
     bytes_moved: Counter
     failures: Counter
     integrity_failures: Counter
-    handshake_s: Histogram
-    handshake_failures: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _gauge(registry, "kv_sessions", "Open sessions by state.", "state"),
+            _gauge(registry, "kv_sessions", "Sessions open on this pool."),
             _histogram(registry, "kv_transfer_seconds", "Session opened to everything moved.", TRANSFER_S),
             _histogram(registry, "kv_transfer_exposed_seconds",
                        "First token known to everything landed and checked.", TRANSFER_S),
             _counter(registry, "kv_transfer_bytes", "Bytes moved.", "kind"),
             _counter(registry, "kv_transfer_failures", "Sessions that failed.", "reason"),
             _counter(registry, "kv_integrity_failures", "Items whose digest did not match."),
-            _histogram(registry, "handshake_seconds", "Connecting to a peer for the first time.", STAGE_S),
-            _counter(registry, "handshake_failures", "Peers that could not be connected to.", "reason"),
         )
 
 

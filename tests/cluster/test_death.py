@@ -1,0 +1,70 @@
+"""Any one process dies by SIGKILL under load: bounded errors, clean survivors, service again without their restart."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.values import Completion
+from engine.request import Request
+from runtime.errors import BatonError
+from tests.cluster.conftest import Reference
+from tests.cluster.test_equality import on_the_wire
+from tests.support.clusters import RunningCluster, running_cluster
+from tests.support.questions import as_query, make_questions, shown
+
+STATUS_WITHIN_S = 5.0
+
+
+def long_questions(count: int) -> list[Request]:
+    return make_questions(count, seed=11, max_prompt=250, max_tokens=200)
+
+
+async def timed(running: RunningCluster, question: Request) -> tuple[Completion | BatonError, float]:
+    """The answer or the error, and when it came."""
+    try:
+        result: Completion | BatonError = await running.client.complete(as_query(question), timeout_s=60)
+    except BatonError as error:
+        result = error
+    return result, time.monotonic()
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0.0", "decode-0.1", "router"])
+async def test_a_killed_process_is_survived(checkpoint: Path, reference: Reference, victim: str) -> None:
+    questions = long_questions(10)
+    expected = on_the_wire(reference.answers(questions))
+    async with running_cluster(checkpoint, decode_pp=2) as running:
+        processes = running.cluster.processes
+        pids = {name: process.pid for name, process in processes.items()}
+        under_way = [asyncio.create_task(timed(running, question)) for question in questions]
+        await asyncio.sleep(0.7)
+        killed = time.monotonic()
+        processes[victim].kill()
+        results = await asyncio.gather(*under_way)
+        for (result, ended), right in zip(results, expected, strict=True):
+            if isinstance(result, BatonError):
+                assert ended - killed < STATUS_WITHIN_S, f"{result} came {ended - killed:.1f} s after the kill"
+            else:
+                assert shown(result) == right
+        await running.cluster.wait_serving(timeout_s=60)
+        await running.until_clean(timeout_s=60)
+        again = await asyncio.gather(*(timed(running, question) for question in questions))
+        assert [shown(result) if isinstance(result, Completion) else result for result, _ in again] == expected
+        await running.until_clean()
+        survivors = {name: process.pid for name, process in processes.items() if name != victim}
+        assert survivors == {name: pids[name] for name in survivors}, "no survivor was restarted"
+
+
+async def test_a_prefill_that_dies_before_the_first_token_is_replaced(checkpoint: Path, reference: Reference) -> None:
+    """With two prefill workers, killing one costs nobody an answer that had no token yet."""
+    questions = make_questions(16, seed=12, max_prompt=480, max_tokens=8)
+    expected = on_the_wire(reference.answers(questions))
+    async with running_cluster(checkpoint, prefill=2, worker_flags=("--chunk-tokens", "64")) as running:
+        under_way = [asyncio.create_task(timed(running, question)) for question in questions]
+        await asyncio.sleep(0.1)
+        running.cluster.processes["prefill-0"].kill()
+        results = [result for result, _ in await asyncio.gather(*under_way)]
+        assert [shown(result) if isinstance(result, Completion) else result for result in results] == expected
+        await running.cluster.wait_serving(timeout_s=60)
+        await running.until_clean(timeout_s=60)

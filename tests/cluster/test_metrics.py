@@ -1,0 +1,69 @@
+"""Every metric a role exposes has a name that follows the rules, and moves when what it counts happens."""
+
+import asyncio
+import re
+import urllib.request
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.values import Query, Stop
+from runtime.errors import BatonError
+from tests.support.clusters import RunningCluster, running_cluster
+from tests.support.questions import as_query, make_questions
+
+# Gauges that are zero again when nothing runs, and what only a fault moves.
+AT_REST = {
+    "baton_queue_depth", "baton_queue_oldest_seconds", "baton_router_running", "baton_requests_in_flight",
+    "baton_running", "baton_kv_pages_used", "baton_state_slots_used", "baton_kv_sessions",
+    "baton_pp_bubble_ratio",
+}
+FAULT_ONLY = {
+    "baton_preemptions", "baton_kv_transfer_failures", "baton_kv_integrity_failures", "baton_router_retries",
+    "baton_kv_imbalances",
+}
+
+
+def scrape(port: int) -> dict[str, float]:
+    """Largest sample per family that is Baton's."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        text = response.read().decode()
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith("baton_"):
+            samples = [sample.value for sample in family.samples if not sample.name.endswith("_created")]
+            values[family.name] = max([values.get(family.name, 0.0), *samples])
+    return values
+
+
+async def everything(running: RunningCluster) -> dict[str, dict[str, float]]:
+    return {name: await asyncio.to_thread(scrape, running.metrics_port(name)) for name in running.cluster.processes}
+
+
+async def test_every_metric_moves(checkpoint: Path) -> None:
+    async with running_cluster(checkpoint, decode_pp=2) as running:
+        peaks: dict[str, dict[str, float]] = {}
+        load = asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60) for question
+                                in make_questions(40, seed=2, max_prompt=300, max_tokens=100)))
+        while not load.done():
+            for name, values in (await everything(running)).items():
+                for metric, value in values.items():
+                    peaks.setdefault(name, {})[metric] = max(value, peaks.get(name, {}).get(metric, 0.0))
+            await asyncio.sleep(0.1)
+        await load
+        try:
+            await running.client.complete(Query(prompt=(999,), stop=Stop(max_tokens=1)), timeout_s=5)
+        except BatonError:
+            pass
+        still = {name: sorted(metric for metric, value in values.items()
+                              if value == 0 and metric not in FAULT_ONLY)
+                 for name, values in peaks.items()}
+        assert not any(still.values()), f"exposed but never moved: {still}"
+        await running.until_clean()
+        await asyncio.sleep(0.6)
+        rest = await everything(running)
+    for name, values in rest.items():
+        for metric, value in values.items():
+            assert re.fullmatch(r"baton(_[a-z0-9]+)+", metric), metric
+            if metric in AT_REST - {"baton_requests_in_flight", "baton_pp_bubble_ratio"}:
+                assert value == 0, f"{name} {metric} is {value} at rest"

@@ -1,0 +1,77 @@
+"""Who frees a request's memory, and when: two lifetimes, request and transfer."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from pool import janitor as janitor_module
+from pool.janitor import Janitor
+from runtime.clock import SystemClock
+from transfer.session import ReceiveSession
+from transfer.terms import StageSessionEvent, StageSessionState
+
+
+def drained_event() -> StageSessionEvent:
+    return StageSessionEvent("s", 0, StageSessionState.DRAINED)
+
+
+class FakeGroup:
+    """Remembers who listens."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[int, StageSessionEvent], None] | None = None
+        self.forgotten: list[str] = []
+
+    def listen(self, session_id: str, listener: Callable[[int, StageSessionEvent], None]) -> None:
+        self.listener = listener
+
+    def forget(self, session_id: str) -> None:
+        self.forgotten.append(session_id)
+
+
+class FakeLoop:
+    """Runs commands at once."""
+
+    def post(self, command: Callable[[], object]) -> None:
+        command()
+
+
+def make_janitor() -> tuple[Janitor, FakeGroup, list[str]]:
+    group, told = FakeGroup(), []
+    return Janitor(group, FakeLoop(), told.append), group, told  # type: ignore[arg-type]
+
+
+async def test_memory_is_released_only_when_every_stage_has_drained() -> None:
+    janitor, group, told = make_janitor()
+    done: list[str] = []
+    session = ReceiveSession("s", num_stages=2, clock=SystemClock())
+    janitor.end(lambda: done.append("released"), close=lambda: done.append("closed"), session=session)
+    assert done == ["closed"]
+    assert group.listener is not None
+    group.listener(0, drained_event())
+    await asyncio.sleep(0)
+    assert done == ["closed"]
+    group.listener(1, drained_event())
+    await asyncio.sleep(0.01)
+    assert done == ["closed", "released"]
+    assert group.forgotten == ["s"]
+    assert told == []
+    assert janitor.open_tasks == 0
+
+
+async def test_without_a_session_memory_is_released_at_once() -> None:
+    janitor, _, _ = make_janitor()
+    done: list[str] = []
+    janitor.end(lambda: done.append("released"))
+    assert done == ["released"]
+
+
+async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 0.01)
+    janitor, _, told = make_janitor()
+    done: list[str] = []
+    janitor.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
+    await asyncio.sleep(0.1)
+    assert done == []
+    assert "did not drain" in told[0]

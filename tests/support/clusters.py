@@ -1,0 +1,91 @@
+"""Real clusters for tests: real processes, real gRPC, real UCX, checkpoints from disk."""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster
+from baton.values import ClusterStatus, WorkerStatus
+
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass
+class RunningCluster:
+    """A serving cluster with a client, and its last log lines for failures that need explaining."""
+
+    cluster: LocalCluster
+    client: AsyncBatonClient
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=2000))
+
+    async def workers(self, role: str) -> list[WorkerStatus]:
+        return [worker for worker in (await self.client.cluster_status()).workers if worker.role == role]
+
+    async def until(self, holds: Callable[[ClusterStatus], bool], what: str, timeout_s: float = 20) -> ClusterStatus:
+        """The first status for which `holds` is true."""
+        status: ClusterStatus | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    status = await self.client.cluster_status()
+                    if holds(status):
+                        return status
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"not within {timeout_s} s: {what}; last {status}\n{self.log_tail()}") from None
+
+    async def until_clean(self, timeout_s: float = 20) -> ClusterStatus:
+        """All pages and slots free, nothing open, nothing running, all workers serving."""
+        return await self.until(is_clean, "every page, slot and session is given back", timeout_s)
+
+    def log_tail(self, count: int = 60) -> str:
+        return "\n".join(list(self.lines)[-count:])
+
+    def metrics_port(self, name: str) -> int:
+        announcement = self.cluster.processes[name].announcement
+        assert announcement is not None
+        assert announcement.metrics_port is not None
+        return announcement.metrics_port
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Unshared memory of every process."""
+        pids = {name: process.pid for name, process in self.cluster.processes.items()}
+        return {name: psutil.Process(pid).memory_full_info().uss for name, pid in pids.items() if pid is not None}
+
+
+def is_clean(status: ClusterStatus) -> bool:
+    return not status.running_requests and not status.waiting_requests and all(
+        worker.serving and worker.pages_free == worker.pages_total and worker.slots_free == worker.slots_total
+        and not worker.open_sessions and not worker.running_requests and not worker.queued_requests
+        for worker in status.workers)
+
+
+@asynccontextmanager
+async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, prefill_pp: int = 1, decode_pp: int = 1,
+                          prefill_partition: str = "", decode_partition: str = "", worker_flags: tuple[str, ...] = (),
+                          router_flags: tuple[str, ...] = (),
+                          ready_timeout_s: float = READY_TIMEOUT_S) -> AsyncIterator[RunningCluster]:
+    """Up and ready inside the block, gone after it."""
+    lines: deque[str] = deque(maxlen=2000)
+    config = ClusterConfig(
+        model=model, prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
+        prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0",
+        worker_flags=worker_flags, router_flags=router_flags, ready_timeout_s=ready_timeout_s, stop_grace_s=5)
+    try:
+        async with LocalCluster(config, sink=lambda name, line: lines.append(f"{name:12} {line}")) as cluster:
+            async with AsyncBatonClient(cluster.address) as client:
+                yield RunningCluster(cluster, client, lines)
+    except BaseException:
+        print("\n".join(lines))
+        raise
+
+
+def open_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))

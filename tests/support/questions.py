@@ -1,0 +1,38 @@
+"""The same request as a client says it and as the engine hears it, for comparing clusters with one process."""
+
+import random
+
+from baton.values import Completion, Query, Sampling, Stop
+from engine.request import Request, SamplingParams
+
+
+def make_questions(count: int, *, seed: int = 0, max_prompt: int = 200, max_tokens: int = 24,
+                   vocab_size: int = 256) -> list[Request]:
+    """Mixed lengths; every other one sampled with penalties, the rest greedy. Logprobs always."""
+    rng = random.Random(seed)
+    questions = []
+    for i in range(count):
+        prompt = tuple(rng.randrange(3, vocab_size) for _ in range(rng.randint(1, max_prompt)))
+        params = SamplingParams(temperature=0.0)
+        if i % 2:
+            params = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1,
+                                    presence_penalty=0.2, seed=rng.randrange(2**63))
+        questions.append(Request(f"q{seed}-{i}", prompt, rng.randint(1, max_tokens), params, num_top_logprobs=0))
+    return questions
+
+
+def as_query(request: Request) -> Query:
+    """Without end-of-sequence ids: tiny random models draw them at random, and lengths should be known."""
+    params = request.sampling
+    return Query(
+        prompt=request.prompt_token_ids, request_id=request.request_id, num_top_logprobs=request.num_top_logprobs,
+        skip_text=True, stop=Stop(max_tokens=request.max_tokens, ignore_eos=True),
+        sampling=Sampling(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
+                          frequency_penalty=params.frequency_penalty, presence_penalty=params.presence_penalty,
+                          repetition_penalty=params.repetition_penalty, seed=params.seed))
+
+
+def shown(completion: Completion) -> list[tuple[int, float | None]]:
+    """As `Reference.answers` shows it. Logprobs cross the client's wire as 32-bit floats."""
+    return [(token_id, logprobs.logprob)
+            for token_id, logprobs in zip(completion.token_ids, completion.logprobs, strict=True)]
