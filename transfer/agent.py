@@ -219,8 +219,8 @@ class TransferAgent:
     def _sender(self, source: SourceTerms, landing: Landing, prompt: _Prompt) -> Flow:
         try:
             if prompt.num_tokens not in (None, source.num_tokens):
-                raise InternalError(f"session {landing.session_id}: expect_send announced {prompt.num_tokens} tokens, the "
-                                    f"terms {source.num_tokens}")
+                raise InternalError(f"session {landing.session_id}: expect_send announced {prompt.num_tokens} tokens, "
+                                    f"the terms {source.num_tokens}")
             stage = self._stage_of(source.stages)
             lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_from(stage)
         except BatonError as error:

@@ -1,0 +1,40 @@
+"""Pools are paired only when their bytes mean the same, and people are told why not."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.memory.layout import CacheKind, CacheSpec
+from runtime.errors import IncompatiblePeerError
+from tests.support.handoff import hybrid_specs
+from transfer.compatibility import check_compatible, compatibility
+
+SPECS = hybrid_specs(4)
+MINE = compatibility(revision="abcdef0123456789", specs=SPECS, page_size=4)
+
+
+def test_order_of_specs_does_not_matter() -> None:
+    check_compatible(compatibility(revision="abcdef0123456789", specs=SPECS[::-1], page_size=4), MINE.digest, MINE.text)
+
+
+@pytest.mark.parametrize(("revision", "specs", "page_size"), [
+    ("other", SPECS, 4),
+    ("abcdef0123456789", SPECS, 8),
+    ("abcdef0123456789", SPECS[:-1], 4),
+    ("abcdef0123456789", (replace(SPECS[0], dtype="float16"), *SPECS[1:]), 4),
+    ("abcdef0123456789", (replace(SPECS[0], record_shape=(24, 3)), *SPECS[1:]), 4),
+    ("abcdef0123456789", (*SPECS, CacheSpec(9, CacheKind.LATENT, (4, 8), "bfloat16", 2)), 4),
+])
+def test_every_difference_is_told(revision: str, specs: tuple[CacheSpec, ...], page_size: int) -> None:
+    theirs = compatibility(revision=revision, specs=specs, page_size=page_size)
+    with pytest.raises(IncompatiblePeerError) as caught:
+        check_compatible(MINE, theirs.digest, theirs.text)
+    assert MINE.text in str(caught.value)
+    assert theirs.text in str(caught.value)
+    assert MINE.text != theirs.text
+
+
+def test_the_text_groups_equal_layers() -> None:
+    assert MINE.text == (
+        "schema 1, weights abcdef012345, page size 4, layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "
+        "layers 1,3: kv (2, 2, 4, 8) bfloat16")
