@@ -11,8 +11,9 @@ never ends with an error. Belongs to the engine thread.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from decode.speculation import DraftState
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.integrity import check_integrity
 from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
@@ -20,6 +21,7 @@ from engine.memory.slots import SlotAllocator, SlotLease
 from engine.pipeline.stages import StepResult
 from engine.request import DrawnToken, FinishReason, Request
 from engine.rows import Row, build_batch, chunk_end, sampling_row
+from engine.trees import Kept, Verified
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
@@ -66,7 +68,8 @@ class _Entry:
     pages: PageLease | None = None  # None while waiting
     slot: SlotLease | None = None
     outputs: list[int] = field(default_factory=list)
-    computed: int = 0  # tokens of prompt + outputs whose cache entries exist or are in flight
+    computed: int = 0  # tokens of prompt + outputs whose cache entries exist or are in flight (a tree's do not count)
+    draft: DraftState = field(default_factory=DraftState)
     running: bool = False  # has its memory filled and may be scheduled
     in_flight: bool = False
     released: bool = False
@@ -91,7 +94,8 @@ class _Entry:
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """`depth` is the number of stages; `growth_tokens` are reserved beyond the prompt at admission."""
+    """`depth` is the number of stages; `growth_tokens` are reserved beyond the prompt at admission. A pool that
+    speculates verifies up to `num_draft_tokens` at once."""
 
     page_size: int
     grid: int
@@ -100,6 +104,7 @@ class DecodeLimits:
     max_context_tokens: int
     chunk_tokens: int = 512  # of a replay's prefill batches
     growth_tokens: int = 64
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class DecodeScheduler:
         if entry is None or entry.released:
             return
         entry.outputs.append(first_token)
-        entry.computed = len(entry.request.prompt_token_ids)
+        entry.computed = entry.draft.start = len(entry.request.prompt_token_ids)
         self._run(entry)
         self._finish_if_done(entry)
 
@@ -182,22 +187,27 @@ class DecodeScheduler:
                 break
             if entry.running and self._grow(entry):
                 rows.append(self._decode_row(entry))
-        return build_batch(ForwardMode.DECODE, rows) if rows else None
+        return build_batch(ForwardMode.VERIFY if self._speculates else ForwardMode.DECODE, rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        drawn = iter(result.tokens)
-        for key, sampling in zip(batch.request_ids, batch.sampling, strict=True):
+        drawn, verified = iter(result.tokens), iter(result.verified)
+        for row, (key, sampling) in enumerate(zip(batch.request_ids, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight = False
-            token = next(drawn) if sampling is not None and result.error is None else None
+            outcome, tokens = Verified(), []
+            if sampling is not None and result.error is None:
+                outcome = next(verified) if self._speculates else outcome
+                tokens = [next(drawn) for _ in outcome.accepted]
             if entry.released:
                 self._forget(entry)
             elif result.error is not None:
                 self._fail(entry, result.error)
-            elif token is not None:
-                entry.outputs.append(token.token_id)
-                entry.emit(Drawn(token))
-                self._finish_if_done(entry)
+            elif tokens:
+                if batch.mode is ForwardMode.VERIFY:
+                    entry.draft.kept = Kept(batch.context_lens[row], outcome.accepted)
+                    entry.computed += len(outcome.accepted)
+                entry.draft.tree = outcome.draft
+                self._append(entry, tokens)
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
         for entry in list(self._entries.values()):
@@ -210,6 +220,10 @@ class DecodeScheduler:
     def on_idle(self) -> None:
         check_integrity([self.pages.ledger, self.slots.ledger],
                         live_owners={_owner(key) for key in self._entries})
+
+    @property
+    def _speculates(self) -> bool:
+        return self.limits.num_draft_tokens > 0
 
     def _admit(self, request: Request, emit: Emit) -> _Entry:
         self._check_fits(request)
@@ -277,6 +291,7 @@ class DecodeScheduler:
     def _preempt(self, entry: _Entry) -> None:
         entry.free()
         entry.computed = 0
+        entry.draft = DraftState()
         entry.running = False
         entry.num_preemptions += 1
         del self._turns[entry.key]
@@ -297,18 +312,62 @@ class DecodeScheduler:
     def _decode_row(self, entry: _Entry) -> Row:
         if entry.first_step_s is None:
             entry.first_step_s = self.clock.now()
+        if self._speculates:
+            return self._verify_row(entry)
         return self._row(entry, entry.computed + 1, draws=entry.computed == entry.num_tokens - 1)
 
     def _row(self, entry: _Entry, end: int, *, draws: bool) -> Row:
+        """Known tokens up to `end`."""
+        row = self._launched(entry, entry.tokens(entry.computed, end), draws=draws)
+        entry.computed = end
+        if not self._speculates:
+            return row
+        next_token_id = None if draws else entry.tokens(end, end + 1)[0]
+        return replace(row, spec=entry.draft.prefill(next_token_id, self.limits.num_draft_tokens))
+
+    def _verify_row(self, entry: _Entry) -> Row:
+        """The newest token with the tree drafted after it; of a replay, known tokens, which all stand."""
+        num_known, limits = entry.num_tokens - entry.computed, self.limits
+        if num_known > 1:
+            room = self._room(entry, min(num_known - 1, limits.num_draft_tokens + 1))
+            end = entry.computed + room
+            row = self._launched(entry, entry.tokens(entry.computed, end), draws=False)
+            spec = entry.draft.replay(room, entry.tokens(end, end + 1)[0])
+            entry.draft.kept = Kept(entry.computed, tuple(range(room)))
+            entry.computed = end
+            return replace(row, spec=spec)
+        num_left = min(entry.request.max_tokens - len(entry.outputs), limits.max_context_tokens - entry.num_tokens)
+        max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1
+        tree, spec = entry.draft.verify(max_nodes=max_nodes, max_depth=num_left - 1,
+                                        num_draft_tokens=limits.num_draft_tokens)
+        row = self._launched(entry, [*entry.tokens(entry.computed, entry.num_tokens), *tree.token_ids], draws=True)
+        return replace(row, spec=spec)
+
+    def _room(self, entry: _Entry, wanted: int) -> int:
+        """How many of `wanted` more tokens the entry's pages hold; takes free pages for them, but none from others."""
+        assert entry.pages is not None
+        missing = pages_for_tokens(entry.computed + wanted, self.limits.page_size) - entry.pages.num_pages
+        if 0 < missing <= self.pages.num_free:
+            entry.pages.extend(missing)
+        return min(wanted, entry.pages.num_pages * self.limits.page_size - entry.computed)
+
+    def _launched(self, entry: _Entry, tokens: list[int], *, draws: bool) -> Row:
         assert entry.pages is not None
         assert entry.slot is not None
-        row = Row(entry.key, entry.tokens(entry.computed, end), entry.computed, entry.pages.page_ids,
-                  entry.slot.slot_id, sampling_row(entry.request, entry.outputs) if draws else None)
-        entry.computed = end
         entry.in_flight = True
         del self._turns[entry.key]
         self._turns[entry.key] = None
-        return row
+        return Row(entry.key, tokens, entry.computed, entry.pages.page_ids, entry.slot.slot_id,
+                   sampling_row(entry.request, entry.outputs) if draws else None)
+
+    def _append(self, entry: _Entry, tokens: list[DrawnToken]) -> None:
+        """Publish an accepted run; whatever follows the token that ends the request was never drawn."""
+        for token in tokens:
+            entry.outputs.append(token.token_id)
+            entry.emit(Drawn(token))
+            self._finish_if_done(entry)
+            if entry.key not in self._entries:
+                return
 
     def _finish_if_done(self, entry: _Entry) -> None:
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)

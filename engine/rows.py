@@ -7,6 +7,7 @@ import torch
 
 from engine.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.request import Request
+from engine.trees import SpecInfo, SpecRow, node_depths
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,21 @@ class Row:
     page_ids: Sequence[int]
     slot_id: int
     sampling: SamplingRow | None  # None: no token is drawn
+    spec: SpecRow | None = None  # on a pool that speculates; then every row has one
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """In order, or by depth where the tokens are a tree."""
+        if self.spec is None or not self.spec.parents:
+            return range(self.context_len, self.context_len + len(self.token_ids))
+        return [self.context_len + depth for depth in node_depths(self.spec.parents)]
 
 
 def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
     """A batch of these rows, in this order; page tables are as wide as the longest row needs."""
-    positions = [p for row in rows for p in range(row.context_len, row.context_len + len(row.token_ids))]
+    positions = [position for row in rows for position in row.positions]
+    token_ids = torch.tensor([token for row in rows for token in row.token_ids], dtype=torch.int64)
+    specs = tuple(row.spec for row in rows if row.spec is not None)
     width = max((len(row.page_ids) for row in rows), default=1)
     tables = [[*row.page_ids, *[0] * (width - len(row.page_ids))] for row in rows]
     return ForwardBatch(
@@ -31,11 +42,12 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
         request_ids=tuple(row.key for row in rows),
         query_lens=tuple(len(row.token_ids) for row in rows),
         context_lens=tuple(row.context_len for row in rows),
-        token_ids=torch.tensor([token for row in rows for token in row.token_ids], dtype=torch.int64),
+        token_ids=token_ids,
         positions=torch.tensor(positions, dtype=torch.int64),
         page_tables=torch.tensor(tables, dtype=torch.int32).view(len(rows), width),
         slot_ids=torch.tensor([row.slot_id for row in rows], dtype=torch.int32),
         sampling=tuple(row.sampling for row in rows),
+        spec_info=SpecInfo(token_ids, specs) if specs else None,
     )
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
 from runtime.errors import InternalError
 
 _HEADER = struct.Struct("<4sBBHQ")  # magic, schema, kind, number of arrays, sequence number
 _ENTRY = struct.Struct("<BBxxIQQ")  # dtype code, dims, first three extents (0 where absent)
-_MAGIC, _SCHEMA = b"BATN", 1
+_MAGIC, _SCHEMA = b"BATN", 2
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "float64")
 _TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MODES = tuple(ForwardMode)
@@ -95,11 +96,12 @@ def pack_batch(sequence: int, batch: ForwardBatch, hidden: Tensor | None, aux_hi
     """What the next stage needs to run its layers on the batch."""
     tensors = [hidden] if hidden is not None else []
     tensors += [aux_hidden[layer] for layer in sorted(aux_hidden)]
-    head = np.array([_MODES.index(batch.mode), hidden is not None, *sorted(aux_hidden)], np.int64)
+    spec = batch.spec_info if isinstance(batch.spec_info, SpecInfo) else None
+    head = np.array([_MODES.index(batch.mode), hidden is not None, spec is not None, *sorted(aux_hidden)], np.int64)
     arrays: list[Array] = [
         head, np.array(batch.request_ids, np.int64), np.array(batch.query_lens, np.int64),
         np.array(batch.context_lens, np.int64), batch.positions.numpy(), batch.page_tables.numpy(),
-        batch.slot_ids.numpy(), *_pack_sampling(batch.sampling)]
+        batch.slot_ids.numpy(), *_pack_sampling(batch.sampling), *(_pack_spec(spec) if spec else ())]
     for tensor in tensors:
         arrays += _tensor_arrays(tensor)
     return pack(FrameKind.BATCH, sequence, arrays)
@@ -107,18 +109,22 @@ def pack_batch(sequence: int, batch: ForwardBatch, hidden: Tensor | None, aux_hi
 
 def unpack_batch(frame: Frame) -> StageInput:
     head, request_ids, query_lens, context_lens, positions, page_tables, slot_ids, *rest = frame.arrays
-    sampling = _unpack_sampling(rest[:_SAMPLING_ARRAYS])
-    tensors = [_array_tensor(rest[i], rest[i + 1]) for i in range(_SAMPLING_ARRAYS, len(rest), 2)]
+    _, has_hidden, has_spec, *aux_layers = head.tolist()
+    sampling, rest = _unpack_sampling(rest[:_SAMPLING_ARRAYS]), rest[_SAMPLING_ARRAYS:]
+    spec = None
+    if has_spec:
+        spec, rest = _unpack_spec(rest[:_SPEC_ARRAYS]), rest[_SPEC_ARRAYS:]
+    tensors = [_array_tensor(rest[i], rest[i + 1]) for i in range(0, len(rest), 2)]
     batch = ForwardBatch(
         mode=_MODES[int(head[0])], request_ids=tuple(request_ids.tolist()), query_lens=tuple(query_lens.tolist()),
         context_lens=tuple(context_lens.tolist()), token_ids=None, positions=_owned(positions),
-        page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling)
-    hidden = tensors.pop(0) if head[1] else None
-    return StageInput(batch, hidden, dict(zip(head[2:].tolist(), tensors, strict=True)))
+        page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, spec_info=spec)
+    hidden = tensors.pop(0) if has_hidden else None
+    return StageInput(batch, hidden, dict(zip(aux_layers, tensors, strict=True)))
 
 
-def pack_result(sequence: int, tokens: Sequence[DrawnToken]) -> bytearray:
-    """One drawn token per row that draws, in row order."""
+def pack_result(sequence: int, tokens: Sequence[DrawnToken], verified: Sequence[Verified] = ()) -> bytearray:
+    """The tokens of the rows that draw, in row order: one each, or as many as `verified` accepted nodes."""
     ids = np.array([token.token_id for token in tokens], np.int64)
     chosen = np.array([np.nan if token.logprobs is None else token.logprobs.logprob for token in tokens], np.float64)
     tops = [() if token.logprobs is None else token.logprobs.top for token in tokens]
@@ -126,17 +132,26 @@ def pack_result(sequence: int, tokens: Sequence[DrawnToken]) -> bytearray:
     flat = [pair for top in tops for pair in top]
     return pack(FrameKind.RESULT, sequence, [
         ids, chosen, lens, np.array([pair[0] for pair in flat], np.int64),
-        np.array([pair[1] for pair in flat], np.float64)])
+        np.array([pair[1] for pair in flat], np.float64),
+        _ragged([row.accepted for row in verified]), _ragged([row.draft.token_ids for row in verified]),
+        _ragged([row.draft.parents for row in verified])])
 
 
 def unpack_result(frame: Frame) -> list[DrawnToken]:
-    ids, chosen, lens, top_ids, top_values = (array.tolist() for array in frame.arrays)
+    ids, chosen, lens, top_ids, top_values = (array.tolist() for array in frame.arrays[:_TOKEN_ARRAYS])
     tokens, start = [], 0
     for token_id, logprob, count in zip(ids, chosen, lens, strict=True):
         top = tuple(zip(top_ids[start:start + count], top_values[start:start + count], strict=True))
         start += count
         tokens.append(DrawnToken(token_id, None if logprob != logprob else TokenLogprobs(logprob, top)))
     return tokens
+
+
+def unpack_verified(frame: Frame) -> list[Verified]:
+    """What a result says about trees; empty on a pool that does not speculate."""
+    accepted, tokens, parents = (_unragged(array) for array in frame.arrays[_TOKEN_ARRAYS:])
+    return [Verified(nodes, TokenTree(*tree))
+            for nodes, *tree in zip(accepted, tokens, parents, strict=True)]
 
 
 def pack_error(sequence: int, text: str) -> bytearray:
@@ -163,7 +178,30 @@ def _array_tensor(code: Array, data: Array) -> Tensor:
     return tensor
 
 
+_TOKEN_ARRAYS = 5
 _SAMPLING_ARRAYS = 8
+_SPEC_ARRAYS = 4
+
+
+def _pack_spec(spec: SpecInfo) -> list[Array]:
+    kept = [row.kept or Kept(-1, ()) for row in spec.rows]
+    return [
+        spec.token_ids.numpy(),
+        _ragged([row.parents for row in spec.rows]),
+        _ragged([found.nodes for found in kept]),
+        np.array([(found.context_len, -1 if row.next_token_id is None else row.next_token_id, row.draft_start,
+                   row.num_draft_tokens) for found, row in zip(kept, spec.rows, strict=True)], np.int64).reshape(-1, 4),
+    ]
+
+
+def _unpack_spec(arrays: Sequence[Array]) -> SpecInfo:
+    token_ids, parents, kept, numbers = arrays
+    rows = []
+    for row_parents, nodes, (kept_context, next_token, draft_start, num_draft) in zip(
+            _unragged(parents), _unragged(kept), numbers.tolist(), strict=True):
+        rows.append(SpecRow(row_parents, None if kept_context < 0 else Kept(kept_context, nodes),
+                            None if next_token < 0 else next_token, draft_start, num_draft))
+    return SpecInfo(_owned(token_ids), tuple(rows))
 
 
 def _ragged(lists: Sequence[Sequence[int]]) -> Array:

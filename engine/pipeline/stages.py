@@ -9,20 +9,23 @@ Batches keep their order through every stage, so whatever a later batch reads an
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from engine.batch import ForwardBatch, SamplingRow
+from engine.batch import ForwardBatch
+from engine.model import StageOutput
 from engine.pipeline import frames
 from engine.pipeline.channel import StageChannel
 from engine.pipeline.executor import StageExecutor
 from engine.request import DrawnToken
+from engine.sampling.sampler import Sampler
+from engine.speculative.drafter import Drafter
+from engine.speculative.verify import draw_runs
+from engine.trees import SpecInfo, TokenTree, Verified
 from runtime.errors import BatonError, InternalError
-
-Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
 
 
 class StepFailed(InternalError):
@@ -33,11 +36,16 @@ class StepFailed(InternalError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came back for one launched batch: a token per row that draws, in row order, or why there is none."""
+    """What came back for one launched batch: a token per row that draws, in row order, or why there is none.
+
+    On a pool that speculates `verified` has one entry per row that draws, and the row as many tokens as that entry has
+    accepted nodes.
+    """
 
     sequence: int
     tokens: list[DrawnToken]
     error: BatonError | None = None
+    verified: list[Verified] = field(default_factory=list)
 
 
 class Pipeline(Protocol):
@@ -57,14 +65,24 @@ class Pipeline(Protocol):
     def wake(self) -> None: ...
 
 
-def _draw(sampler: Sampler, logits: Tensor | None, batch: ForwardBatch) -> list[DrawnToken]:
-    rows = [row for row in batch.sampling if row is not None]
-    if not rows:
-        return []
-    if logits is None or logits.shape[0] != len(rows):
-        raise InternalError(f"{len(rows)} rows draw a token, the model gave logits for "
-                            f"{0 if logits is None else logits.shape[0]}")
-    return sampler(logits, rows)
+@dataclass(frozen=True)
+class LastStage:
+    """What the last stage does with its logits: draws, and drafts what to verify next.
+
+    Without a drafter a speculating pool verifies root tokens only, which is plain decoding.
+    """
+
+    sampler: Sampler
+    drafter: Drafter | None = None
+
+    def finish(self, batch: ForwardBatch, output: StageOutput) -> tuple[list[DrawnToken], list[Verified]]:
+        """Tokens of the rows that draw, in row order, and what came of their trees."""
+        runs = draw_runs(output.logits, batch, self.sampler)
+        tokens = [token for run in runs for token in run.tokens]
+        if not isinstance(batch.spec_info, SpecInfo):
+            return tokens, []
+        trees = self.drafter.propose(batch, output, runs) if self.drafter is not None else [TokenTree()] * len(runs)
+        return tokens, [Verified(tuple(run.accepted), tree) for run, tree in zip(runs, trees, strict=True)]
 
 
 class SingleStage:
@@ -72,17 +90,17 @@ class SingleStage:
 
     depth = 1
 
-    def __init__(self, executor: StageExecutor, sampler: Sampler) -> None:
+    def __init__(self, executor: StageExecutor, sampler: Sampler, drafter: Drafter | None = None) -> None:
         self._executor = executor
-        self._sampler = sampler
+        self._last = LastStage(sampler, drafter)
         self._results: deque[StepResult] = deque()
         self._sequence = 0
 
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
         try:
-            tokens = _draw(self._sampler, self._executor.run(batch).logits, batch)
-            self._results.append(StepResult(self._sequence, tokens))
+            tokens, verified = self._last.finish(batch, self._executor.run(batch))
+            self._results.append(StepResult(self._sequence, tokens, verified=verified))
         except (RuntimeError, ValueError, BatonError) as error:
             self._results.append(StepResult(self._sequence, [], StepFailed(f"stage 0: {error}")))
 
@@ -116,7 +134,7 @@ class HeadStage:
         frame = frames.unpack(raw)
         if frame.kind is frames.FrameKind.ERROR:
             return StepResult(frame.sequence, [], StepFailed(frames.unpack_error(frame)))
-        return StepResult(frame.sequence, frames.unpack_result(frame))
+        return StepResult(frame.sequence, frames.unpack_result(frame), verified=frames.unpack_verified(frame))
 
     def wake(self) -> None:
         self._channel.wake()
@@ -136,11 +154,13 @@ class FollowerStage:
     """Rank 1..n-1: receive, run, pass on. Keeps nothing between batches but its pools."""
 
     def __init__(self, executor: StageExecutor, sampler: Sampler, channel: StageChannel, *, rank: int, size: int,
+                 drafter: Drafter | None = None,
                  on_step: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None,
                  send_timeout_s: float = 10) -> None:
+        """`sampler` and `drafter` work on the last stage."""
         self._on_step = on_step
         self._executor = executor
-        self._sampler = sampler
+        self._last_stage = LastStage(sampler, drafter)
         self._channel = channel
         self._rank = rank
         self._next = (rank + 1) % size
@@ -169,6 +189,6 @@ class FollowerStage:
         batch = stage_input.batch
         try:
             output = self._executor.run(batch, stage_input.hidden, stage_input.aux_hidden)
-            return frames.pack_result(sequence, _draw(self._sampler, output.logits, batch))
+            return frames.pack_result(sequence, *self._last_stage.finish(batch, output))
         except (RuntimeError, ValueError, BatonError) as error:
             return frames.pack_error(sequence, f"stage {self._rank}: {error}")

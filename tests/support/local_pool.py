@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from decode.scheduler import DecodeLimits, DecodeScheduler, Drawn, Event, Failed, Finished
 from engine.attention.cpu import CpuAttention
+from engine.attention.tree import TreeAttention
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pages import PageAllocator
@@ -17,42 +18,62 @@ from engine.pipeline.executor import StageExecutor
 from engine.pipeline.inprocess import InProcessChannel
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
 from engine.recurrent.cpu import CpuRecurrent
+from engine.recurrent.tree import TreeRecurrent
 from engine.request import DrawnToken, Request
 from engine.sampling.sampler import sample
+from engine.speculative.drafter import Drafter
 from engine.stages import LayerRange, get_pp_indices
 from models.loader import ModelDescription
 from runtime.clock import SystemClock
 from runtime.errors import PeerLostError
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """How a pool speculates: `drafter` is built for the last stage, given its number of pages."""
+
+    drafter: Callable[[int], Drafter]
+    num_draft_tokens: int
+    capture_layers: frozenset[int] = frozenset()
+
+
 def build_executor(description: ModelDescription, layers: LayerRange, *, page_size: int, num_pages: int,
-                   num_slots: int) -> tuple[StageExecutor, StagePools]:
+                   num_slots: int, speculation: Speculation | None = None) -> tuple[StageExecutor, StagePools]:
     """One stage; its pools hold NaN, so that a read of what was never written shows."""
     pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, layers, description.cache_specs(page_size)),
                        poison=True)
-    geometry = description.attention_geometry(page_size)
+    geometry, exact = description.attention_geometry(page_size), Numerics.EXACT
     assert geometry is not None
-    executor = StageExecutor(
-        model=description.load_stage(layers, numerics=Numerics.EXACT),
-        attention=CpuAttention(kv_pools=pools.of_kind(CacheKind.KV), geometry=geometry, numerics=Numerics.EXACT),
-        recurrent=CpuRecurrent(conv_pools=pools.of_kind(CacheKind.CONV), state_pools=pools.of_kind(CacheKind.STATE),
-                               numerics=Numerics.EXACT))
-    return executor, pools
+    kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
+    attention = CpuAttention(kv_pools=kv, geometry=geometry, numerics=exact)
+    recurrent = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact)
+    if speculation is None:
+        model = description.load_stage(layers, numerics=exact)
+        return StageExecutor(model=model, attention=attention, recurrent=recurrent), pools
+    model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers)
+    trees = TreeAttention(paged=attention, kv_pools=kv, page_size=page_size, backend_over=lambda over: CpuAttention(
+        kv_pools=over, geometry=geometry, numerics=exact))
+    states = TreeRecurrent(
+        slots=recurrent, conv_pools=conv, state_pools=state, max_nodes=speculation.num_draft_tokens + 1,
+        backend_over=lambda convs, states: CpuRecurrent(conv_pools=convs, state_pools=states, numerics=exact))
+    return StageExecutor(model=model, attention=trees, recurrent=states, caches=(trees, states)), pools
 
 
 @contextmanager
 def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pages: int, num_slots: int,
-             partition: str | None = None) -> Iterator[Pipeline]:
+             partition: str | None = None, speculation: Speculation | None = None) -> Iterator[Pipeline]:
     """A pipeline of `size` stages; those behind the head run in threads of their own."""
     ranges = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
-    executors = [build_executor(description, layers, page_size=page_size, num_pages=num_pages, num_slots=num_slots)[0]
+    executors = [build_executor(description, layers, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
+                                speculation=speculation)[0]
                  for layers in ranges]
+    drafter = None if speculation is None else speculation.drafter(num_pages)
     if size == 1:
-        yield SingleStage(executors[0], sample)
+        yield SingleStage(executors[0], sample, drafter)
         return
     channels = InProcessChannel.pool(size)
-    followers = [FollowerStage(executors[rank], sample, channels[rank], rank=rank, size=size)
-                 for rank in range(1, size)]
+    followers = [FollowerStage(executors[rank], sample, channels[rank], rank=rank, size=size,
+                               drafter=drafter if rank == size - 1 else None) for rank in range(1, size)]
     threads = [threading.Thread(target=_serve, args=(follower,), daemon=True) for follower in followers]
     for thread in threads:
         thread.start()
@@ -119,7 +140,8 @@ class LocalPool:
 
 @contextmanager
 def local_pool(description: ModelDescription, size: int = 1, *, page_size: int = 16, num_pages: int = 64,
-               max_running: int = 8, chunk_tokens: int = 128, partition: str | None = None) -> Iterator[LocalPool]:
+               max_running: int = 8, chunk_tokens: int = 128, partition: str | None = None,
+               speculation: Speculation | None = None) -> Iterator[LocalPool]:
     """Generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
@@ -128,11 +150,12 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
         pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
         limits=DecodeLimits(page_size=page_size, grid=facts.chunk_grid, depth=size, max_running=max_running,
                             max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
-                            chunk_tokens=chunk_tokens, growth_tokens=page_size),
+                            chunk_tokens=chunk_tokens, growth_tokens=page_size,
+                            num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens),
         clock=SystemClock())
     loop = EngineLoop(scheduler)
     with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-                  partition=partition) as stages:
+                  partition=partition, speculation=speculation) as stages:
         loop.start()
         loop.post(lambda: loop.attach(stages))
         try:

@@ -1,5 +1,7 @@
 """Frames between stages: what goes in comes out, bit for bit, and damage is noticed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from engine.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.pipeline import frames
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.rows import Row, build_batch
+from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
 from runtime.errors import InternalError
 
 PARAMS = st.builds(
@@ -19,14 +22,22 @@ PARAMS = st.builds(
 TOKENS = st.lists(st.integers(0, 999), max_size=4).map(tuple)
 SAMPLING = st.none() | st.builds(
     SamplingRow, PARAMS, st.integers(0, 10**6), st.none() | st.integers(0, 20), st.none() | st.tuples(TOKENS, TOKENS),
-    TOKENS)
+    TOKENS, st.integers(0, 10**6))
+SPEC_ROWS = st.builds(
+    SpecRow, st.just(()), st.none() | st.builds(Kept, st.integers(0, 99), TOKENS), st.none() | st.integers(0, 99),
+    st.integers(0, 99), st.integers(0, 32))
+TREES = st.lists(st.integers(0, 99), max_size=4).map(
+    lambda tokens: TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1))))
 
 
 def batches() -> st.SearchStrategy[ForwardBatch]:
     row = st.builds(Row, key=st.integers(1, 2**40), token_ids=st.lists(st.integers(0, 99), min_size=1, max_size=5),
                     context_len=st.integers(0, 70), page_ids=st.lists(st.integers(1, 50), min_size=1, max_size=4),
                     slot_id=st.integers(0, 9), sampling=SAMPLING)
-    return st.builds(build_batch, st.sampled_from(ForwardMode), st.lists(row, max_size=4))
+    plain = st.builds(build_batch, st.sampled_from(ForwardMode), st.lists(row, max_size=4))
+    chain = st.builds(lambda row, spec: replace(row, spec=replace(
+        spec, parents=tuple(range(-1, len(row.token_ids) - 1)))), row, SPEC_ROWS)
+    return plain | st.builds(build_batch, st.just(ForwardMode.VERIFY), st.lists(chain, max_size=4))
 
 
 @given(batch=batches(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), aux=st.sets(st.integers(0, 40)))
@@ -43,6 +54,13 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
         assert getattr(arrived.batch, name) == getattr(batch, name)
     for name in ("positions", "page_tables", "slot_ids"):
         assert torch.equal(getattr(arrived.batch, name), getattr(batch, name))
+    if batch.spec_info is None:
+        assert arrived.batch.spec_info is None
+    else:
+        assert isinstance(batch.spec_info, SpecInfo)
+        assert isinstance(arrived.batch.spec_info, SpecInfo)
+        assert arrived.batch.spec_info.rows == batch.spec_info.rows
+        assert torch.equal(arrived.batch.spec_info.token_ids, batch.spec_info.token_ids)
     assert arrived.batch.needs_forward_metadata_init(), "a plan does not travel"
 
 
@@ -54,6 +72,14 @@ def test_result_survives_the_wire(tokens: list[DrawnToken]) -> None:
     frame = frames.unpack(bytes(frames.pack_result(9, tokens)))
     assert frame.sequence == 9
     assert frames.unpack_result(frame) == tokens
+
+
+@given(st.lists(st.builds(Verified, st.lists(st.integers(0, 31), min_size=1).map(tuple), TREES)))
+def test_what_was_verified_survives_the_wire(verified: list[Verified]) -> None:
+    tokens = [DrawnToken(node) for row in verified for node in row.accepted]
+    frame = frames.unpack(bytes(frames.pack_result(9, tokens, verified)))
+    assert frames.unpack_result(frame) == tokens
+    assert frames.unpack_verified(frame) == verified
 
 
 @given(cut=st.integers(0, 200), junk=st.binary(max_size=64))

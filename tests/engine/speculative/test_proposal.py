@@ -24,7 +24,8 @@ def grow(roots: list[int], *, width: int, steps: int, num_nodes: int) -> tuple[l
         return found.values, found.indices
 
     proposal = Proposal(*best([(root,) for root in roots]))
-    paths = [[(root, int(token)) for token in proposal.frontier_tokens[row]] for row, root in enumerate(roots)]
+    paths: list[list[tuple[int, ...]]] = [[(root, int(token)) for token in proposal.frontier_tokens[row]]
+                                          for row, root in enumerate(roots)]
     origins = []
     for _ in range(steps - 1):
         values, indices = best([path for row in paths for path in row])

@@ -68,7 +68,7 @@ class Sequences:
         specs = tuple(SpecRow(parents=tree.rooted_parents, kept=(kept or {}).get(row))
                       for row, (_, tree) in trees.items())
         logits = self._run(ForwardMode.VERIFY, rows, specs)
-        return list(logits.split([len(row.token_ids) for row in rows]))
+        return list(torch.split(logits, [len(row.token_ids) for row in rows]))
 
     def accept(self, row: int, nodes: tuple[int, ...]) -> Kept:
         kept = Kept(self.lengths[row], nodes)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.batch import ForwardBatch, ForwardMode
 from engine.request import DrawnToken, Request, SamplingParams
 from engine.rows import Row, build_batch, sampling_row
 from engine.sampling.sampler import sample

@@ -1,0 +1,24 @@
+"""What the last stage asks of a draft."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.batch import ForwardBatch
+from engine.model import StageOutput
+from engine.speculative.verify import Run
+from engine.trees import TokenTree
+
+
+class Drafter(Protocol):
+    """Proposes what the next target pass verifies. Belongs to the last stage's engine thread.
+
+    Whatever it proposes, the output is the same; only the number of target passes differs.
+    """
+
+    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+        """One tree per run, of at most as many nodes as the row's `num_draft_tokens`, after the tokens it drew.
+
+        Called once for every batch of the pool, also for those of which no row draws (`runs` is then empty), so that a
+        draft with a cache of its own can follow. `batch.spec_info` is a `SpecInfo`.
+        """
+        ...

@@ -1,0 +1,136 @@
+"""Speculation never changes the output: tokens and the bits of their logprobs, on every shape of pool and draft."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from engine.request import Request, SamplingParams
+from models.loader import ModelDescription
+from tests.support.drafters import CHAINS, TREES, OracleDrafter, Shape, always
+from tests.support.local_pool import Answer, LocalPool, Speculation, local_pool
+from tests.support.tiny_models import HYBRID, LLAMA, tiny
+
+SHAPES = {**CHAINS, **TREES}
+TREE = TREES["tree 4x4/15"]
+SAMPLING = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=1, repetition_penalty=1.2),
+    SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=2, frequency_penalty=0.4),
+    SamplingParams(temperature=0, frequency_penalty=0.5, presence_penalty=0.5),
+    SamplingParams(temperature=1.1, min_p=0.02, seed=2**63 + 5, logit_bias=((7, 3.0), (9, -100.0))),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def requests(max_tokens: int = 24) -> list[Request]:
+    """Five requests around page and chunk borders; one stops at a token, but not before the sixth."""
+    rng = random.Random(0)
+    lengths = (1, 15, 40, 64, 130)
+    stops = frozenset(range(0, 256, 23))
+    return [Request(f"r{i}", tuple(rng.randrange(3, 256) for _ in range(length)), max_tokens, params,
+                    num_top_logprobs=2, min_tokens=6 * (i == 1), stop_token_ids=stops if i == 1 else frozenset())
+            for i, (length, params) in enumerate(zip(lengths, SAMPLING, strict=True))]
+
+
+def shown(answers: Sequence[Answer]) -> list[object]:
+    assert all(answer.finished is not None and answer.failed is None for answer in answers)
+    return [(list(answer.tokens), answer.finished.reason, answer.finished.stop_token_id)
+            for answer in answers if answer.finished is not None]
+
+
+@pytest.fixture(scope="module", params=["hybrid-float32", "hybrid-bfloat16", "llama-float32"])
+def description(request: pytest.FixtureRequest) -> ModelDescription:
+    family, dtype = request.param.split("-")
+    return tiny({"hybrid": HYBRID, "llama": LLAMA}[family], dtype)
+
+
+@pytest.fixture(scope="module")
+def reference(description: ModelDescription) -> list[Answer]:
+    """Every request alone, without speculation, in one process."""
+    torch.set_num_threads(1)
+    with local_pool(description, chunk_tokens=512) as pool:
+        return [pool.generate([request])[0] for request in requests()]
+
+
+@pytest.fixture(scope="module")
+def truth(reference: list[Answer]) -> dict[int, list[int]]:
+    """By the key that a fresh pool gives the request: its tokens, and some more that never come."""
+    return {key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens), 11, 12, 13]
+            for key, (request, answer) in enumerate(zip(requests(), reference, strict=True), start=1)}
+
+
+def speculating(drafter: OracleDrafter) -> Speculation:
+    return Speculation(always(drafter), drafter.shape.nodes)
+
+
+def assert_nothing_leaked(pool: LocalPool) -> None:
+    scheduler = pool.scheduler
+    assert (scheduler.pages.num_free, scheduler.slots.num_free) == (scheduler.pages.num_total,
+                                                                   scheduler.slots.num_total)
+    scheduler.on_idle()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_draft_that_is_always_right(description: ModelDescription, reference: list[Answer],
+                                      truth: dict[int, list[int]], shape: Shape, size: int) -> None:
+    drafter = OracleDrafter(shape, truth)
+    with local_pool(description, size, speculation=speculating(drafter)) as pool:
+        assert shown(pool.generate(requests())) == shown(reference)
+        assert_nothing_leaked(pool)
+    if shape.width == 1:  # the last step of a request may be cut short, nothing else
+        assert sum(drafter.accepted) >= sum(len(answer.tokens) - 1 for answer in reference) * shape.depth // (
+            shape.depth + 1) - len(reference) * shape.depth
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_draft_that_is_sometimes_right(description: ModelDescription, reference: list[Answer],
+                                         truth: dict[int, list[int]], shape: Shape, size: int) -> None:
+    drafter = OracleDrafter(shape, truth, error_rate=0.3)
+    with local_pool(description, size, speculation=speculating(drafter)) as pool:
+        assert shown(pool.generate(requests())) == shown(reference)
+    assert sum(drafter.accepted) > 0
+
+
+@pytest.mark.parametrize("shape", [SHAPES["chain 3"], TREE], ids=["chain", "tree"])
+def test_a_random_draft(description: ModelDescription, reference: list[Answer], shape: Shape) -> None:
+    with local_pool(description, 2, speculation=speculating(OracleDrafter(shape))) as pool:
+        assert shown(pool.generate(requests())) == shown(reference)
+
+
+@pytest.mark.parametrize("shape", [SHAPES["chain 5"], TREE], ids=["chain", "tree"])
+def test_alone(description: ModelDescription, reference: list[Answer], truth: dict[int, list[int]],
+               shape: Shape) -> None:
+    for key, (request, answer) in enumerate(zip(requests(), reference, strict=True), start=1):
+        drafter = OracleDrafter(shape, {1: truth[key]}, error_rate=0.2)
+        with local_pool(description, speculation=speculating(drafter)) as pool:
+            assert shown(pool.generate([request])) == shown([answer])
+
+
+@pytest.mark.parametrize(("shape", "size"), [(SHAPES["chain 3"], 2), (TREE, 1)], ids=["chain", "tree"])
+def test_preempted_and_replayed(description: ModelDescription, shape: Shape, size: int) -> None:
+    # Admission alone needs all 23 pages, the longer answers want 33.
+    wanted = requests(max_tokens=48)
+    with local_pool(description) as pool:
+        plain = pool.generate(wanted)
+    truth = {key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
+             for key, (request, answer) in enumerate(zip(wanted, plain, strict=True), start=1)}
+    drafter = OracleDrafter(shape, truth, error_rate=0.3)
+    with local_pool(description, size, num_pages=24, speculation=speculating(drafter)) as pool:
+        answers = pool.generate(wanted)
+        assert_nothing_leaked(pool)
+    assert shown(answers) == shown(plain)
+    assert sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None) > 0
+
+
+def test_no_drafter_is_plain_decoding(description: ModelDescription, reference: list[Answer]) -> None:
+    drafter = OracleDrafter(Shape(1, 0, 0))
+    with local_pool(description, speculation=Speculation(always(drafter), 3)) as pool:
+        assert shown(pool.generate(requests())) == shown(reference)

@@ -1,0 +1,77 @@
+"""Drafters that know everything or nothing, to make verification accept or reject what a test wants."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.batch import ForwardBatch
+from engine.model import StageOutput
+from engine.speculative.verify import Run
+from engine.trees import SpecInfo, TokenTree
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Children per node, levels, drafted nodes in all. Width 1 is a chain."""
+
+    width: int
+    depth: int
+    nodes: int
+
+
+CHAINS = {"chain 1": Shape(1, 1, 1), "chain 3": Shape(1, 3, 3), "chain 5": Shape(1, 5, 5)}
+TREES = {"tree 4x4/15": Shape(4, 4, 15), "tree 8x5/31": Shape(8, 5, 31)}
+
+
+@dataclass
+class OracleDrafter:
+    """Puts a request's true continuation into every tree, among siblings that are wrong.
+
+    `truth` maps a batch key to the tokens of prompt and answer. With `error_rate` it lets go of the truth at some
+    levels; without truth (`truth` empty) it only guesses. `accepted` notes how many drafted tokens each step accepted.
+    """
+
+    shape: Shape
+    truth: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    error_rate: float = 0.0
+    vocab_size: int = 256
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    accepted: list[int] = field(default_factory=list)
+    num_calls: int = 0
+
+    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+        assert isinstance(batch.spec_info, SpecInfo)
+        self.num_calls += 1
+        trees = []
+        for run in runs:
+            self.accepted.append(len(run.accepted) - 1)
+            sampling = batch.sampling[run.row]
+            assert sampling is not None
+            after = sampling.position + len(run.tokens)
+            truth = list(self.truth.get(batch.request_ids[run.row], ()))[after:after + self.shape.depth]
+            trees.append(self._tree(truth).first(batch.spec_info.rows[run.row].num_draft_tokens))
+        return trees
+
+    def _tree(self, truth: list[int]) -> TokenTree:
+        """Level by level; the path to follow is a random node of each level, so that siblings precede it."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        level, path = [-1], -1
+        for depth in range(self.shape.depth):
+            children = [(parent, self.rng.randrange(self.vocab_size)) for parent in level
+                        for _ in range(self.shape.width)][:self.shape.width]
+            place = self.rng.randrange(len(children))
+            children[place] = (path, children[place][1])
+            if depth < len(truth) and self.rng.random() >= self.error_rate:
+                children[place] = (path, truth[depth])
+            first = len(tokens)
+            parents += [parent for parent, _ in children]
+            tokens += [token for _, token in children]
+            level, path = list(range(first, len(tokens))), first + place
+        count = min(self.shape.nodes, len(tokens))
+        return TokenTree(tuple(tokens[:count]), tuple(parents[:count]))
+
+
+def always(drafter: OracleDrafter) -> Callable[[int], OracleDrafter]:
+    """What a `Speculation` builds: this drafter, whatever the number of pages."""
+    return lambda num_pages: drafter
