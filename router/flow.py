@@ -190,7 +190,7 @@ class Flow:
                                 f"{list(self._first_token.token_ids)}")
 
     def _prefill_ended(self, error: BatonError | None) -> None:
-        if self._is_committed and self._prefill.has_first_token:
+        if self._is_committed and self._first_token is not None:
             return  # its part was done
         error = error or PeerLostError(f"prefill worker {self._prefill.address} ended its stream too early")
         if self._is_committed:
@@ -229,8 +229,12 @@ class Flow:
         raise error
 
     def _let_prefill_go(self) -> None:
-        if self._is_committed and self._prefill.has_first_token:
+        if not self._is_committed or self._first_token is None:
+            return
+        if self._prefill.has_first_token:
             self._prefill.stream.half_close()
+        else:
+            self._prefill.close()  # it replaces a worker that died with everything delivered
 
     def _finished(self, finished: decode_pb2.DecodeFinished) -> None:
         timings = self._timeline.timings

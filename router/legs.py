@@ -160,6 +160,8 @@ class DecodeLeg:
     def source_lost(self) -> None:
         """The prefill worker is gone; the next one makes a new offer."""
         self._source = None
+        if not self._landings_due:
+            self.due_at = None
 
     def first_token(self, token: types_pb2.TokenChunk) -> None:
         """Sent when the pool has landed: what is sent to a pool that refuses would hide why it did."""

@@ -64,6 +64,7 @@ class WorkerStream(Generic[Request, Response]):
 
     def close(self) -> None:
         """End the call now. Ended streams do not mind."""
+        self.has_ended = True
         self._call.cancel()
         self.half_close()
         self._reader.cancel()

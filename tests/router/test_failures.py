@@ -223,3 +223,19 @@ async def test_prefill_dies_between_reservation_and_landing(workers: Workers) ->
         assert workers.journal.events().count(Point.LANDED) == 2
         assert workers.journal.events().count(Point.SENDING) == 1
         await router.assert_nothing_left()
+
+
+async def test_prefill_dies_after_delivery_and_before_the_commit(workers: Workers) -> None:
+    """A successor is on its way when decode commits what the dead worker had delivered: it is not needed any more."""
+    async with running_router(workers.p0, workers.p1, workers.d0) as router:
+        may_commit = asyncio.Event()
+        workers.d0.at(Point.COMMIT, lambda _: may_commit.wait())
+        first_choice = min((workers.p0, workers.p1), key=lambda worker: worker.address)
+        first_choice.die_at(Point.SENT)
+        successor = workers.p1 if first_choice is workers.p0 else workers.p0
+        successor.at(Point.QUEUED, lambda _: asyncio.sleep(30))
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: successor.open_requests, "the successor")
+        may_commit.set()
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        await router.assert_nothing_left()

@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from protos import generation_pb2, types_pb2
+from router.admission import AdmissionLimits
 from router.policy import Policy
 from runtime.errors import DeadlineError, DuplicateRequestError
 from tests.router.harness import (
@@ -36,7 +37,8 @@ async def test_events_come_in_the_order_of_a_life() -> None:
         await router.assert_nothing_left()
     of_prefill = [what for worker, what in journal.entries if worker == "prefill"]
     of_decode = [what for worker, what in journal.entries if worker == "decode"]
-    assert of_prefill == [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING, Point.RELEASED]
+    assert of_prefill == [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING, Point.SENT,
+                          Point.RELEASED]
     assert of_decode == [Point.RESERVE, Point.LANDED, Point.COMMIT, Point.TOKEN, Point.TOKEN, Point.FINISH]
     order = journal.events().index
     assert order(Point.QUEUED) < order(Point.RESERVE), "decode must not reserve while the prompt queues"
@@ -75,6 +77,16 @@ async def test_first_token_reaches_the_client_before_decode_has_reserved() -> No
         may_reserve.set()
         rest = [token_id async for response in stream for token_id in response.chunk.token_ids]
         assert rest == [10, 11]
+
+
+async def test_a_worker_that_does_not_let_go_delays_no_finish() -> None:
+    prefill, decode = pair()
+    prefill.at(Point.RELEASED, lambda _: asyncio.sleep(30))
+    async with running_router(prefill, decode) as router:
+        async for response in router.stub.Generate(token_request([7], max_tokens=3)):
+            if response.HasField("finish"):
+                assert prefill.open_requests, "the finish came first"
+        await router.assert_nothing_left()
 
 
 async def test_a_request_of_one_token_ends_by_decodes_word() -> None:
@@ -243,6 +255,25 @@ async def test_cancelling_at_any_point_ends_both_streams(point: Point, how: str)
                 last = (await asyncio.wait_for(responses, 2))[-1]
                 assert last.finish.reason == types_pb2.FINISH_REASON_ABORTED
         await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
+async def test_cancelling_what_is_held_back_takes_it_out_of_the_queue(how: str) -> None:
+    prefill, decode = pair()
+    decode.serving = False
+    async with running_router(prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)) as router:
+        call = router.stub.Generate(token_request([3], request_id="r"), timeout=0.3 if how == "deadline" else None)
+        responses = asyncio.create_task(_collect(call))
+        await eventually(lambda: router.services.admission.num_waiting, "the queue")
+        if how == "abort":
+            await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["r"]))
+            assert (await responses)[-1].finish.reason == types_pb2.FINISH_REASON_ABORTED
+        else:
+            if how == "cancel":
+                call.cancel()
+            await asyncio.gather(responses, return_exceptions=True)
+        await router.assert_nothing_left()
+    assert not prefill.journal.entries
 
 
 async def _collect(call: "grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]",

@@ -52,6 +52,7 @@ class Point(StrEnum):
     LANDED = "landed"  # decode said where
     COMPUTED = "computed"  # prefill is about to say the first token
     SENDING = "sending"  # prefill got the landing
+    SENT = "sent"  # prefill said that every byte has left
     COMMIT = "commit"  # decode is about to commit
     TOKEN = "token"  # decode is about to send a token
     FINISH = "finish"  # decode is about to finish
@@ -203,6 +204,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             await self.reached(Point.SENDING, request)
             self.fabric.deliver(answer.landing)
             yield prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent(num_bytes=1))
+            await self.reached(Point.SENT, request)
             async for _ in request_iterator:
                 raise AssertionError("a prefill stream gets a request and a landing, nothing else")
             await self.reached(Point.RELEASED, request)
