@@ -8,7 +8,8 @@ from torch import Tensor
 from engine.attention.backend import AttentionGeometry
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.activations import sigmoid
-from models.blocks.norm import NormSpec
+from models.blocks.linear import Linear
+from models.blocks.norm import NormSpec, RmsNorm
 from models.config import RawConfig
 from models.spec import Mixer, StagePass
 from models.weights import Weights
@@ -62,34 +63,43 @@ def read_attention(raw: RawConfig, *, head_dim: int | None = None, qkv_bias: boo
 
 
 class Attention:
-    """q, k, v in one product; the backend writes k and v to their pages and attends."""
+    """q, k, v (and gate) in one product; norm and rope treat the heads of q and k alike, side by side."""
 
     def __init__(self, *, spec: AttentionSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
         self._layer_id = layer_id
-        self._query_width = spec.num_heads * spec.head_dim * (2 if spec.output_gate else 1)
-        self._kv_width = spec.num_kv_heads * spec.head_dim
-        self._qkv = weights.linear("q_proj", "k_proj", "v_proj", in_features=spec.hidden_size, bias=spec.qkv_bias,
-                                   rows=(self._query_width, self._kv_width, self._kv_width))
-        self._output = weights.linear("o_proj", rows=(spec.hidden_size,), in_features=spec.num_heads * spec.head_dim,
-                                      bias=spec.output_bias)
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._widths = [queries + keys, keys, queries if spec.output_gate else 0]
+        if spec.output_gate:
+            self._input = _gated_input(spec, weights)
+        else:
+            self._input = weights.linear("q_proj", "k_proj", "v_proj", rows=(queries, keys, keys),
+                                         in_features=spec.hidden_size, bias=spec.qkv_bias)
+        self._output = weights.linear("o_proj", rows=(spec.hidden_size,), in_features=queries, bias=spec.output_bias)
+        self._head_norm: RmsNorm | None = None
         if spec.qk_norm is not None:
-            self._query_norm = spec.qk_norm.build(weights, "q_norm", spec.head_dim)
-            self._key_norm = spec.qk_norm.build(weights, "k_norm", spec.head_dim)
+            each = [weights.tensor(f"{name}_norm.weight", spec.head_dim).expand(count, -1)
+                    for name, count in (("q", spec.num_heads), ("k", spec.num_kv_heads))]
+            self._head_norm = RmsNorm(weight=torch.cat(each), spec=spec.qk_norm)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         spec = self._spec
-        num_tokens = x.shape[0]
-        query, key, value = torch.split(self._qkv(x), [self._query_width, self._kv_width, self._kv_width], dim=-1)
-        query = query.view(num_tokens, spec.num_heads, -1)
-        query, gate = query[..., :spec.head_dim], query[..., spec.head_dim:]
-        key = key.view(num_tokens, spec.num_kv_heads, spec.head_dim)
-        value = value.view(num_tokens, spec.num_kv_heads, spec.head_dim)
-        if spec.qk_norm is not None:
-            query, key = self._query_norm.forward(query), self._key_norm.forward(key)
-        rotary = stage_pass.rotary_table()
-        query, key = rotary.rotate_halves(query), rotary.rotate_halves(key)
-        heads = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch)
-        if spec.output_gate:
-            heads = heads * sigmoid(gate)
-        return self._output(heads.reshape(num_tokens, -1))
+        heads, value, gate = torch.split(self._input(x), self._widths, dim=-1)
+        heads = heads.view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
+        if self._head_norm is not None:
+            heads = self._head_norm.forward(heads)
+        heads = stage_pass.rotary_table().rotate_halves(heads)
+        query, key = heads[:, :spec.num_heads], heads[:, spec.num_heads:]
+        value = value.view(-1, spec.num_kv_heads, spec.head_dim)
+        out = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch).flatten(1)
+        return self._output(out * sigmoid(gate) if spec.output_gate else out)
+
+
+def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:
+    """The file interleaves [query | gate] by head; here come q, k, v, then the gates."""
+    keys = (spec.num_kv_heads * spec.head_dim, spec.hidden_size)
+    both = weights.tensor("q_proj.weight", 2 * spec.num_heads * spec.head_dim, spec.hidden_size)
+    query, gate = both.view(spec.num_heads, 2, spec.head_dim, spec.hidden_size).unbind(1)
+    parts = [query.flatten(0, 1), weights.tensor("k_proj.weight", *keys), weights.tensor("v_proj.weight", *keys),
+             gate.flatten(0, 1)]
+    return weights.linear_from(torch.cat(parts))
