@@ -1,0 +1,209 @@
+"""The leader's state machines, edge by edge, with a clock turned by hand."""
+
+from itertools import product
+
+import pytest
+
+from runtime.clock import ManualClock
+from runtime.errors import DeadlineError, HandoffError, IntegrityError, InternalError, PeerLostError
+from transfer.session import (
+    RECEIVE_TRANSITIONS,
+    SEND_TRANSITIONS,
+    ReceiveSession,
+    ReceiveState,
+    SendSession,
+    SendState,
+    SessionDeadlines,
+    SessionInput,
+    Tombstones,
+)
+from transfer.terms import StageSessionEvent, StageSessionState
+
+OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
+DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def session(clock: ManualClock) -> ReceiveSession:
+    return ReceiveSession("s", num_stages=2, clock=clock, deadlines=DEADLINES)
+
+
+def report(state: StageSessionState, epoch: int = 0, reason: str = "", text: str = "", num_bytes: int = 0) -> StageSessionEvent:
+    return StageSessionEvent("s", epoch, state, reason, text, num_bytes)
+
+
+def all_stages(session: ReceiveSession | SendSession, state: StageSessionState, epoch: int = 0) -> None:
+    for rank in range(2):
+        session.on_stage_event(rank, report(state, epoch, num_bytes=10))
+
+
+def test_receiving_goes_its_way_when_all_stages_have(session: ReceiveSession) -> None:
+    states = [session.state]
+    for state in (OPEN, COMPLETE):
+        states += [session.on_stage_event(rank, report(state, num_bytes=5)) for rank in (1, 0)]
+    assert states == [ReceiveState.RESERVED, ReceiveState.RESERVED, ReceiveState.RECEIVING, ReceiveState.RECEIVING,
+                      ReceiveState.COMPLETE]
+    assert session.num_bytes == 10
+    assert session.commit() is ReceiveState.COMMITTED
+    assert not session.drained
+    session.on_stage_event(0, report(DRAINED))
+    assert not session.drained
+    session.on_stage_event(1, report(DRAINED))
+    assert session.drained
+    assert session.is_over
+
+
+def test_sending_goes_its_way_when_all_stages_have(clock: ManualClock) -> None:
+    session = SendSession("s", epoch=3, num_stages=2, clock=clock)
+    all_stages(session, OPEN, 3)
+    assert session.state is SendState.SENDING
+    all_stages(session, COMPLETE, 3)
+    assert session.state is SendState.SENT
+    assert session.release() is SendState.RELEASED
+    all_stages(session, DRAINED, 3)
+    assert session.drained
+
+
+def test_a_stage_may_complete_before_another_has_opened(session: ReceiveSession) -> None:
+    session.on_stage_event(0, report(OPEN))
+    session.on_stage_event(0, report(COMPLETE))
+    assert session.state is ReceiveState.RESERVED
+    session.on_stage_event(1, report(OPEN))
+    assert session.on_stage_event(1, report(COMPLETE)) is ReceiveState.COMPLETE
+
+
+@pytest.mark.parametrize(("reason", "error"), [
+    ("DIGEST_MISMATCH", IntegrityError), ("PEER_LOST", PeerLostError), ("HANDOFF_FAILED", HandoffError),
+    ("INTERNAL", InternalError), ("SOMETHING_NEW", HandoffError)])
+def test_one_failing_stage_fails_all_with_its_reason(session: ReceiveSession, reason: str, error: type[Exception]) -> None:
+    session.on_stage_event(0, report(OPEN))
+    session.on_stage_event(1, report(StageSessionState.FAILED, reason=reason, text="layer 3 kv page 5"))
+    assert session.state is ReceiveState.FAILED
+    assert type(session.error) is error
+    assert str(session.error) == "stage 1: layer 3 kv page 5"
+    session.on_stage_event(0, report(COMPLETE))
+    assert session.state is ReceiveState.FAILED
+
+
+def test_failed_is_drained_only_when_every_stage_is(session: ReceiveSession) -> None:
+    session.on_stage_event(1, report(StageSessionState.FAILED))
+    session.on_stage_event(1, report(DRAINED))
+    assert not session.drained
+    session.on_stage_event(0, report(DRAINED))
+    assert session.drained
+
+
+def test_the_next_epoch_starts_over_in_the_same_reservation(session: ReceiveSession) -> None:
+    all_stages(session, OPEN)
+    session.on_stage_event(0, report(COMPLETE, num_bytes=7))
+    assert session.next_epoch() == 1
+    assert session.state is ReceiveState.RESERVED
+    all_stages(session, DRAINED)
+    session.on_stage_event(1, report(COMPLETE))
+    session.on_stage_event(1, report(StageSessionState.FAILED))
+    assert (session.state, session.num_late_events, session.drained) == (ReceiveState.RESERVED, 4, False)
+    all_stages(session, OPEN, 1)
+    all_stages(session, COMPLETE, 1)
+    assert (session.state, session.num_bytes) == (ReceiveState.COMPLETE, 20)
+    with pytest.raises(InternalError, match="cannot start over from complete"):
+        session.next_epoch()
+
+
+def test_a_failed_epoch_may_be_followed_by_another(session: ReceiveSession) -> None:
+    session.on_stage_event(0, report(StageSessionState.FAILED, reason="PEER_LOST"))
+    session.next_epoch()
+    assert session.error is None
+    assert session.state is ReceiveState.RESERVED
+
+
+def test_repeated_reports_count_and_change_nothing(session: ReceiveSession) -> None:
+    all_stages(session, OPEN)
+    all_stages(session, OPEN)
+    assert session.num_late_events == 2
+    assert session.state is ReceiveState.RECEIVING
+
+
+def test_aborts_are_idempotent_and_keep_the_first_reason(session: ReceiveSession) -> None:
+    session.abort("the client is gone")
+    session.abort("again")
+    assert session.state is ReceiveState.ABORTED
+    assert "the client is gone" in str(session.error)
+    all_stages(session, OPEN)
+    all_stages(session, COMPLETE)
+    assert session.state is ReceiveState.ABORTED
+    with pytest.raises(InternalError, match="cannot finish from aborted"):
+        session.commit()
+
+
+def test_a_commit_outlives_a_late_abort(session: ReceiveSession) -> None:
+    all_stages(session, OPEN)
+    all_stages(session, COMPLETE)
+    session.commit()
+    session.abort("too late")
+    session.fail(HandoffError("too late"))
+    assert session.state is ReceiveState.COMMITTED
+
+
+@pytest.mark.parametrize(("num_reports", "limit_s"), [(0, 10), (1, 60), (2, 30)])
+def test_every_state_has_a_deadline(session: ReceiveSession, clock: ManualClock, num_reports: int, limit_s: float) -> None:
+    for state in (OPEN, COMPLETE)[:num_reports]:
+        clock.advance(9)
+        all_stages(session, state)
+    before = session.state
+    clock.advance(limit_s - 0.01)
+    assert session.tick() is before
+    clock.advance(0.02)
+    assert session.tick() is ReceiveState.FAILED
+    assert isinstance(session.error, DeadlineError)
+    assert f"was {before} for more than {limit_s} s" in str(session.error)
+
+
+def test_a_final_state_has_no_deadline(session: ReceiveSession, clock: ManualClock) -> None:
+    session.abort("gone")
+    clock.advance(1e6)
+    assert session.tick() is ReceiveState.ABORTED
+
+
+def test_a_lost_stage_has_nothing_left_to_drain(session: ReceiveSession) -> None:
+    all_stages(session, OPEN)
+    session.stage_lost(1, PeerLostError("stage 1 is gone"))
+    assert session.state is ReceiveState.FAILED
+    session.on_stage_event(0, report(DRAINED))
+    assert session.drained
+
+
+def test_a_stage_that_gives_up_unasked_fails_the_session(session: ReceiveSession) -> None:
+    all_stages(session, OPEN)
+    session.on_stage_event(0, report(DRAINED))
+    assert session.state is ReceiveState.FAILED
+
+
+def test_foreign_reports_are_a_bug(session: ReceiveSession) -> None:
+    with pytest.raises(InternalError):
+        session.on_stage_event(2, report(OPEN))
+    with pytest.raises(InternalError):
+        session.on_stage_event(0, StageSessionEvent("other", 0, OPEN))
+
+
+def test_the_tables_never_leave_a_final_state() -> None:
+    final = {ReceiveState.COMMITTED, ReceiveState.ABORTED, SendState.RELEASED, SendState.ABORTED}
+    sources = {state for state, _ in [*RECEIVE_TRANSITIONS, *SEND_TRANSITIONS]}
+    assert not final & sources
+    for state, event in product(ReceiveState, SessionInput):
+        target = RECEIVE_TRANSITIONS.get((state, event))
+        if event is SessionInput.ABORT:
+            assert target is (None if state in final else ReceiveState.ABORTED)
+
+
+def test_tombstones_forget_the_oldest() -> None:
+    tombstones = Tombstones(max_entries=3)
+    for name in "abca":
+        tombstones.add(name)
+    tombstones.add("d")
+    assert ["a" in tombstones, "b" in tombstones, "c" in tombstones, "d" in tombstones] == [True, False, True, True]
+    assert len(tombstones) == 3
