@@ -152,6 +152,33 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_very_unlikely_keys_are_weighed_against_each_other_only(dtype: torch.dtype) -> None:
+    """All scores far below zero, in a row shorter than its company: nothing but the row's own maximum may count."""
+    geometry = geometry_of((4, 2), 16)
+    short, long = (prompt_of(geometry, dtype, seed=n, first_page=n, num_tokens=n) for n in (20, 140))
+    short.k.fill_(8.0)
+    short.q.fill_(-8.0)
+    backend = backend_of(geometry, dtype)
+    feed(backend, ForwardMode.PREFILL, (short, 19), (long, 139))
+    feed(backend, ForwardMode.DECODE, (short, 1), (long, 1))
+    torch.testing.assert_close(short.output().double(), dense(short, geometry), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_blocks_beside_many_more(dtype: torch.dtype) -> None:
+    """Sums over blocks must not be regrouped when a longer row widens the batch."""
+    geometry = geometry_of((2, 1), 64)
+    outputs = []
+    for company in (1, 2900):
+        backend = backend_of(geometry, dtype)
+        prompt = prompt_of(geometry, dtype, num_tokens=1500)
+        other = prompt_of(geometry, dtype, seed=1, first_page=100, num_tokens=company + 1)
+        feed(backend, ForwardMode.PREFILL, (prompt, 1499), (other, company))
+        outputs.append(feed(backend, ForwardMode.DECODE, (prompt, 1), (other, 1))[0])
+    assert torch.equal(*outputs)
+
+
 @QUICK
 @given(page_size=page_sizes, dtype=dtypes, context=st.integers(0, 70), count=st.integers(1, 70))
 def test_what_a_stranger_left_behind_does_not_show(

@@ -189,6 +189,14 @@ class AttentionContract(ABC):
         with pytest.raises(StalePlanError):
             self._run(backend, num_tokens, batch)
 
+    def test_a_row_without_tokens_is_not_covered_either(self) -> None:
+        batch = make_batch(ForwardMode.PREFILL, [Row(1, 3, (1,))])
+        backend = self.build()
+        backend.plan(batch)
+        batch.request_ids, batch.query_lens, batch.context_lens = (0, 1), (1, 0), (3, 0)
+        with pytest.raises(StalePlanError):
+            self._run(backend, 1, batch)
+
     def test_another_geometry_is_refused(self) -> None:
         batch = make_batch(ForwardMode.DECODE, [Row(1, 3, (1,))])
         backend = self.build()
