@@ -34,7 +34,7 @@ class ArrayMemory:
         array = self.arrays.get((layer_id, kind))
         if array is None or not 0 <= first_index <= first_index + count <= len(array):
             raise InternalError(f"no {kind} {first_index}+{count} of layer {layer_id} in {self.geometry.layers}")
-        return memoryview(array[first_index:first_index + count]).cast("B")
+        return array[first_index:first_index + count].data.cast("B")
 
     def randomize(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -166,7 +166,8 @@ def assert_handed_over(source: Pool, dest: Pool, source_pages: Sequence[int], de
                        source_slot: int = 1, dest_slot: int = 1) -> None:
     """Every record of the request is where the landing wanted it, and no other byte of the destination has changed."""
     paged = {kind for kind in CacheKind if kind.is_paged}
-    for kinds, theirs, ours in ((paged, source_pages, dest_pages), (set(CacheKind) - paged, [source_slot], [dest_slot])):
+    slots = set(CacheKind) - paged
+    for kinds, theirs, ours in ((paged, source_pages, dest_pages), (slots, [source_slot], [dest_slot])):
         sent, landed = source.records(kinds, theirs), dest.records(kinds, ours)
         assert sent.keys() == landed.keys()
         for key, records in sent.items():

@@ -1,7 +1,7 @@
 """A process of its own that sends over UCX until it is killed.
 
 `python -m tests.support.transfer_child PROFILE NUM_BYTES NUM_MESSAGES`: prints its address as hex, reads the peer's
-from its input, posts all its sends, prints "posted" and keeps the transport going.
+and the first tag from its input, posts all its sends, prints "posted" and keeps the transport going.
 """
 
 import subprocess
@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 from runtime.clock import SystemClock
-from transfer.transport import TAG_OFFSET_BITS
 from transfer.ucx import UcxTransport
 from transfer.ucx_settings import TransportProfile
 
-CHILD_PREFIX = 0xC41D
 CHILD_FILL = 0x5A
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,10 +25,10 @@ class SendingChild:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
         self.address = bytes.fromhex(self._read())
 
-    def send_to(self, address: bytes) -> None:
+    def send_to(self, address: bytes, first_tag: int) -> None:
         """Returns when all sends are posted."""
         assert self.process.stdin is not None
-        self.process.stdin.write(address.hex() + "\n")
+        self.process.stdin.write(f"{address.hex()} {first_tag}\n")
         self.process.stdin.flush()
         assert self._read() == "posted"
 
@@ -47,10 +45,11 @@ def main() -> None:
     profile, num_bytes, num_messages = TransportProfile(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     transport = UcxTransport(profile=profile, clock=SystemClock())
     print(transport.address.hex(), flush=True)
-    peer = transport.connect(bytes.fromhex(sys.stdin.readline()))
+    address, first_tag = sys.stdin.readline().split()
+    peer = transport.connect(bytes.fromhex(address))
     data = memoryview(bytearray([CHILD_FILL]) * num_bytes)
     for i in range(num_messages):
-        transport.send(peer, (CHILD_PREFIX << TAG_OFFSET_BITS) + i, data)
+        transport.send(peer, int(first_tag) + i, data)
     print("posted", flush=True)
     while True:
         transport.progress()

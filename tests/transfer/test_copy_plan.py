@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -21,12 +22,13 @@ PAGE_SIZE = 4
 def stages_of(num_layers: int, cuts: set[int]) -> tuple[StageEndpoint, ...]:
     bounds = [0, *sorted(cuts), num_layers]
     return tuple(StageEndpoint(LayerRange(start, end), b"address", f"process-{start}")
-                 for start, end in zip(bounds, bounds[1:], strict=False))
+                 for start, end in pairwise(bounds))
 
 
 def terms(page_ids: tuple[int, ...], num_tokens: int, *, num_layers: int = 4, cuts: set[int] | None = None,
           chunk_tokens: int = 8) -> SourceTerms:
-    return SourceTerms("c", "text", PAGE_SIZE, num_tokens, chunk_tokens, page_ids, 3, stages_of(num_layers, cuts or set()))
+    stages = stages_of(num_layers, cuts or set())
+    return SourceTerms("c", "text", PAGE_SIZE, num_tokens, chunk_tokens, page_ids, 3, stages)
 
 
 def landing_of(source: SourceTerms, page_ids: tuple[int, ...], specs: tuple[CacheSpec, ...], *, num_layers: int = 4,
@@ -46,7 +48,8 @@ def handoffs(draw: st.DrawFn) -> tuple[SourceTerms, Landing, tuple[CacheSpec, ..
     cuts = st.sets(st.integers(1, max(1, num_layers - 1)), max_size=num_layers - 1)
     source = terms(draw(st.one_of(pages, runs)), num_tokens, num_layers=num_layers, cuts=draw(cuts),
                    chunk_tokens=draw(st.sampled_from([1, 3, 4, 6, 8, 12, 16, 100])))
-    return source, landing_of(source, draw(st.one_of(pages, runs)), specs, num_layers=num_layers, cuts=draw(cuts)), specs
+    dest_pages = draw(st.one_of(pages, runs))
+    return source, landing_of(source, dest_pages, specs, num_layers=num_layers, cuts=draw(cuts)), specs
 
 
 @given(handoffs())

@@ -12,9 +12,9 @@ import pytest
 
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, PeerLostError
-from tests.support.transfer_child import CHILD_FILL, CHILD_PREFIX, SendingChild
+from tests.support.transfer_child import CHILD_FILL, SendingChild
 from tests.transfer.contract import PREFIX, Pair, TransportContract, pattern, poisoned
-from transfer.transport import TAG_OFFSET_BITS, Operation, OperationState, Transport
+from transfer.transport import Operation, OperationState, Transport
 from transfer.ucx import UcxTransport
 from transfer.ucx_settings import TransportProfile, live_devices, ucx_options
 
@@ -55,9 +55,9 @@ def start_receiving(receiver: UcxTransport, child: SendingChild) -> tuple[list[O
     """Post a receive for each of the child's messages and progress until bytes of the first are here."""
     peer = receiver.connect(child.address)
     targets = [memoryview(bytearray(NUM_BYTES)) for _ in range(NUM_MESSAGES)]
-    operations = [receiver.post_receive(peer, (CHILD_PREFIX << TAG_OFFSET_BITS) + i, target)
+    operations = [receiver.post_receive(peer, PREFIX + i, target)
                   for i, target in enumerate(targets)]
-    child.send_to(receiver.address)
+    child.send_to(receiver.address, PREFIX)
     deadline = time.monotonic() + 10
     while not any(target[0] for target in targets):
         receiver.progress()

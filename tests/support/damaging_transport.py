@@ -1,0 +1,60 @@
+"""A transport that damages what it sends, after its digest was made."""
+
+from collections.abc import Callable
+
+from transfer.transport import Operation, Peer, Transport
+
+
+def flip(bit: int) -> Callable[[memoryview], memoryview]:
+    """Damage: a copy with one bit changed."""
+    def damage(buffer: memoryview) -> memoryview:
+        copy = bytearray(buffer)
+        copy[bit // 8 % len(copy)] ^= 1 << bit % 8
+        return memoryview(copy)
+    return damage
+
+
+class DamagingTransport:
+    """Passes everything on to `inner`; the message with tag t is replaced by `damage[t]` of it."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.damage: dict[int, Callable[[memoryview], memoryview]] = {}
+
+    @property
+    def address(self) -> bytes:
+        return self.inner.address
+
+    @property
+    def num_pending(self) -> int:
+        return self.inner.num_pending
+
+    def connect(self, address: bytes) -> Peer:
+        return self.inner.connect(address)
+
+    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+        return self.inner.send(peer, tag, self.damage[tag](buffer) if tag in self.damage else buffer)
+
+    def post_receive(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+        return self.inner.post_receive(peer, tag, buffer)
+
+    def cancel_receive(self, operation: Operation) -> None:
+        self.inner.cancel_receive(operation)
+
+    def retire(self, prefix: int) -> None:
+        self.inner.retire(prefix)
+
+    def close_peer(self, peer: Peer) -> None:
+        self.inner.close_peer(peer)
+
+    def progress(self) -> list[Operation]:
+        return self.inner.progress()
+
+    def wait(self, timeout_s: float) -> None:
+        self.inner.wait(timeout_s)
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+    def close(self) -> None:
+        self.inner.close()
