@@ -10,6 +10,7 @@ process keeps to one core. Leaving the block, by whatever way, ends every proces
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import sys
@@ -21,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from baton.client import DEFAULT_TARGET
+from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address
-from runtime.errors import ConfigError, UnavailableError
+from runtime.errors import BatonError, ConfigError, UnavailableError
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
 _ANY_PORT = "127.0.0.1:0"
@@ -212,4 +213,14 @@ async def _wait_process(process: RoleProcess, timeout_s: float) -> None:
         try:
             await wait_serving(channel, _SERVICES[process.spec.role], timeout_s=timeout_s)
         except UnavailableError as error:
-            raise UnavailableError(f"{process.spec.name}: {error}") from None
+            reasons = await _worker_problems(announcement.address) if process.spec.role == "router" else []
+            raise UnavailableError("; ".join([f"{process.spec.name}: {error}", *reasons])) from None
+
+
+async def _worker_problems(router: str) -> list[str]:
+    """What the router says of the workers it cannot use."""
+    with contextlib.suppress(BatonError):
+        async with AsyncBatonClient(router) as client:
+            workers = (await client.cluster_status()).workers
+            return [f"{worker.role} {worker.address}: {worker.reason}" for worker in workers if worker.reason]
+    return []

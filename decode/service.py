@@ -85,7 +85,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                                      max_context_tokens=parts.plan.max_context_tokens)
         source = codec.source_from_proto(opening.open.source)
         with bind(request_id=request.request_id), inbox:
-            reservation = await parts.leader.loop.submit(lambda: parts.scheduler.reserve(request, inbox.emit))
+            reservation = await parts.leader.loop.submit(lambda: parts.scheduler.reserve(request, inbox.emit),
+                                                         undo=lambda taken: parts.scheduler.release(taken.key))
             arrival = _Arrival(parts, inbox, request, reservation)
             try:
                 async for response in arrival.run(source):

@@ -7,6 +7,7 @@ loop and owns the scheduler, its allocators and the stage channel; everybody els
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import queue
 import threading
@@ -95,29 +96,28 @@ class EngineLoop:
         if pipeline is not None:
             pipeline.wake()
 
-    async def submit(self, call: Callable[[], T]) -> T:
-        """Run `call` on the loop's thread and return its result, or raise what it raised, here."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+    async def submit(self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda result: None) -> T:
+        """Run `call` on the loop's thread and return its result, or raise what it raised, here.
 
-        def settle(result: T | None, error: BaseException | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
+        `undo(result)` runs on the loop's thread if the caller was cancelled and will never see the result: what was
+        taken for it is given back.
+        """
+        loop = asyncio.get_running_loop()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def command() -> None:
             try:
-                result = call()
+                future.set_result(call())
             except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits
-                loop.call_soon_threadsafe(settle, None, error)
-            else:
-                loop.call_soon_threadsafe(settle, result, None)
+                future.set_exception(error)
 
         self.post(command)
-        return await future
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future, loop=loop))
+        except asyncio.CancelledError:
+            future.add_done_callback(
+                lambda ended: None if ended.exception() else self.post(lambda: undo(ended.result())))
+            raise
 
     def attach(self, pipeline: Pipeline) -> None:
         """Start launching batches. Loop thread only."""

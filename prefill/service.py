@@ -71,7 +71,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         request = request_from_proto(opening.request, vocab_size=parts.plan.description.facts.vocab_size,
                                      max_context_tokens=parts.plan.max_context_tokens)
         with bind(request_id=request.request_id), inbox:
-            key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit))
+            key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit),
+                                                 undo=parts.scheduler.release)
             departure = _Departure(parts, inbox, request, key)
             try:
                 async for response in departure.run():

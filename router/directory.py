@@ -202,4 +202,8 @@ class Directory:
 
     def _unpaired(self, worker: Worker) -> str:
         other = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
-        return "" if worker.compatibility in self._digests(other) else f"no usable {other} worker fits it"
+        if worker.compatibility in self._digests(other):
+            return ""
+        others = [peer.info.compatibility_text for peer in self.workers if peer.role is other and peer.info is not None]
+        mine = "" if worker.info is None else f": it has {worker.info.compatibility_text}"
+        return f"no usable {other} worker fits it{mine}" + "".join(f"; there {text}" for text in others)

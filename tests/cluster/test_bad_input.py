@@ -23,11 +23,10 @@ async def running(checkpoint: Path) -> AsyncIterator[RunningCluster]:
 
 
 REFUSED = [
-    (Query(prompt=()), "prompt", "empty"),
-    (Query(prompt=(5, 300)), "prompt.token_ids", "256"),
-    (Query(prompt=tuple([5] * 513)), "prompt", "512"),
+    (Query(prompt=()), "token_ids.ids", "empty"),
+    (Query(prompt=(5, 300)), "token_ids.ids[1]", "256"),
+    (Query(prompt=tuple([5] * 513)), "token_ids", "512"),
     (Query(prompt=(5,), stop=Stop(max_tokens=0)), "stop.max_tokens", "at least 1"),
-    (Query(prompt=(5,), stop=Stop(max_tokens=600)), "stop.max_tokens", "512"),
     (Query(prompt=(5,), stop=Stop(max_tokens=2, min_tokens=3)), "stop.min_tokens", "max_tokens"),
     (Query(prompt=(5,), stop=Stop(strings=("x",)), skip_text=True), "stop.stop_strings", ""),
     (Query(prompt=(5,), stop=Stop(token_ids=(999,))), "stop.stop_token_ids", "256"),
@@ -39,7 +38,7 @@ REFUSED = [
     (Query(prompt=(5,), num_top_logprobs=21), "num_top_logprobs", "20"),
     (Query(prompt=(5,), priority=101), "priority", "100"),
     (Query(prompt=(5,), request_id="x" * 129), "request_id", "128"),
-    (Query(prompt="text without a tokenizer"), "prompt", "tokenizer"),
+    (Query(prompt="text without a tokenizer"), "text", "tokenizer"),
 ]
 
 

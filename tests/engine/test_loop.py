@@ -147,3 +147,26 @@ async def test_a_leak_found_when_idle_is_told(running: list[EngineLoop]) -> None
     assert await asyncio.to_thread(scheduler.idle.wait, 5)
     await loop.submit(lambda: None)
     assert set(told) == {"page 3 is lost"}
+
+
+async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: list[EngineLoop]) -> None:
+    loop = start(running, ScriptedScheduler())
+    gate, undone = threading.Event(), threading.Event()
+    taken: list[str] = []
+
+    def take() -> str:
+        gate.wait(5)
+        return "lease"
+
+    def undo(result: str) -> None:
+        taken.append(result)
+        undone.set()
+
+    waiting = asyncio.create_task(loop.submit(take, undo=undo))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await asyncio.to_thread(undone.wait, 5)
+    assert taken == ["lease"]
