@@ -13,7 +13,7 @@ never ends with an error. Belongs to the engine thread.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from decode.speculation import DraftState
+from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.integrity import check_integrity
 from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
@@ -123,6 +123,7 @@ class DecodeScheduler:
     slots: SlotAllocator
     limits: DecodeLimits
     clock: Clock
+    draft_length: DraftLength = lambda key, num_running: MAX_DRAFT_TOKENS
     _entries: dict[int, _Entry] = field(default_factory=dict)  # by key, in admission order
     _waiting: list[_Entry] = field(default_factory=list)
     _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
@@ -148,7 +149,7 @@ class DecodeScheduler:
         if entry is None or entry.released:
             return
         entry.outputs.append(first_token)
-        entry.computed = entry.draft.start = len(entry.request.prompt_token_ids)
+        entry.computed = len(entry.request.prompt_token_ids)
         self._run(entry)
         self._finish_if_done(entry)
 
@@ -224,6 +225,9 @@ class DecodeScheduler:
     @property
     def _speculates(self) -> bool:
         return self.limits.num_draft_tokens > 0
+
+    def _num_draft_tokens(self, entry: _Entry) -> int:
+        return min(self.limits.num_draft_tokens, self.draft_length(entry.key, len(self._turns)))
 
     def _admit(self, request: Request, emit: Emit) -> _Entry:
         self._check_fits(request)
@@ -323,7 +327,8 @@ class DecodeScheduler:
         if not self._speculates:
             return row
         next_token_id = None if draws else entry.tokens(end, end + 1)[0]
-        return replace(row, spec=entry.draft.prefill(next_token_id, self.limits.num_draft_tokens))
+        spec = entry.draft.prefill(row.context_len, next_token_id, self._num_draft_tokens(entry))
+        return replace(row, spec=spec)
 
     def _verify_row(self, entry: _Entry) -> Row:
         """The newest token with the tree drafted after it; of a replay, known tokens, which all stand."""
@@ -332,14 +337,15 @@ class DecodeScheduler:
             room = self._room(entry, min(num_known - 1, limits.num_draft_tokens + 1))
             end = entry.computed + room
             row = self._launched(entry, entry.tokens(entry.computed, end), draws=False)
-            spec = entry.draft.replay(room, entry.tokens(end, end + 1)[0])
+            spec = entry.draft.replay(entry.computed, room, entry.tokens(end, end + 1)[0],
+                                      self._num_draft_tokens(entry))
             entry.draft.kept = Kept(entry.computed, tuple(range(room)))
             entry.computed = end
             return replace(row, spec=spec)
         num_left = min(entry.request.max_tokens - len(entry.outputs), limits.max_context_tokens - entry.num_tokens)
         max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1
-        tree, spec = entry.draft.verify(max_nodes=max_nodes, max_depth=num_left - 1,
-                                        num_draft_tokens=limits.num_draft_tokens)
+        tree, spec = entry.draft.verify(entry.computed, max_nodes=max_nodes, max_depth=num_left - 1,
+                                        num_draft_tokens=self._num_draft_tokens(entry))
         row = self._launched(entry, [*entry.tokens(entry.computed, entry.num_tokens), *tree.token_ids], draws=True)
         return replace(row, spec=spec)
 

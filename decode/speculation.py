@@ -1,37 +1,49 @@
 """What stage 0 remembers of a request's speculation between its steps, and how it shapes the next one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.trees import Kept, SpecRow, TokenTree
+
+DraftLength = Callable[[int, int], int]  # request key, running requests -> how many nodes the next tree may have
+MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
 
 
 @dataclass
 class DraftState:
     """Of one request.
 
-    tree   proposed by the last stage, to be verified with the request's newest token
-    kept   what the last verification accepted; the stages commit it before the request's next step
-    start  tokens before this position never passed through this pool, so the draft has not seen them
+    tree      proposed by the last stage, to be verified with the request's newest token
+    kept      what the last verification accepted; the stages commit it before the request's next step
+    start     tokens before this position are not in the draft's cache
+    followed  whether the draft has followed all steps since `start`
     """
 
     tree: TokenTree = field(default_factory=TokenTree)
     kept: Kept | None = None
     start: int = 0
+    followed: bool = False
 
-    def verify(self, *, max_nodes: int, max_depth: int, num_draft_tokens: int) -> tuple[TokenTree, SpecRow]:
+    def verify(self, context_len: int, *, max_nodes: int, max_depth: int,
+               num_draft_tokens: int) -> tuple[TokenTree, SpecRow]:
         """The tree to verify, cut to what there is room and use for, and the row's share of the batch."""
         tree = self.tree.within(max(0, max_depth)).first(max(0, max_nodes))
         self.tree = TokenTree()
-        return tree, SpecRow(tree.rooted_parents, self._take_kept(), None, self.start, num_draft_tokens)
+        return tree, self._row(context_len, tree.rooted_parents, None, num_draft_tokens)
 
-    def replay(self, num_tokens: int, next_token_id: int) -> SpecRow:
+    def replay(self, context_len: int, num_tokens: int, next_token_id: int, num_draft_tokens: int) -> SpecRow:
         """Tokens that are known to stand, as a chain, with the token after them."""
-        return SpecRow(tuple(range(-1, num_tokens - 1)), self._take_kept(), next_token_id, self.start)
+        return self._row(context_len, tuple(range(-1, num_tokens - 1)), next_token_id, num_draft_tokens)
 
-    def prefill(self, next_token_id: int | None, num_draft_tokens: int) -> SpecRow:
+    def prefill(self, context_len: int, next_token_id: int | None, num_draft_tokens: int) -> SpecRow:
         """Prompt tokens; `next_token_id` is None where the batch draws it."""
-        return SpecRow((), None, next_token_id, self.start, num_draft_tokens)
+        return self._row(context_len, (), next_token_id, num_draft_tokens)
 
-    def _take_kept(self) -> Kept | None:
+    def _row(self, context_len: int, parents: tuple[int, ...], next_token_id: int | None,
+             num_draft_tokens: int) -> SpecRow:
+        """A draft that was left out of a step has lost its thread: its cache begins anew where it comes back."""
+        if num_draft_tokens and not self.followed:
+            self.start = context_len
+        self.followed = num_draft_tokens > 0
         kept, self.kept = self.kept, None
-        return kept
+        return SpecRow(parents, kept, next_token_id, self.start, num_draft_tokens)

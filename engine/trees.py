@@ -69,7 +69,7 @@ class SpecRow:
     kept              to be committed on every stage before the row runs; None if its last step verified nothing
     next_token_id     the token after the row's last one where the batch does not draw it, else None
     draft_start       tokens before this position have no draft cache (their features were never on this pool)
-    num_draft_tokens  how many nodes the next tree may have; 0: draft nothing
+    num_draft_tokens  how many nodes the next tree may have; 0: the draft leaves this row out
     """
 
     parents: tuple[int, ...] = ()

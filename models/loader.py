@@ -185,6 +185,12 @@ def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange)
     return owned
 
 
+def target_entry(checkpoint: Checkpoint, name: str) -> TensorEntry | None:
+    """The tensor of this name below the model's prefix, for a draft that shares it."""
+    return next((checkpoint.entries[key] for key in (*(prefix + name for prefix in _PREFIXES), name)
+                 if key in checkpoint.entries), None)
+
+
 def _listing(names: set[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:8]) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from decode.scheduler import DecodeLimits, DecodeScheduler, Drawn, Event, Failed, Finished
+from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from engine.attention.cpu import CpuAttention
 from engine.attention.tree import TreeAttention
 from engine.loop import EngineLoop
@@ -35,6 +36,7 @@ class Speculation:
     drafter: Callable[[int], Drafter]
     num_draft_tokens: int
     capture_layers: frozenset[int] = frozenset()
+    draft_length: DraftLength = lambda key, num_running: MAX_DRAFT_TOKENS
 
 
 def build_executor(description: ModelDescription, layers: LayerRange, *, page_size: int, num_pages: int,
@@ -115,7 +117,11 @@ class Answer:
 def call(loop: EngineLoop, command: Callable[[], None]) -> None:
     """Run `command` on the loop's thread and wait for it."""
     done = threading.Event()
-    loop.post(lambda: (command(), done.set()))
+    def run() -> None:
+        command()
+        done.set()
+
+    loop.post(run)
     assert done.wait(10)
 
 
@@ -153,6 +159,8 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
                             chunk_tokens=chunk_tokens, growth_tokens=page_size,
                             num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens),
         clock=SystemClock())
+    if speculation is not None:
+        scheduler.draft_length = speculation.draft_length
     loop = EngineLoop(scheduler)
     with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
                   partition=partition, speculation=speculation) as stages:

@@ -1,0 +1,54 @@
+"""What the engine asks of a draft model. `models/drafts/` satisfies it.
+
+Slot t of a draft holds what the target felt at token t, together with token t + 1, and predicts token t + 2. Later
+steps of a round put the draft's own hidden state in the place of the target's.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend, AttentionGeometry
+from engine.batch import ForwardBatch
+from engine.memory.layout import CacheSpec
+
+
+class DraftModel(Protocol):
+    """A whole small model on the target's last stage, in any pipeline."""
+
+    @property
+    def capture_layers(self) -> frozenset[int]:
+        """Global ids of the target's layers whose outputs it reads."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens it can propose."""
+        ...
+
+    def attention_geometry(self, page_size: int) -> AttentionGeometry: ...
+
+    def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
+        """By the draft's own layer ids, from 0."""
+        ...
+
+    def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
+        """What slots read of the target. aux_hidden: [T, target hidden] by layer id; tokens: [n] int64 into T.
+
+        Returns [n, hidden].
+        """
+        ...
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, attention: AttentionBackend) -> Tensor:
+        """One step over slots. `batch.token_ids` [n] are the tokens *after* the slots', hidden [n, hidden] features or
+        an earlier step's result. Returns [n, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [n, vocab_size] fp32 of the token after the next."""
+        ...
+
+    def target_ids(self, token_ids: Tensor) -> Tensor:
+        """The target's ids of the draft's; same shape."""
+        ...

@@ -1,0 +1,142 @@
+"""Drafting with a small model that reads the target's hidden states (EAGLE and its relatives, MTP heads).
+
+After every target pass the draft follows with the true features of the tokens that stand (*draft-extend*, one forward
+over its own paged cache), which also gives the first level of the next tree; each further level is one forward over the
+frontier. The draft's pages have the ids of the target's: what a request leases, it leases in both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.batch import ForwardBatch, ForwardMode
+from engine.model import StageOutput
+from engine.speculative.draft_model import DraftModel
+from engine.speculative.multistep import MultiStepAttention
+from engine.speculative.proposal import Proposal
+from engine.speculative.verify import Run
+from engine.trees import SpecInfo, TokenTree
+from runtime.errors import InternalError
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """One row's slots to extend by: tokens of the batch whose features they read, the tokens after them, the position
+    of the first, and how many nodes its next tree may have (0: no tree)."""
+
+    row: int
+    features: list[int]
+    next_tokens: list[int]
+    position: int
+    num_nodes: int
+
+
+class EagleDrafter:
+    """A `Drafter`. `paged` and `multi_step` run over the same draft pools; `topk` is 1 for chains."""
+
+    def __init__(self, *, model: DraftModel, paged: AttentionBackend, multi_step: MultiStepAttention, topk: int,
+                 steps: int) -> None:
+        self._model = model
+        self._paged = paged
+        self._multi_step = multi_step
+        self._topk = min(topk, model.vocab_size)
+        self._steps = steps
+
+    @torch.inference_mode()
+    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+        """See `Drafter.propose`."""
+        followed = _followed(batch, runs) if batch.num_rows else []
+        if not followed:
+            return [TokenTree()] * len(runs)
+        extend = _extend_batch(batch, followed)
+        self._paged.plan(extend)
+        features = self._model.features(output.aux_hidden, torch.tensor([t for row in followed for t in row.features]))
+        hidden = self._model.forward(extend, features, self._paged)
+        ends = torch.tensor([len(row.features) for row in followed]).cumsum(0) - 1
+        growing = [index for index, row in enumerate(followed) if row.num_nodes]
+        trees = {}
+        if growing:
+            grown = self._grow(extend.filter(growing), hidden[ends[growing]],
+                               [followed[index].num_nodes for index in growing])
+            trees = {followed[index].row: tree for index, tree in zip(growing, grown, strict=True)}
+        return [trees.get(run.row, TokenTree()) for run in runs]
+
+    def _grow(self, extended: ForwardBatch, hidden: Tensor, num_nodes: list[int]) -> list[TokenTree]:
+        """hidden: [R, hidden] at each row's last slot."""
+        proposal = Proposal(*self._best(hidden))
+        # A tree of n nodes is at most n deep.
+        steps = min(self._steps, max(num_nodes))
+        if steps > 1:
+            self._expand(proposal, extended, hidden, steps)
+        return proposal.trees(num_nodes)
+
+    def _expand(self, proposal: Proposal, extended: ForwardBatch, hidden: Tensor, steps: int) -> None:
+        rows, width = extended.num_rows, proposal.frontier_tokens.shape[1]
+        batch = _round_batch(extended, width)
+        self._multi_step.plan(batch)
+        hidden = hidden.repeat_interleave(width, 0)
+        for step in range(1, steps):
+            batch.token_ids = proposal.frontier_tokens.flatten()
+            hidden = self._model.forward(batch, hidden, self._multi_step)
+            log_p, tokens = self._best(hidden)
+            parents = proposal.expand(log_p.view(rows, width, -1), tokens.view(rows, width, -1))
+            if step + 1 < steps:
+                self._multi_step.reorder(batch, parents)
+                hidden = hidden[(torch.arange(rows)[:, None] * width + parents).flatten()]
+                batch.positions = batch.positions + 1
+
+    def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log probabilities and the target's ids [n, topk] of the most likely tokens."""
+        log_p, ids = self._model.logits(hidden).log_softmax(-1).topk(self._topk)
+        return log_p, self._model.target_ids(ids)
+
+
+def _followed(batch: ForwardBatch, runs: Sequence[Run]) -> list[_Followed]:
+    """The rows the draft follows, with the tokens that stand."""
+    info = batch.spec_info
+    if not isinstance(info, SpecInfo):
+        raise InternalError("a draft can follow only batches that carry speculation")
+    tokens, by_row = info.token_ids.tolist(), {run.row: run for run in runs}
+    found, first = [], 0
+    for row, (length, context_len, spec) in enumerate(zip(batch.query_lens, batch.context_lens, info.rows,
+                                                          strict=True)):
+        run = by_row.get(row)
+        if spec.num_draft_tokens:
+            nodes, after = list(range(length)), tokens[first + 1:first + length]
+            if run is not None and batch.mode is ForwardMode.VERIFY:
+                nodes, after = list(run.accepted), [token.token_id for token in run.tokens[:-1]]
+            last = spec.next_token_id if run is None else run.tokens[-1].token_id
+            if last is None or context_len < spec.draft_start:
+                raise InternalError(f"row {row} at {context_len} neither draws nor names the token after it, or its "
+                                    f"draft starts at {spec.draft_start}")
+            found.append(_Followed(row, [first + node for node in nodes], [*after, last], context_len,
+                                   0 if run is None else spec.num_draft_tokens))
+        first += length
+    return found
+
+
+def _extend_batch(batch: ForwardBatch, followed: list[_Followed]) -> ForwardBatch:
+    """The draft's slots are counted from the first it has; positions stay the target's."""
+    info = batch.spec_info
+    assert isinstance(info, SpecInfo)
+    rows = torch.tensor([row.row for row in followed])
+    return ForwardBatch(
+        mode=ForwardMode.DRAFT, request_ids=tuple(batch.request_ids[row.row] for row in followed),
+        query_lens=tuple(len(row.features) for row in followed),
+        context_lens=tuple(row.position - info.rows[row.row].draft_start for row in followed),
+        token_ids=torch.tensor([token for row in followed for token in row.next_tokens]),
+        positions=torch.cat([torch.arange(row.position, row.position + len(row.features)) for row in followed]),
+        page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed))
+
+
+def _round_batch(extended: ForwardBatch, width: int) -> ForwardBatch:
+    """A row's branches at the slot after its last; each step sets tokens and positions."""
+    ends = torch.tensor(extended.query_lens).cumsum(0) - 1
+    return ForwardBatch(
+        mode=ForwardMode.DRAFT, request_ids=extended.request_ids, query_lens=(width,) * extended.num_rows,
+        context_lens=tuple(a + b for a, b in zip(extended.context_lens, extended.query_lens, strict=True)),
+        token_ids=None, positions=(extended.positions[ends] + 1).repeat_interleave(width),
+        page_tables=extended.page_tables, slot_ids=extended.slot_ids, sampling=extended.sampling)

@@ -1,0 +1,88 @@
+"""Where a draft's tensors come from: its own files, and the target's embedding and head where it has none.
+
+A draft sits on the target's last stage and is whole there, whatever the pipeline; so it reads copies of its own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.numerics import Numerics
+from models.checkpoint import TensorEntry, read_tensor
+from models.config import RawConfig
+from models.decoder import EMBEDDING, FINAL_NORM, HEAD
+from models.loader import ModelDescription, target_entry
+from models.weights import RandomWeights, Weights, WeightSource
+from runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """What a draft is built from: its config, its tensors by name, and the target."""
+
+    raw: RawConfig
+    weights: Weights
+    target: ModelDescription
+
+
+class DraftWeights:
+    """A `WeightSource` over a draft's entries; `embed_tokens`, `lm_head` and (as `target_norm`) the final norm fall
+    back on the target's."""
+
+    def __init__(self, entries: dict[str, TensorEntry] | None, target: ModelDescription) -> None:
+        """Without entries the draft's weights are random."""
+        self._entries = entries
+        self._target = target
+        self._random = RandomWeights(seed=1)
+        self._complaints: set[str] = set()
+        self._taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return self._entries is None or name in self._entries
+
+    def read(self, name: str, out: torch.Tensor, *, item: tuple[int, int] | None = None) -> None:
+        """See `WeightSource.read`."""
+        if self._entries is None and not _is_shared(name):
+            self._random.read(name, out, item=item)
+            return
+        entry = (self._entries or {}).get(name)
+        self._taken.add(name)
+        if entry is None and _is_shared(name):
+            self._read_target(name, out)
+        elif entry is None:
+            self._complaints.add(f"{name} is missing")
+        elif entry.shape != (tuple(out.shape) if item is None else (item[1], *out.shape)):
+            self._complaints.add(f"{name} is {list(entry.shape)}, the config says {list(out.shape)}")
+        else:
+            read_tensor(entry, out, item=None if item is None else item[0])
+
+    def finish(self) -> None:
+        """Raise one ConfigError about everything that did not fit."""
+        unexpected = (self._entries or {}).keys() - self._taken
+        complaints = sorted(self._complaints) + [f"{name} is unexpected" for name in sorted(unexpected)]
+        if complaints:
+            raise ConfigError(f"the draft's tensors do not fit its config: {'; '.join(complaints[:8])}", field="draft")
+
+    def _read_target(self, name: str, out: torch.Tensor) -> None:
+        spec = self._target.spec
+        name = {"target_norm.weight": FINAL_NORM}.get(name, name)
+        if name == HEAD and spec.tied_head:
+            name = EMBEDDING
+        if self._target.checkpoint is None:
+            RandomWeights(seed=0).read(name, out)
+            return
+        entry = target_entry(self._target.checkpoint, name)
+        if entry is None or entry.shape != tuple(out.shape):
+            self._complaints.add(f"the target's {name} is {None if entry is None else list(entry.shape)}, the draft "
+                                 f"wants {list(out.shape)}")
+        else:
+            read_tensor(entry, out)
+
+
+def draft_weights(source: WeightSource, *, dtype: str, numerics: Numerics) -> Weights:
+    """Blocks read from this."""
+    return Weights(source, prefix="", dtype=getattr(torch, dtype), numerics=numerics)
+
+
+def _is_shared(name: str) -> bool:
+    return name in (EMBEDDING, HEAD, "target_norm.weight")
