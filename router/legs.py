@@ -179,7 +179,7 @@ class DecodeLeg:
         if self._landings_due:
             return False
         self.due_at = None
-        return self._source is not None
+        return True
 
     def expect_commit(self) -> None:
         self._owe(self._leg.limits.commit_s)

@@ -63,10 +63,10 @@ class WorkerStream(Generic[Request, Response]):
         self._outgoing.put_nowait(None)
 
     def close(self) -> None:
-        """End the call now. Ended streams do not mind."""
+        """End the call now. Every stream must be closed, also one that has ended."""
         self.has_ended = True
         self._call.cancel()
-        self.half_close()
+        self.half_close()  # ends the task in which gRPC waits for more requests
         self._reader.cancel()
 
     async def _requests(self) -> AsyncIterator[Request]:
@@ -88,8 +88,6 @@ class WorkerStream(Generic[Request, Response]):
             error = PeerLostError(f"worker {self._address} was lost: a message could not be sent")
         finally:
             self.has_ended = True
-            self._call.cancel()
-            self.half_close()  # ends the task in which gRPC waits for more requests
         await self._deliver(Ended(self, error))
 
 

@@ -74,6 +74,18 @@ async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, poin
         await router.assert_nothing_left()
 
 
+async def test_a_worker_whose_stream_broke_gets_nothing_until_it_reports_again(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.d0) as router:
+        workers.p0.fail_at(Point.STARTED, PeerLostError("a stage is gone"))
+        workers.p0.reports = False
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: router.directory.pair_problem(), "trust in the worker")
+        await asyncio.sleep(0.2)
+        assert workers.journal.events().count(Point.QUEUED) == 1
+        workers.p0.reports = True
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+
+
 async def test_a_failed_transfer_is_tried_again_by_prefill(workers: Workers) -> None:
     async with running_router(workers.p0, workers.d0) as router:
         workers.p0.fail_at(Point.SENDING, HandoffError("no route"))

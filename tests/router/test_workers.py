@@ -8,9 +8,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import generation_pb2, worker_pb2
+from protos import generation_pb2, types_pb2, worker_pb2
 from router.admission import AdmissionLimits
 from router.policy import Policy
+from router.validate import AdmissibleRequest
 from router.worker import Role, Worker
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from tests.router.harness import ADMISSION_LIMITS, FACTS, RouterHarness, eventually, running_router, token_request
@@ -91,8 +92,8 @@ async def test_a_new_incarnation_owes_nothing() -> None:
     worker = await a_worker(Role.DECODE, pages_free=10, slots_free=4)
     old = worker.book(100)
     worker.introduced(info(Role.DECODE, incarnation="b"), FACTS)
-    assert worker.as_candidate(1).load == 0 or not worker.is_usable
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10), FACTS)
+    assert worker.as_candidate(1).load == 0
     old.release()
     assert worker.as_candidate(1).load == 0
 
@@ -142,7 +143,8 @@ async def test_incompatible_workers_are_refused_with_both_texts() -> None:
         assert "text of other" in str(error)
         status = await router.stub.GetClusterStatus(generation_pb2.GetClusterStatusRequest())
         assert {worker.reason for worker in status.workers} \
-            == {"no usable decode worker fits it", "no usable prefill worker fits it"}
+            == {"no usable decode worker fits it: it has text of digest; there text of other",
+                "no usable prefill worker fits it: it has text of other; there text of digest"}
 
 
 async def test_only_compatible_pairs_are_made() -> None:
@@ -213,6 +215,31 @@ async def test_nothing_is_dispatched_that_no_pool_could_take_soon() -> None:
         assert seen <= 3, "two run, one is on its way"
         assert [(await answer).token_ids for answer in answers] == [expected_tokens([i], 10) for i in range(12)]
         await router.assert_nothing_left()
+
+
+async def test_a_pair_is_given_back_when_its_block_ends() -> None:
+    async with running_router(*pair()) as router:
+        async with router.services.admission.pair_for(admissible_request()):
+            assert [len(worker._bookings) for worker in router.directory.workers] == [1, 1]
+        await router.assert_nothing_left()
+
+
+async def test_a_request_that_gives_up_in_the_moment_it_is_placed_keeps_nothing() -> None:
+    prefill, decode = pair()
+    decode.serving = False
+    async with running_router(prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)) as router:
+        admission = router.services.admission
+        waiting = asyncio.create_task(admission._wait(admissible_request()))
+        await eventually(lambda: admission.num_waiting, "the queue")
+        router.directory.workers[1].reported(worker_pb2.WorkerLoad(serving=True), FACTS)
+        admission._pump()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await router.assert_nothing_left()
+
+
+def admissible_request() -> AdmissibleRequest:
+    return AdmissibleRequest(types_pb2.EngineRequest(prompt_token_ids=[1]), (), wants_text=False)
 
 
 def _happened(journal: Journal, point: Point, count: int) -> bool:
