@@ -218,8 +218,8 @@ class _Arrival:
         while True:
             item = await self._inbox.get(None, "tokens")
             match item:
-                case Drawn(token):
-                    yield pb.DecodeResponse(tokens=chunk_to_proto(token))
+                case Drawn(tokens):
+                    yield pb.DecodeResponse(tokens=chunk_to_proto(*tokens))
                 case Finished():
                     self._parts.meters.work.queue_s.observe(item.queue_s)
                     self._parts.meters.work.preemptions.inc(item.num_preemptions)
@@ -227,10 +227,9 @@ class _Arrival:
                     return
                 case Failed(error):
                     raise error
-                case SessionChanged() | StreamEnded():
-                    continue  # a router with nothing more to say may half-close
-                case _:
-                    raise InvalidRequestError(FieldViolation("input", "nothing is expected after the commit"))
+                case SessionChanged() | StreamEnded() | pb.DecodeRequest():
+                    # A router with nothing more to say may half-close; an offer that crossed the commit is needless.
+                    continue
 
 
 def _finished_to_proto(event: Finished) -> pb.DecodeFinished:
