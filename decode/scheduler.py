@@ -28,9 +28,9 @@ from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidReq
 
 @dataclass(frozen=True)
 class Drawn:
-    """The next token of the request."""
+    """The request's next tokens: one, or several where drafted ones were accepted."""
 
-    token: DrawnToken
+    tokens: tuple[DrawnToken, ...]
 
 
 @dataclass(frozen=True)
@@ -367,13 +367,15 @@ class DecodeScheduler:
                    sampling_row(entry.request, entry.outputs) if draws else None)
 
     def _append(self, entry: _Entry, tokens: list[DrawnToken]) -> None:
-        """Publish an accepted run; whatever follows the token that ends the request was never drawn."""
+        """Publish what a step drew; whatever follows the token that ends the request was never drawn."""
+        drawn = []
         for token in tokens:
             entry.outputs.append(token.token_id)
-            entry.emit(Drawn(token))
-            self._finish_if_done(entry)
-            if entry.key not in self._entries:
-                return
+            drawn.append(token)
+            if entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens) is not None:
+                break
+        entry.emit(Drawn(tuple(drawn)))
+        self._finish_if_done(entry)
 
     def _finish_if_done(self, entry: _Entry) -> None:
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)

@@ -27,6 +27,7 @@ class DecodeRole:
 
     name = "decode"
     service = "baton.v1.Decode"
+    speculates = True
 
     def __init__(self) -> None:
         self._scheduler: DecodeScheduler | None = None
@@ -47,7 +48,8 @@ class DecodeRole:
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
             limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.world_size,
                                 max_running=config.max_running, max_context_tokens=stage.plan.max_context_tokens,
-                                chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size),
+                                chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
+                                num_draft_tokens=stage.plan.num_draft_tokens),
             clock=SystemClock())
 
     def observe_layers(self, agent: TransferAgent) -> LayerObserver | None:

@@ -32,6 +32,10 @@ class WorkerConfig(Config):
     numerics: Literal["exact", "fast"] = Field("exact", description="exact: the same bits from every topology")
     threads: int = Field(1, ge=1, le=256, description="compute threads of this process")
     transport: TransportName = Field("auto", description="UCX profile: shm within a host, tcp between hosts")
+    draft: Path | None = Field(None, description="directory of a draft model; a decode pool then speculates")
+    spec_topk: int = Field(4, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
+    spec_steps: int = Field(4, ge=1, le=16, description="tokens drafted ahead at most")
+    spec_draft_tokens: int = Field(15, ge=1, le=128, description="drafted tokens verified per step and request")
     drain_s: float = Field(10.0, ge=0, description="how long SIGTERM lets running requests finish")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_style: Literal["human", "json"] = "human"

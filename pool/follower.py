@@ -38,7 +38,8 @@ class FollowerEngine:
 
     def __init__(self, stage: Stage, sampler: Sampler, channel: UcxStageChannel, *, rank: int, size: int,
                  on_step: Callable[[float, ForwardBatch], None]) -> None:
-        self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, on_step=on_step)
+        self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, drafter=stage.drafter,
+                                       on_step=on_step)
         self._channel = channel
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
         self._formed = False

@@ -56,7 +56,7 @@ class Leader:
         """Start the engine; a pool of one stage begins to serve, a larger one waits for its stages."""
         self.loop.start()
         if self._channel is None:
-            single = SingleStage(self._stage.executor, self._sampler)
+            single = SingleStage(self._stage.executor, self._sampler, self._stage.drafter)
             self.loop.post(lambda: self.loop.attach(single))
             self._warming = asyncio.create_task(self._become_ready())
         else:

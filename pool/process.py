@@ -59,6 +59,7 @@ class Role(Protocol):
 
     name: str
     service: str  # full gRPC name, also its health name
+    speculates: bool  # whether a draft has anything to do in this role
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -87,7 +88,7 @@ async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None
     def on_event(event: StageSessionEvent) -> None:
         loop.call_soon_threadsafe(lambda: [listener(event) for listener in listeners])
 
-    plan = plan_stage(config)
+    plan = plan_stage(config, speculates=role.speculates)
     _log_plan(config, role, plan.geometry.num_pages, plan.geometry.num_slots, str(plan.geometry.layers))
     stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers)
     registry = new_registry(role=role.name, version=VERSION)

@@ -23,9 +23,12 @@ def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_contex
         priority=message.priority)
 
 
-def chunk_to_proto(token: DrawnToken) -> pb.TokenChunk:
-    chunk = pb.TokenChunk(token_ids=[token.token_id])
-    if token.logprobs is not None:
+def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:
+    """The tokens of one step: several where drafted ones were accepted."""
+    chunk = pb.TokenChunk(token_ids=[token.token_id for token in tokens])
+    for token in tokens:
+        if token.logprobs is None:
+            continue
         top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in token.logprobs.top]
         chunk.logprobs.append(pb.TokenLogprobs(logprob=token.logprobs.logprob, top=top))
     return chunk

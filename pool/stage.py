@@ -13,9 +13,11 @@ from engine.model import ModelFacts
 from engine.numerics import Numerics
 from engine.pipeline.executor import LayerObserver, StageExecutor
 from engine.recurrent.cpu import CpuRecurrent
+from engine.speculative.drafter import Drafter
 from engine.stages import LayerRange, get_pp_indices
 from models.loader import ModelDescription, read_model
 from pool.config import WorkerConfig
+from pool.speculation import SpeculationPlan, build_drafter, plan_speculation, tree_attention, tree_recurrent
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
 from transfer.agent import TransferAgent
@@ -34,20 +36,31 @@ class StagePlan:
     geometry: PoolGeometry
     compatibility: Compatibility
     max_context_tokens: int
+    speculation: SpeculationPlan | None = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
 
 
-def plan_stage(config: WorkerConfig) -> StagePlan:
-    """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit."""
+def plan_stage(config: WorkerConfig, *, speculates: bool = False) -> StagePlan:
+    """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
+
+    Only roles that speculate look at the draft.
+    """
     description = read_model(config.model)
     facts = description.facts
     size = config.world_size
     ranges = [get_pp_indices(facts.num_layers, rank, size, config.partition or None) for rank in range(size)]
     specs = description.cache_specs(config.page_size)
-    sizes = _pool_sizes(config, facts, ranges, specs)
+    speculation = plan_speculation(config, description) if speculates else None
+    extra = () if speculation is None else speculation.budget_specs(specs, config.page_size)
+    sizes = _pool_sizes(config, facts, ranges, (*specs, *extra))
     geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
     context = min(facts.max_context_tokens, (sizes.num_pages - 1) * config.page_size)
     return StagePlan(description, ranges, geometry,
-                     compatibility(revision=facts.revision, specs=specs, page_size=config.page_size), context)
+                     compatibility(revision=facts.revision, specs=specs, page_size=config.page_size), context,
+                     speculation)
 
 
 def _pool_sizes(config: WorkerConfig, facts: ModelFacts, ranges: list[LayerRange],
@@ -69,6 +82,7 @@ class Stage:
     pools: StagePools
     executor: StageExecutor
     agent: TransferAgent
+    drafter: Drafter | None = None  # on the last stage of a pool that speculates
 
 
 def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
@@ -79,27 +93,38 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     torch.set_num_threads(config.threads)
     numerics = Numerics(config.numerics)
     pools = StagePools(plan.geometry)
-    model = plan.description.load_stage(plan.geometry.layers, numerics=numerics)
+    speculation = plan.speculation
+    model = plan.description.load_stage(plan.geometry.layers, numerics=numerics,
+                                        capture_layers=speculation.capture_layers if speculation else frozenset())
     geometry = plan.description.attention_geometry(config.page_size)
     if geometry is None:
         raise ConfigError("a model without any attention layer is not supported", field="model")
-    attention = CpuAttention(kv_pools=pools.of_kind(CacheKind.KV), geometry=geometry, numerics=numerics)
-    recurrent = CpuRecurrent(conv_pools=pools.of_kind(CacheKind.CONV), state_pools=pools.of_kind(CacheKind.STATE),
-                             numerics=numerics)
+    kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
+    paged = CpuAttention(kv_pools=kv, geometry=geometry, numerics=numerics)
+    slots = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=numerics)
     clock = SystemClock()
     transport = UcxTransport(profile=TransportProfile(config.transport), clock=clock)
     agent = TransferAgent(memory=pools, transport=transport, clock=clock, incarnation=incarnation, on_event=on_event)
     agent.start()
-    executor = StageExecutor(model=model, attention=attention, recurrent=recurrent,
+    if speculation is None:
+        executor = StageExecutor(model=model, attention=paged, recurrent=slots, on_layer_done=observe_layers(agent))
+        return Stage(plan, pools, executor, agent)
+    trees = tree_attention(paged, kv, geometry, numerics)
+    states = tree_recurrent(slots, conv, state, numerics, max_nodes=speculation.config.max_nodes)
+    executor = StageExecutor(model=model, attention=trees, recurrent=states, caches=(trees, states),
                              on_layer_done=observe_layers(agent))
-    return Stage(plan, pools, executor, agent)
+    drafter = None
+    if config.rank == config.world_size - 1:
+        drafter = build_drafter(speculation, page_size=config.page_size, num_pages=plan.geometry.num_pages,
+                                numerics=numerics)
+    return Stage(plan, pools, executor, agent, drafter)
 
 
 def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
     """An upper bound for a batch between stages: hidden states (and three captured ones) of a full chunk, tables of
     all rows, and per row everything sampling may carry (two token histories of the context, biases, bans)."""
     facts = plan.description.facts
-    tokens = max(config.chunk_tokens, config.max_running)
-    per_token = 4 * facts.hidden_size * 4 + 8
+    tokens = max(config.chunk_tokens, config.max_running * (1 + plan.num_draft_tokens))
+    per_token = 4 * facts.hidden_size * 4 + 4 * 8
     per_row = 8 * (2 * plan.max_context_tokens + 2 * 1024 + 64 + 32) + 4 * (plan.geometry.num_pages + 1)
     return tokens * per_token + config.max_running * per_row + (1 << 16)

@@ -28,6 +28,7 @@ class PrefillRole:
 
     name = "prefill"
     service = "baton.v1.Prefill"
+    speculates = False
 
     def __init__(self) -> None:
         self._scheduler: PrefillScheduler | None = None

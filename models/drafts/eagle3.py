@@ -19,6 +19,7 @@ from models.blocks.rotary import Rotary, RotaryTable, read_rope
 from models.config import RawConfig, dtype_name
 from models.decoder import EMBEDDING
 from models.drafts.weights import DraftFiles
+from models.loader import ModelDescription
 from models.spec import read_norm
 from models.weights import Weights
 from runtime.errors import ConfigError
@@ -35,7 +36,6 @@ class Eagle3:
         _check_variant(raw, target.facts.hidden_size, target.facts.vocab_size)
         self._layer_ids = aux_layer_ids(raw, target.facts.num_layers)
         self._dtype = getattr(torch, dtype_name(raw))
-        self._dtype_name = dtype_name(raw)
         hidden, norm = raw.integer("hidden_size"), read_norm(raw)
         target_vocab, self._vocab_size = target.facts.vocab_size, raw.integer("draft_vocab_size",
                                                                               target.facts.vocab_size)
@@ -105,6 +105,20 @@ class _Attention:
                              for part in torch.split(self._qkv(x), self._widths, dim=-1))
         heads = attention.run(0, rotary.rotate_halves(query), rotary.rotate_halves(key), value, batch)
         return self._output(heads.reshape(len(x), -1))
+
+
+def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
+    """The target layers whose outputs the draft reads.
+
+    Raises:
+        ConfigError: a variant that is not implemented, or a draft of another target.
+    """
+    _check_variant(raw, target.facts.hidden_size, target.facts.vocab_size)
+    return frozenset(aux_layer_ids(raw, target.facts.num_layers))
+
+
+def cache_specs(raw: RawConfig, page_size: int) -> tuple[CacheSpec, ...]:
+    return read_attention(raw).cache_specs(layer_id=0, page_size=page_size, dtype=getattr(torch, dtype_name(raw)))
 
 
 def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class Client:
 
     @property
     def tokens(self) -> list[int]:
-        return [event.token.token_id for event in self.events if isinstance(event, Drawn)]
+        return [token.token_id for event in self.events if isinstance(event, Drawn) for token in event.tokens]
 
     @property
     def last(self) -> Event:

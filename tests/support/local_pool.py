@@ -107,7 +107,7 @@ class Answer:
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Drawn):
-            self.tokens.append(event.token)
+            self.tokens += event.tokens
         else:
             self.finished = event if isinstance(event, Finished) else None
             self.failed = event if isinstance(event, Failed) else None

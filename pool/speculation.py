@@ -1,0 +1,83 @@
+"""The parts of a stage that speculate: trees on every stage, the draft on the last."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionGeometry
+from engine.attention.cpu import CpuAttention
+from engine.attention.tree import TreeAttention
+from engine.memory.layout import CacheSpec
+from engine.numerics import Numerics
+from engine.recurrent.cpu import CpuRecurrent
+from engine.recurrent.tree import TreeRecurrent
+from engine.speculative.config import SpeculationConfig
+from engine.speculative.drafter import Drafter
+from engine.speculative.eagle import EagleDrafter
+from engine.speculative.multistep import MultiStepAttention
+from models.drafts.loader import DraftDescription, read_draft
+from models.loader import ModelDescription
+from pool.config import WorkerConfig
+
+
+@dataclass(frozen=True)
+class SpeculationPlan:
+    """What follows from the draft's config and the flags; the same on every stage."""
+
+    config: SpeculationConfig
+    draft: DraftDescription
+
+    @property
+    def capture_layers(self) -> frozenset[int]:
+        return self.draft.capture_layers
+
+    def budget_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
+        """What speculation caches beside `specs`, as if layers of the target did: the draft's pages on the last stage,
+        and a state per node for every slot."""
+        last = max(spec.layer_id for spec in specs)
+        states = (replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape))
+                  for spec in specs if not spec.kind.is_paged)
+        return (*states, *(replace(spec, layer_id=last) for spec in self.draft.cache_specs(page_size)))
+
+
+def plan_speculation(config: WorkerConfig, target: ModelDescription) -> SpeculationPlan | None:
+    """None without a draft.
+
+    Raises:
+        ConfigError: the flags contradict each other, or the folder is not a draft of this target.
+    """
+    if config.draft is None:
+        return None
+    flags = SpeculationConfig(config.draft, config.spec_topk, config.spec_steps, config.spec_draft_tokens)
+    return SpeculationPlan(flags, read_draft(config.draft, target))
+
+
+def tree_attention(paged: CpuAttention, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry,
+                   numerics: Numerics) -> TreeAttention:
+    def backend_over(pools: Mapping[int, Tensor]) -> CpuAttention:
+        return CpuAttention(kv_pools=pools, geometry=geometry, numerics=numerics)
+
+    return TreeAttention(paged=paged, kv_pools=kv_pools, page_size=geometry.page_size, backend_over=backend_over)
+
+
+def tree_recurrent(slots: CpuRecurrent, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
+                   numerics: Numerics, *, max_nodes: int) -> TreeRecurrent:
+    def backend_over(convs: Mapping[int, Tensor], states: Mapping[int, Tensor]) -> CpuRecurrent:
+        return CpuRecurrent(conv_pools=convs, state_pools=states, numerics=numerics)
+
+    return TreeRecurrent(slots=slots, conv_pools=conv_pools, state_pools=state_pools, max_nodes=max_nodes,
+                         backend_over=backend_over)
+
+
+def build_drafter(plan: SpeculationPlan, *, page_size: int, num_pages: int, numerics: Numerics) -> Drafter:
+    """Loads the draft and its cache, of as many pages as the target's."""
+    model = plan.draft.load(numerics=numerics)
+    pools = {spec.layer_id: torch.zeros(num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype))
+             for spec in model.cache_specs(page_size)}
+    geometry = model.attention_geometry(page_size)
+    return EagleDrafter(
+        model=model, paged=CpuAttention(kv_pools=pools, geometry=geometry, numerics=numerics),
+        multi_step=MultiStepAttention(kv_pools=pools, geometry=geometry), topk=plan.config.topk,
+        steps=plan.config.steps)
