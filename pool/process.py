@@ -54,21 +54,11 @@ class LeaderParts:
     meters: StageMeters
 
 
-class Role(Protocol):
-    """What differs between prefill and decode. One object per process; `scheduler` is used by leaders only."""
-
-    name: str
-    service: str  # full gRPC name, also its health name
-    speculates: bool  # whether a draft has anything to do in this role
+class LeadingRole(Protocol):
+    """A role as the leader of its pool runs it."""
 
     @property
     def scheduler(self) -> Scheduler: ...
-
-    def prepare(self, config: WorkerConfig, stage: Stage) -> None:
-        """Build the scheduler for this stage's pools."""
-        ...
-
-    def observe_layers(self, agent: TransferAgent) -> LayerObserver | None: ...
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
 
@@ -79,120 +69,162 @@ class Role(Protocol):
         ...
 
 
+class Role(Protocol):
+    """What differs between prefill and decode."""
+
+    name: str
+    service: str  # full gRPC name, also its health name
+    speculates: bool  # whether a draft has anything to do in this role
+
+    def observe_layers(self, agent: TransferAgent) -> LayerObserver | None:
+        """Who hears of each layer that is done."""
+        ...
+
+    def lead(self, config: WorkerConfig, stage: Stage) -> LeadingRole:
+        """The scheduler over this stage's pools, and what serves it."""
+        ...
+
+
+class _SessionEvents:
+    """Reports of the transfer agent's thread, handed to one listener on the event loop's."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.listener: Callable[[StageSessionEvent], object] = lambda event: None
+
+    def __call__(self, event: StageSessionEvent) -> None:
+        self._loop.call_soon_threadsafe(lambda: self.listener(event))
+
+
+@dataclass(frozen=True)
+class _Process:
+    """What a leader and a follower are built from."""
+
+    config: WorkerConfig
+    role: Role
+    stage: Stage
+    registry: CollectorRegistry
+    events: _SessionEvents
+    incarnation: str
+    stop: StopSignal
+
+
 async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None:
     """Until `stop`. Raises ConfigError when checkpoint, flags and memory do not fit together."""
-    incarnation = secrets.token_hex(8)
-    loop = asyncio.get_running_loop()
-    listeners: list[Callable[[StageSessionEvent], None]] = []
-
-    def on_event(event: StageSessionEvent) -> None:
-        loop.call_soon_threadsafe(lambda: [listener(event) for listener in listeners])
-
+    incarnation, events = secrets.token_hex(8), _SessionEvents()
     plan = plan_stage(config, speculates=role.speculates)
     _log_plan(config, role, plan.geometry.num_pages, plan.geometry.num_slots, str(plan.geometry.layers))
-    stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers)
+    stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers)
     registry = new_registry(role=role.name, version=VERSION)
+    process = _Process(config, role, stage, registry, events, incarnation, stop)
     try:
-        if config.rank == 0:
-            await _lead(config, role, stage, registry, listeners, incarnation, stop)
-        else:
-            await _follow(config, role, stage, registry, listeners, incarnation, stop)
+        await (_lead(process) if config.rank == 0 else _follow(process))
     finally:
         await asyncio.to_thread(stage.agent.shutdown, 5.0)
 
 
-async def _lead(config: WorkerConfig, role: Role, stage: Stage, registry: CollectorRegistry,
-                listeners: list[Callable[[StageSessionEvent], None]], incarnation: str, stop: StopSignal) -> None:
-    meters = StageMeters.create(registry, stage.plan.geometry)
-    role.prepare(config, stage)
-    server = _server(config, registry, (role.service, WORKER_SERVICE, PIPELINE_SERVICE))
-    health: set[asyncio.Task[None]] = set()
+async def _lead(process: _Process) -> None:
+    config, role, stage = process.config, process.role, process.stage
+    meters = StageMeters.create(process.registry, stage.plan.geometry)
+    leading = role.lead(config, stage)
+    services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
+    server = _server(process, services)
+    show_health = _HealthSetter(server, services)
 
     def on_serving(serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
-        setter = server.health.set_serving if serving else server.health.set_not_serving
-        for service in (role.service, WORKER_SERVICE, PIPELINE_SERVICE):
-            task = asyncio.create_task(setter(service))
-            health.add(task)
-            task.add_done_callback(health.discard)
+        show_health(serving)
         worker_service.changed()
 
-    events = asyncio.get_running_loop()
+    def on_unhealthy(reason: str) -> None:
+        meters.pool.imbalances.inc()
+        leader.unhealthy(reason)
+
+    loop = asyncio.get_running_loop()
     observer = LoopObserver(step_s=meters.on_step, waited_s=meters.on_wait,
-                            unhealthy=lambda reason: events.call_soon_threadsafe(leader.unhealthy, reason))
-    leader = Leader(config, stage, role.scheduler, sample, warm_up=lambda: role.warm_up(parts), on_serving=on_serving,
-                    observer=observer)
-    janitor = Janitor(leader.group, leader.loop, leader.unhealthy)
+                            unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
+    leader = Leader(config, stage, leading.scheduler, sample, warm_up=lambda: leading.warm_up(parts),
+                    on_serving=on_serving, observer=observer)
+    janitor = Janitor(leader.group, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, janitor, meters)
-    worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=incarnation),
-                                   lambda: role.load(parts))
-    listeners.append(lambda event: leader.stage_event(0, event))
-    role.add_service(server, parts)
+    worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
+                                   lambda: leading.load(parts))
+    process.events.listener = lambda event: leader.stage_event(0, event)
+    leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
         pipeline_pb2_grpc.add_PipelineServicer_to_server(leader.service, server.grpc)
-    async with _listening(config, registry, server, incarnation):
+    async with _listening(process, server):
         leader.start()
         try:
-            async with background(stop, _refresh(meters, role, parts)):
-                await stop.wait()
+            async with background(process.stop, _refresh(leading, parts)):
+                await process.stop.wait()
         finally:
             await server.drain(grace_s=config.drain_s)
             leader.stop()
 
 
-async def _follow(config: WorkerConfig, role: Role, stage: Stage, registry: CollectorRegistry,
-                  listeners: list[Callable[[StageSessionEvent], None]], incarnation: str, stop: StopSignal) -> None:
-    meters = StageMeters.create(registry, stage.plan.geometry)
-    server = _server(config, registry, (PIPELINE_SERVICE,))
+async def _follow(process: _Process) -> None:
+    config, stage = process.config, process.stage
+    meters = StageMeters.create(process.registry, stage.plan.geometry)
+    server = _server(process, (PIPELINE_SERVICE,))
     channel = UcxStageChannel(rank=config.rank, max_frame_bytes=max_frame_bytes(config, stage.plan),
                               profile=TransportProfile(config.transport))
     engine = FollowerEngine(stage, sample, channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward)
     follower = Follower(config, stage, engine, channel.address)
-    listeners.append(follower.on_stage_event)
-    tasks: set[asyncio.Task[None]] = set()
-
-    def on_joined(joined: bool) -> None:  # noqa: FBT001 - a listener's signature
-        setter = server.health.set_serving if joined else server.health.set_not_serving
-        task = asyncio.create_task(setter(PIPELINE_SERVICE))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    async with _listening(config, registry, server, incarnation):
+    process.events.listener = follower.on_stage_event
+    async with _listening(process, server):
         engine.start()
         try:
-            async with background(stop, follower.run(on_joined)):
-                await stop.wait()
+            async with background(process.stop, follower.run(_HealthSetter(server, (PIPELINE_SERVICE,)))):
+                await process.stop.wait()
         finally:
             await server.drain(grace_s=0.5)
             engine.stop()
             channel.close()
 
 
-def _server(config: WorkerConfig, registry: CollectorRegistry, services: tuple[str, ...]) -> GrpcServer:
-    return GrpcServer(ServerOptions(listen=config.listen), services=services, metrics=RpcMetrics.create(registry),
-                      background_methods=WATCH_METHODS)
+class _HealthSetter:
+    """Sets services to serving or not from code that cannot await."""
+
+    def __init__(self, server: GrpcServer, services: tuple[str, ...]) -> None:
+        self._health = server.health
+        self._services = services
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, serving: bool) -> None:  # noqa: FBT001 - a listener's signature
+        setter = self._health.set_serving if serving else self._health.set_not_serving
+        for service in self._services:
+            task = asyncio.create_task(setter(service))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
+    return GrpcServer(ServerOptions(listen=process.config.listen), services=services,
+                      metrics=RpcMetrics.create(process.registry), background_methods=WATCH_METHODS)
 
 
 @asynccontextmanager
-async def _listening(config: WorkerConfig, registry: CollectorRegistry, server: GrpcServer,
-                     incarnation: str) -> AsyncIterator[None]:
+async def _listening(process: _Process, server: GrpcServer) -> AsyncIterator[None]:
     """Serve gRPC and metrics for the length of the block, and announce where."""
-    exposition = Exposition.start(registry, port=config.metrics_port, host=config.metrics_host)
+    config = process.config
+    exposition = Exposition.start(process.registry, port=config.metrics_port, host=config.metrics_host)
     try:
         address = await server.start()
         logger.info("listening on %s, metrics on port %d", address, exposition.port)
         if config.announce is not None:
-            write_announcement(config.announce, Announcement(address, exposition.port, os.getpid(), incarnation))
+            write_announcement(config.announce,
+                               Announcement(address, exposition.port, os.getpid(), process.incarnation))
         yield
     finally:
         exposition.close()
 
 
-async def _refresh(meters: StageMeters, role: Role, parts: LeaderParts) -> None:
+async def _refresh(leading: LeadingRole, parts: LeaderParts) -> None:
     """Keep the gauges current."""
     while True:
-        meters.on_load(await role.load(parts))
+        parts.meters.on_load(await leading.load(parts))
         await asyncio.sleep(0.25)
 
 

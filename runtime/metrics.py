@@ -184,7 +184,7 @@ class PoolMetrics:
             _gauge(registry, "kv_pages_used", "Pages under lease."),
             _gauge(registry, "state_slots_total", "Recurrent-state slots of the pool."),
             _gauge(registry, "state_slots_used", "Recurrent-state slots under lease."),
-            _counter(registry, "kv_imbalances", "Broken invariants, such as an idle check that found free plus leased unequal to total."),
+            _counter(registry, "kv_imbalances", "Broken invariants, such as pages that nobody owns."),
         )
 
 

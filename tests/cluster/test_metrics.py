@@ -1,6 +1,7 @@
 """Every metric a role exposes has a name that follows the rules, and moves when what it counts happens."""
 
 import asyncio
+import contextlib
 import re
 import urllib.request
 from pathlib import Path
@@ -51,10 +52,8 @@ async def test_every_metric_moves(checkpoint: Path) -> None:
                     peaks.setdefault(name, {})[metric] = max(value, peaks.get(name, {}).get(metric, 0.0))
             await asyncio.sleep(0.1)
         await load
-        try:
+        with contextlib.suppress(BatonError):
             await running.client.complete(Query(prompt=(999,), stop=Stop(max_tokens=1)), timeout_s=5)
-        except BatonError:
-            pass
         still = {name: sorted(metric for metric, value in values.items()
                               if value == 0 and metric not in FAULT_ONLY)
                  for name, values in peaks.items()}

@@ -42,7 +42,7 @@ class Observer:
 
     async def until(self, entry: str) -> None:
         async with asyncio.timeout(5):
-            while entry not in self.log:
+            while entry not in self.log:  # noqa: ASYNC110 - a list has no event to wait for
                 await asyncio.sleep(0.01)
 
 

@@ -79,9 +79,9 @@ async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, pre
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0",
         worker_flags=worker_flags, router_flags=router_flags, ready_timeout_s=ready_timeout_s, stop_grace_s=5)
     try:
-        async with LocalCluster(config, sink=lambda name, line: lines.append(f"{name:12} {line}")) as cluster:
-            async with AsyncBatonClient(cluster.address) as client:
-                yield RunningCluster(cluster, client, lines)
+        async with (LocalCluster(config, sink=lambda name, line: lines.append(f"{name:12} {line}")) as cluster,
+                    AsyncBatonClient(cluster.address) as client):
+            yield RunningCluster(cluster, client, lines)
     except BaseException:
         print("\n".join(lines))
         raise
