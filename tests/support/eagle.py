@@ -1,10 +1,13 @@
 """An EAGLE-3 draft by its formulas, slot by slot, without pages, plans or batches: the oracle of the served one."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode
@@ -46,6 +49,24 @@ def random_tensors(*, tied_head: bool) -> dict[str, Tensor]:
         tensors[name] = torch.empty(VOCAB, HIDDEN)
         RandomWeights(seed=0).read("embed_tokens.weight" if tied_head else name, tensors[name])
     return tensors
+
+
+def save_draft(folder: Path, *, layers: tuple[int, ...] = LAYERS, prefix: str = "midlayer.",
+               kept_ids: Sequence[int] = ()) -> Path:
+    """Write a random draft as public files have it. `kept_ids`: the target's tokens in a smaller vocabulary."""
+    folder.mkdir(parents=True)
+    tensors = {name.replace("layers.0.", prefix): tensor for name, tensor in random_tensors(tied_head=False).items()
+               if name != "embed_tokens.weight"}
+    config = {**CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    if kept_ids:
+        ids = torch.tensor(kept_ids)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][ids].contiguous()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, value=True)
+        config["draft_vocab_size"] = len(ids)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @dataclass
