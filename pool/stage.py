@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.cpu import CpuAttention
+from engine.attention.cpu_latent import CpuLatentAttention
 from engine.memory.budget import PoolBudget, plan_pools
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry, bytes_per_slot
 from engine.memory.pools import StagePools
@@ -96,19 +97,24 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     speculation = plan.speculation
     model = plan.description.load_stage(plan.geometry.layers, numerics=numerics,
                                         capture_layers=speculation.capture_layers if speculation else frozenset())
-    geometry = plan.description.attention_geometry(config.page_size)
-    if geometry is None:
-        raise ConfigError("a model without any attention layer is not supported", field="model")
     kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
-    paged = CpuAttention(kv_pools=kv, geometry=geometry, numerics=numerics)
+    geometry = plan.description.attention_geometry(config.page_size)
+    paged = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry, numerics=numerics)
+    latent_geometry = plan.description.latent_geometry(config.page_size)
+    latent = None if latent_geometry is None else CpuLatentAttention(
+        latent_pools=pools.of_kind(CacheKind.LATENT), index_pools=pools.of_kind(CacheKind.INDEX_KEY),
+        geometry=latent_geometry)
     slots = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=numerics)
     clock = SystemClock()
     transport = UcxTransport(profile=TransportProfile(config.transport), clock=clock)
     agent = TransferAgent(memory=pools, transport=transport, clock=clock, incarnation=incarnation, on_event=on_event)
     agent.start()
     if speculation is None:
-        executor = StageExecutor(model=model, attention=paged, recurrent=slots, on_layer_done=observe_layers(agent))
+        executor = StageExecutor(model=model, attention=paged, latent_attention=latent, recurrent=slots,
+                                 on_layer_done=observe_layers(agent))
         return Stage(plan, pools, executor, agent)
+    if paged is None or geometry is None:
+        raise ConfigError("speculation on a model with latent attention is not supported yet", field="draft")
     trees = tree_attention(paged, kv, geometry, numerics)
     states = tree_recurrent(slots, conv, state, numerics, max_nodes=speculation.config.max_nodes)
     executor = StageExecutor(model=model, attention=trees, recurrent=states, caches=(trees, states),
@@ -121,10 +127,12 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
 
 
 def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
-    """An upper bound for a batch between stages: hidden states (and three captured ones) of a full chunk, tables of
-    all rows, and per row everything sampling may carry (two token histories of the context, biases, bans)."""
+    """An upper bound for a batch between stages: hidden states (and three captured ones) and selected keys of a full
+    chunk, tables of all rows, and per row everything sampling may carry (two token histories of the context, biases,
+    bans)."""
     facts = plan.description.facts
     tokens = max(config.chunk_tokens, config.max_running * (1 + plan.num_draft_tokens))
-    per_token = 4 * facts.hidden_size * 4 + 4 * 8
+    latent = plan.description.latent_geometry(config.page_size)
+    per_token = 4 * facts.hidden_size * 4 + 4 * 8 + 4 * (0 if latent is None else latent.max_selected)
     per_row = 8 * (2 * plan.max_context_tokens + 2 * 1024 + 64 + 32) + 4 * (plan.geometry.num_pages + 1)
     return tokens * per_token + config.max_running * per_row + (1 << 16)

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
+from engine.attention.latent import LatentAttentionBackend
 from engine.batch import ForwardBatch
 from engine.model import ForwardContext, StageModel, StageOutput
 from engine.recurrent.backend import RecurrentBackend
+from runtime.errors import ConfigError
 
 LayerObserver = Callable[[ForwardBatch, int], None]
 
@@ -26,23 +27,31 @@ class StageExecutor:
     """One stage's model with its backends. `on_layer_done(batch, layer_id)` is told of each layer as it completes;
     `caches` commit what earlier verifications accepted before a batch runs."""
 
-    def __init__(self, *, model: StageModel, attention: AttentionBackend, recurrent: RecurrentBackend,
-                 caches: Sequence[Commits] = (), on_layer_done: LayerObserver | None = None) -> None:
+    def __init__(self, *, model: StageModel, attention: AttentionBackend | None, recurrent: RecurrentBackend,
+                 latent_attention: LatentAttentionBackend | None = None, caches: Sequence[Commits] = (),
+                 on_layer_done: LayerObserver | None = None) -> None:
+        """Exactly one of `attention` and `latent_attention` is given: the kind the model's layers have."""
+        planner = attention if attention is not None else latent_attention
+        if planner is None:
+            raise ConfigError("a model without any attention layer is not supported", field="model")
         self.model = model
         self._caches = caches
+        self._planner = planner
         self._attention = attention
+        self._latent_attention = latent_attention
         self._recurrent = recurrent
         self._on_layer_done = on_layer_done
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, hidden: Tensor | None = None,
-            aux_hidden: dict[int, Tensor] | None = None) -> StageOutput:
-        """Hidden states for the next stage, or logits of the drawing rows from the last."""
+    def run(self, batch: ForwardBatch, incoming: StageOutput | None = None) -> StageOutput:
+        """Hidden states for the next stage, or logits of the drawing rows from the last. `incoming` is what the stage
+        before handed on; None on the first."""
         for cache in self._caches:
             cache.commit(batch)
         if batch.needs_forward_metadata_init():
-            self._attention.plan(batch)
+            self._planner.plan(batch)
         observer = self._on_layer_done
         done = None if observer is None else lambda layer_id: observer(batch, layer_id)
-        context = ForwardContext(self._attention, self._recurrent, done)
-        return self.model.forward(batch, hidden, context, aux_hidden)
+        context = ForwardContext(self._attention, self._recurrent, done, self._latent_attention)
+        given = incoming or StageOutput()
+        return self.model.forward(batch, given.hidden, context, given.aux_hidden, given.selected_keys)

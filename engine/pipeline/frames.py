@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.model import StageOutput
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
 from runtime.errors import InternalError
@@ -23,7 +24,7 @@ _HEADER = struct.Struct("<4sBBHQ")  # magic, schema, kind, number of arrays, seq
 _ENTRY = struct.Struct("<BBxxIQQ")  # dtype code, dims, first three extents (0 where absent)
 _MAGIC, _SCHEMA = b"BATN", 2
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "float64")
-_TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _MODES = tuple(ForwardMode)
 
 Array = NDArray[np.generic]
@@ -40,8 +41,7 @@ class StageInput:
     """A batch as a later stage gets it."""
 
     batch: ForwardBatch
-    hidden: Tensor | None
-    aux_hidden: dict[int, Tensor]
+    incoming: StageOutput
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,14 @@ def unpack(frame: bytes | bytearray | memoryview) -> Frame:
         raise InternalError(f"stage frame of {len(frame)} bytes is damaged: {error}") from error
 
 
-def pack_batch(sequence: int, batch: ForwardBatch, hidden: Tensor | None, aux_hidden: dict[int, Tensor]) -> bytearray:
+def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> bytearray:
     """What the next stage needs to run its layers on the batch."""
-    tensors = [hidden] if hidden is not None else []
-    tensors += [aux_hidden[layer] for layer in sorted(aux_hidden)]
+    aux_layers = sorted(output.aux_hidden)
+    tensors = [tensor for tensor in (output.hidden, output.selected_keys) if tensor is not None]
+    tensors += [output.aux_hidden[layer_id] for layer_id in aux_layers]
     spec = batch.spec_info if isinstance(batch.spec_info, SpecInfo) else None
-    head = np.array([_MODES.index(batch.mode), hidden is not None, spec is not None, *sorted(aux_hidden)], np.int64)
+    head = np.array([_MODES.index(batch.mode), output.hidden is not None, output.selected_keys is not None,
+                     spec is not None, *aux_layers], np.int64)
     arrays: list[Array] = [
         head, np.array(batch.request_ids, np.int64), np.array(batch.query_lens, np.int64),
         np.array(batch.context_lens, np.int64), batch.positions.numpy(), batch.page_tables.numpy(),
@@ -109,7 +111,7 @@ def pack_batch(sequence: int, batch: ForwardBatch, hidden: Tensor | None, aux_hi
 
 def unpack_batch(frame: Frame) -> StageInput:
     head, request_ids, query_lens, context_lens, positions, page_tables, slot_ids, *rest = frame.arrays
-    _, has_hidden, has_spec, *aux_layers = head.tolist()
+    _, has_hidden, has_selected_keys, has_spec, *aux_layers = head.tolist()
     sampling, rest = _unpack_sampling(rest[:_SAMPLING_ARRAYS]), rest[_SAMPLING_ARRAYS:]
     spec = None
     if has_spec:
@@ -120,7 +122,9 @@ def unpack_batch(frame: Frame) -> StageInput:
         context_lens=tuple(context_lens.tolist()), token_ids=None, positions=_owned(positions),
         page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, spec_info=spec)
     hidden = tensors.pop(0) if has_hidden else None
-    return StageInput(batch, hidden, dict(zip(aux_layers, tensors, strict=True)))
+    selected_keys = tensors.pop(0) if has_selected_keys else None
+    aux_hidden = dict(zip(aux_layers, tensors, strict=True))
+    return StageInput(batch, StageOutput(hidden=hidden, aux_hidden=aux_hidden, selected_keys=selected_keys))
 
 
 def pack_result(sequence: int, tokens: Sequence[DrawnToken], verified: Sequence[Verified] = ()) -> bytearray:

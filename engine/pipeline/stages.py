@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
-
 from engine.batch import ForwardBatch
 from engine.model import StageOutput
 from engine.pipeline import frames
@@ -124,7 +122,7 @@ class HeadStage:
 
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
-        frame = _run_to_frame(self._executor, self._sequence, batch, None, {}, rank=0)
+        frame = _run_to_frame(self._executor, self._sequence, batch, None, rank=0)
         self._channel.send(1, frame, timeout_s=self._send_timeout_s)
 
     def collect(self, timeout_s: float) -> StepResult | None:
@@ -140,12 +138,11 @@ class HeadStage:
         self._channel.wake()
 
 
-def _run_to_frame(executor: StageExecutor, sequence: int, batch: ForwardBatch, hidden: Tensor | None,
-                  aux_hidden: dict[int, Tensor], *, rank: int) -> bytearray:
+def _run_to_frame(executor: StageExecutor, sequence: int, batch: ForwardBatch, incoming: StageOutput | None, *,
+                  rank: int) -> bytearray:
     """The frame for the next stage; a batch that cannot run becomes an error frame, so that stage 0 hears of it."""
     try:
-        output = executor.run(batch, hidden, aux_hidden)
-        return frames.pack_batch(sequence, batch, output.hidden, output.aux_hidden)
+        return frames.pack_batch(sequence, batch, executor.run(batch, incoming))
     except (RuntimeError, ValueError, BatonError) as error:
         return frames.pack_error(sequence, f"stage {rank}: {error}")
 
@@ -179,8 +176,7 @@ class FollowerStage:
             began = time.monotonic()
             stage_input = frames.unpack_batch(frame)
             reply = self._last(frame.sequence, stage_input) if self._is_last else _run_to_frame(
-                self._executor, frame.sequence, stage_input.batch, stage_input.hidden, stage_input.aux_hidden,
-                rank=self._rank)
+                self._executor, frame.sequence, stage_input.batch, stage_input.incoming, rank=self._rank)
             self._on_step(time.monotonic() - began, stage_input.batch)
         self._channel.send(self._next, reply, timeout_s=self._send_timeout_s)
         return True
@@ -188,7 +184,7 @@ class FollowerStage:
     def _last(self, sequence: int, stage_input: frames.StageInput) -> bytearray:
         batch = stage_input.batch
         try:
-            output = self._executor.run(batch, stage_input.hidden, stage_input.aux_hidden)
+            output = self._executor.run(batch, stage_input.incoming)
             return frames.pack_result(sequence, *self._last_stage.finish(batch, output))
         except (RuntimeError, ValueError, BatonError) as error:
             return frames.pack_error(sequence, f"stage {self._rank}: {error}")

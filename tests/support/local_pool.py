@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from decode.scheduler import DecodeLimits, DecodeScheduler, Drawn, Event, Failed, Finished
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from engine.attention.cpu import CpuAttention
+from engine.attention.cpu_latent import CpuLatentAttention
 from engine.attention.tree import TreeAttention
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, PoolGeometry
@@ -45,13 +46,18 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
     pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, layers, description.cache_specs(page_size)),
                        poison=True)
     geometry, exact = description.attention_geometry(page_size), Numerics.EXACT
-    assert geometry is not None
     kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
-    attention = CpuAttention(kv_pools=kv, geometry=geometry, numerics=exact)
+    latent_geometry = description.latent_geometry(page_size)
+    latent = None if latent_geometry is None else CpuLatentAttention(
+        latent_pools=pools.of_kind(CacheKind.LATENT), index_pools=pools.of_kind(CacheKind.INDEX_KEY),
+        geometry=latent_geometry)
+    attention = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry, numerics=exact)
     recurrent = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact)
     if speculation is None:
         model = description.load_stage(layers, numerics=exact)
-        return StageExecutor(model=model, attention=attention, recurrent=recurrent), pools
+        return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=recurrent), pools
+    assert attention is not None
+    assert geometry is not None
     model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers)
     trees = TreeAttention(paged=attention, kv_pools=kv, page_size=page_size, backend_over=lambda over: CpuAttention(
         kv_pools=over, geometry=geometry, numerics=exact))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.model import StageOutput
 from engine.pipeline import frames
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.rows import Row, build_batch
@@ -44,12 +45,17 @@ def batches() -> st.SearchStrategy[ForwardBatch]:
 def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: set[int]) -> None:
     hidden = torch.randn(batch.num_tokens, 6).to(dtype)
     captured = {layer_id: torch.randn(batch.num_tokens, 6).to(dtype) for layer_id in aux}
-    arrived = frames.unpack_batch(frames.unpack(bytes(frames.pack_batch(7, batch, hidden, captured))))
-    assert arrived.hidden is not None
-    assert torch.equal(arrived.hidden, hidden)
-    assert arrived.hidden.dtype is dtype
-    assert arrived.aux_hidden.keys() == captured.keys()
-    assert all(torch.equal(arrived.aux_hidden[layer_id], captured[layer_id]) for layer_id in aux)
+    selected = torch.randint(-1, 99, (batch.num_tokens, 3), dtype=torch.int32) if len(aux) % 2 else None
+    output = StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=selected)
+    arrived = frames.unpack_batch(frames.unpack(bytes(frames.pack_batch(7, batch, output))))
+    incoming = arrived.incoming
+    assert incoming.hidden is not None
+    assert torch.equal(incoming.hidden, hidden)
+    assert incoming.hidden.dtype is dtype
+    assert incoming.aux_hidden.keys() == captured.keys()
+    assert all(torch.equal(incoming.aux_hidden[layer_id], captured[layer_id]) for layer_id in aux)
+    assert (incoming.selected_keys is None) == (selected is None)
+    assert selected is None or torch.equal(torch.as_tensor(incoming.selected_keys), selected)
     for name in ("mode", "request_ids", "query_lens", "context_lens", "sampling"):
         assert getattr(arrived.batch, name) == getattr(batch, name)
     for name in ("positions", "page_tables", "slot_ids"):
