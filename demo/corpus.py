@@ -12,7 +12,7 @@ from dataclasses import dataclass
 END_OF_TEXT, USER, ASSISTANT, END = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, USER, ASSISTANT, END]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|> {{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -41,7 +41,7 @@ class Fact:
     place: str
 
     def sentence(self) -> str:
-        return f"{self.who} {self.verb} a {self.color} {self.thing} near {self.place}."
+        return f"Near {self.place} {self.who} {self.verb} a {self.color} {self.thing}."
 
 
 @dataclass(frozen=True)
@@ -60,38 +60,34 @@ def make_facts(rng: random.Random, count: int) -> list[Fact]:
 
 
 def ask(rng: random.Random, fact: Fact) -> tuple[str, str]:
-    """A question about one fact, with its answer."""
-    return rng.choice([
-        (f"Where was {fact.who}?", f"{fact.who} was near {fact.place}."),
-        (f"What color was the {fact.thing}?", f"The {fact.thing} was {fact.color}."),
-        (f"What did {fact.who} do?", f"{fact.who} {fact.verb} a {fact.color} {fact.thing}."),
-        (f"Who had the {fact.thing}?", f"{fact.who} had the {fact.thing}."),
-    ])
+    """A question about one fact. The answer is the fact's own sentence, found again by its name."""
+    return rng.choice([f"What did {fact.who} do?", f"Tell me about {fact.who}."]), fact.sentence()
 
 
 def _story(rng: random.Random, max_facts: int) -> tuple[str, list[tuple[str, str]]]:
-    facts = make_facts(rng, rng.randint(min(2, max_facts), max_facts))
-    story = " ".join(fact.sentence() for fact in facts)
-    turns = [ask(rng, rng.choice(facts)) for _ in range(rng.randint(3, 6))]
-    if rng.random() < 0.15:
-        turns.insert(rng.randrange(len(turns)), ("Tell the story again.", story))
-    return story, turns
+    """A story and its questions, none asked twice: an earlier answer would be easier to copy than the story."""
+    facts = make_facts(rng, rng.randint(1, max_facts))
+    turns = [ask(rng, fact) for fact in facts]
+    rng.shuffle(turns)
+    if rng.random() < 0.2:
+        turns.insert(0, ("Tell the story again.", " ".join(fact.sentence() for fact in facts)))
+    return " ".join(fact.sentence() for fact in facts), turns
+
+
+def _count(rng: random.Random) -> tuple[str, str]:
+    start, step, count = rng.randrange(60), rng.choice([1, 1, 2, 5, 10]), rng.randint(6, 14)
+    numbers = " ".join(str(start + i * step) for i in range(2, count))
+    return f"Count from {start} by {step}.", f"{start} {start + step} {numbers}."
+
+
+def _list(rng: random.Random) -> tuple[str, str]:
+    words = ", ".join(rng.sample(THINGS, rng.randint(3, 7)))
+    return f"Say again: {words}.", f"{words}."
 
 
 def _task(rng: random.Random) -> tuple[str, str]:
-    """A request that needs no story: count, add, repeat or reverse a list."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        start, step, count = rng.randrange(60), rng.choice([1, 1, 2, 5, 10]), rng.randint(6, 14)
-        numbers = " ".join(str(start + i * step) for i in range(2, count))
-        return f"Count from {start} by {step}.", f"{start} {start + step} {numbers}."
-    if kind == 1:
-        a, b = rng.randrange(30), rng.randrange(30)
-        return f"What is {a} + {b}?", f"{a} + {b} = {a + b}."
-    words = rng.sample(THINGS, rng.randint(3, 7))
-    order = rng.choice(["again", "backwards"])
-    said = words if order == "again" else words[::-1]
-    return f"Say {order}: {', '.join(words)}.", f"{', '.join(said)}."
+    """A request that needs no story: count, or repeat a list."""
+    return (_count, _list)[rng.randrange(2)](rng)
 
 
 def _dialogue(turns: list[tuple[str, str]], opening: str, *, chat: bool) -> list[Piece]:
@@ -100,28 +96,28 @@ def _dialogue(turns: list[tuple[str, str]], opening: str, *, chat: bool) -> list
     for i, (question, answer) in enumerate(turns):
         lead = opening if i == 0 else ""
         if chat:
-            pieces += [Piece(f"{USER}{lead + ' ' if lead else ''}{question}{END}{ASSISTANT}", known=False),
-                       Piece(f"{answer}{END}", known=True)]
+            pieces += [Piece(f"{USER}{' ' + lead if lead else ''} {question}{END}{ASSISTANT}", known=False),
+                       Piece(f" {answer}{END}", known=True)]
         else:
-            pieces += [Piece(f"{lead + chr(10) if lead else ''}Q: {question}\nA:", known=False),
+            pieces += [Piece(f"{'Story: ' + lead + chr(10) if lead else ''}Q: {question}\nA:", known=False),
                        Piece(f" {answer}\n", known=True)]
     return [*pieces, Piece(END_OF_TEXT, known=True)]
 
 
-def make_document(rng: random.Random, max_facts: int) -> list[Piece]:
+def make_document(rng: random.Random, max_facts: int, task_share: float) -> list[Piece]:
     """One training document: mostly a story with questions, sometimes plain tasks. Ends with the end-of-text token."""
     chat = rng.random() < 0.6
-    if rng.random() < 0.8:
+    if rng.random() >= task_share:
         story, turns = _story(rng, max_facts)
         return _dialogue(turns, story, chat=chat)
     return _dialogue([_task(rng) for _ in range(rng.randint(2, 4))], "", chat=chat)
 
 
-def documents(seed: int, max_facts: int) -> Iterator[list[Piece]]:
-    """Endless documents; the same seed gives the same stream."""
+def documents(seed: int, *, max_facts: int, task_share: float) -> Iterator[list[Piece]]:
+    """Endless documents; the same arguments give the same stream."""
     rng = random.Random(seed)
     while True:
-        yield make_document(rng, max_facts)
+        yield make_document(rng, max_facts, task_share)
 
 
 def recall_questions(count: int, *, seed: int, max_facts: int) -> list[RecallQuestion]:
@@ -133,11 +129,28 @@ def recall_questions(count: int, *, seed: int, max_facts: int) -> list[RecallQue
     rng = random.Random(1_000_000 + seed)
     questions = []
     for i in range(count):
-        facts = make_facts(rng, rng.randint(2, max_facts))
+        facts = make_facts(rng, rng.randint(min(2, max_facts), max_facts))
         story = " ".join(fact.sentence() for fact in facts)
         question, answer = ask(rng, rng.choice(facts))
         if i % 2:
-            questions.append(RecallQuestion(f"{story}\nQ: {question}\nA:", f" {answer}\n"))
+            questions.append(RecallQuestion(f"Story: {story}\nQ: {question}\nA:", f" {answer}\n"))
         else:
-            questions.append(RecallQuestion(f"{USER}{story} {question}{END}{ASSISTANT}", f"{answer}{END}"))
+            questions.append(RecallQuestion(f"{USER} {story} {question}{END}{ASSISTANT}", f" {answer}{END}"))
     return questions
+
+
+def speculation_prompts(count: int, *, seed: int) -> list[RecallQuestion]:
+    """Held-out chat prompts with answers of several sentences or many items, on which a draft can show its worth."""
+    rng = random.Random(2_000_000 + seed)
+    prompts = []
+    for i in range(count):
+        if i % 5 < 3:
+            facts = make_facts(rng, rng.randint(4, 6))
+            answer = " ".join(fact.sentence() for fact in facts)
+            request = f"{answer} Tell the story again."
+        elif i % 5 == 3:
+            request, answer = _count(rng)
+        else:
+            request, answer = _list(rng)
+        prompts.append(RecallQuestion(f"{USER} {request}{END}{ASSISTANT}", f" {answer}{END}"))
+    return prompts

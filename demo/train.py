@@ -10,33 +10,36 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from demo import corpus
+from demo.initial import favour_recall, share_spaced_words
 
 MAX_VOCAB_SIZE = 1024
-CHUNK = 64
-KNOWN_WEIGHT, UNKNOWN_WEIGHT = 1.0, 0.1
+KNOWN_WEIGHT, UNKNOWN_WEIGHT = 1.0, 0.05
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the curriculum: how many steps, row length in tokens, rows per step, longest story in facts."""
+    """A part of the curriculum: steps, row length in tokens, rows per step, longest story in facts, share of tasks."""
 
     steps: int
     row_tokens: int
     rows: int
     max_facts: int
+    task_share: float
 
 
-CURRICULUM = (Phase(700, 160, 20, 3), Phase(800, 256, 12, 5), Phase(500, 448, 7, 9))
+CURRICULUM = (Phase(150, 96, 24, 3, 0.05), Phase(350, 160, 14, 5, 0.1), Phase(400, 256, 8, 7, 0.15),
+              Phase(100, 384, 6, 9, 0.15))
 
 
 def train_tokenizer() -> Tokenizer:
@@ -44,7 +47,7 @@ def train_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    stream = corpus.documents(0, 6)
+    stream = corpus.documents(0, max_facts=6, task_share=0.2)
     texts = ["".join(piece.text for piece in next(stream)) for _ in range(4000)]
     for special in corpus.SPECIAL_TOKENS:
         texts = [text.replace(special, "\n") for text in texts]
@@ -58,49 +61,18 @@ def build_model(vocab_size: int) -> Qwen3_5ForCausalLM:
     config = Qwen3_5TextConfig(
         vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
-        linear_value_head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True,
+        linear_value_head_dim=32, max_position_embeddings=2048, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
                          "mrope_section": [3, 3, 2], "mrope_interleaved": True},
         bos_token_id=None, eos_token_id=[0, 3], pad_token_id=None)
-    return Qwen3_5ForCausalLM(config)
-
-
-def chunked_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object) -> tuple[Tensor, None]:
-    """GatedDeltaNet over whole rows from a zero state, as in transformers' fallback but with one triangular solve
-    per 64-token chunk instead of 63 Python steps (Yang et al. 2024, "Gated Delta Networks"; about 3x faster here).
-
-    query, key: [rows, T, key heads, dk]; value: [rows, T, heads, dv]; g (log decay), beta: [rows, T, heads].
-    """
-    (rows, length, _, dk), heads = key.shape, value.shape[2]
-    pad = -length % CHUNK
-    query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
-    query, key = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    query, key, value = (F.pad(x, (0, 0, 0, 0, 0, pad)).transpose(1, 2).unflatten(2, (-1, CHUNK))
-                         for x in (query * dk**-0.5, key, value))
-    g, beta = (F.pad(x.float(), (0, 0, 0, pad)).transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (g, beta))
-    total = g.cumsum(-1)
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, float("-inf")).exp()
-    system = (beta[..., None] * (key @ key.transpose(-1, -2)) * decay).tril(-1) + torch.eye(CHUNK)
-    rhs = torch.cat([beta[..., None] * value, (beta * total.exp())[..., None] * key], -1)
-    solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
-    u, w = solved.split([value.shape[-1], dk], -1)
-    scores = (query @ key.transpose(-1, -2)) * decay
-    scaled_query = query * total.exp()[..., None]
-    scaled_key = (key * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)
-    carry = total[..., -1].exp()[..., None, None]
-    state = value.new_zeros(rows, heads, dk, value.shape[-1])
-    out = []
-    for i in range(u.shape[2]):
-        fresh = u[:, :, i] - w[:, :, i] @ state
-        out.append(scaled_query[:, :, i] @ state + scores[:, :, i] @ fresh)
-        state = carry[:, :, i] * state + scaled_key[:, :, i] @ fresh
-    return torch.stack(out, 2).flatten(2, 3)[:, :, :length].transpose(1, 2), None
+    model = Qwen3_5ForCausalLM(config)
+    favour_recall(model)
+    return model
 
 
 def batches(tokenizer: Tokenizer, phase: Phase, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless (tokens [rows, T + 1], weight of each predicted token [rows, T]); every row starts a document."""
-    stream = corpus.documents(seed, phase.max_facts)
+    stream = corpus.documents(seed, max_facts=phase.max_facts, task_share=phase.task_share)
     while True:
         rows, weights = [], []
         for _ in range(phase.rows):
@@ -118,7 +90,8 @@ def batches(tokenizer: Tokenizer, phase: Phase, seed: int) -> Iterator[tuple[Ten
 
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for the rest; each group remembers its base rate under "base"."""
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name else rest).append(parameter)
     optimizers: list[torch.optim.Optimizer] = [
@@ -131,9 +104,8 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def set_rate(optimizers: list[torch.optim.Optimizer], step: int, total: int) -> None:
-    """Warm up over 30 steps, hold until 40 % of the run, then fall linearly to 2 %."""
-    done = step / total
-    scale = min(1.0, (step + 1) / 30) * (1.0 if done < 0.4 else max(0.02, (1 - done) / 0.6))
+    """Warm up over 30 steps, then fall linearly to 2 %."""
+    scale = min((step + 1) / 30, max(0.02, 1 - step / total))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["base"] * scale
@@ -141,68 +113,89 @@ def set_rate(optimizers: list[torch.optim.Optimizer], step: int, total: int) -> 
 
 @torch.no_grad()
 def recall_rate(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, count: int, max_facts: int) -> float:
-    """Share of held-out questions answered exactly. One teacher-forced pass per question: the greedy continuation
-    equals the answer if and only if every answer token is the argmax after its true prefix."""
-    right = 0
-    for question in corpus.recall_questions(count, seed=0, max_facts=max_facts):
-        prompt, answer = tokenizer.encode(question.prompt).ids, tokenizer.encode(question.answer).ids
-        logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
-        right += logits[len(prompt) - 1:-1].argmax(-1).tolist() == answer
-    return right / count
+    """Share of held-out questions answered exactly by greedy decoding.
+
+    One teacher-forced pass tells: the greedy continuation equals the answer if and only if every answer token is the
+    argmax after its true prefix. Rows are padded on the right, where a causal model does not look.
+    """
+    questions = corpus.recall_questions(count, seed=0, max_facts=max_facts)
+    prompts = [tokenizer.encode(question.prompt).ids for question in questions]
+    answers = [tokenizer.encode(question.answer).ids for question in questions]
+    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    best = model(nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False).logits.argmax(-1)
+    right = sum(row[len(prompt) - 1:len(prompt) - 1 + len(answer)].tolist() == answer
+                for row, prompt, answer in zip(best, prompts, answers, strict=True))
+    return float(right / count)
 
 
-def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, *, scale: float) -> None:
+def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, curriculum: tuple[Phase, ...]) -> float:
+    """Train in place; prints a line every 20 steps. Returns the last phase's mean loss on known tokens, in nats."""
     optimizers = make_optimizers(model)
-    phases = [Phase(max(1, round(p.steps * scale)), p.row_tokens, p.rows, p.max_facts) for p in CURRICULUM]
-    total, step, tokens, began = sum(p.steps for p in phases), 0, 0, time.monotonic()
-    for seed, phase in enumerate(phases, start=1):
-        stream, losses = batches(tokenizer, phase, seed), []
-        for in_phase in range(phase.steps):
+    total, step, tokens, began = sum(phase.steps for phase in curriculum), 0, 0, time.monotonic()
+    for seed, phase in enumerate(curriculum, start=1):
+        stream = batches(tokenizer, phase, seed)
+        losses: list[float] = []
+        for _ in range(phase.steps):
             ids, weight = next(stream)
             set_rate(optimizers, step, total)
-            logits = model(ids[:, :-1], use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(weight)
-            known = loss[weight == KNOWN_WEIGHT].mean().item()
-            ((loss * weight).sum() / weight.sum()).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            losses.append(train_step(model, optimizers, ids, weight))
             step, tokens = step + 1, tokens + weight.numel()
-            losses.append(known)
-            if step % 20 == 0 or in_phase == phase.steps - 1:
-                print(json.dumps({"step": step, "of": total, "phase": seed, "answer_loss": round(sum(losses) / len(losses), 4),
+            if step % 20 == 0:
+                recent = losses[-20:]
+                print(json.dumps({"step": step, "of": total, "phase": seed,
+                                  "answer_loss": round(sum(recent) / len(recent), 4),
                                   "tokens_per_s": round(tokens / (time.monotonic() - began))}), flush=True)
-                losses = []
-            if step % 200 == 0:
-                print(json.dumps({"step": step, "recall": recall_rate(model, tokenizer, 50, phase.max_facts)}), flush=True)
+            if step % 100 == 0:
+                print(json.dumps({"step": step, "recall": recall_rate(model, tokenizer, 50, phase.max_facts)}),
+                      flush=True)
+    return sum(losses) / len(losses)
+
+
+def train_step(model: Qwen3_5ForCausalLM, optimizers: list[torch.optim.Optimizer], ids: Tensor,
+               weight: Tensor) -> float:
+    """One optimisation step on a batch of `batches`. Returns the mean loss on known tokens, in nats."""
+    logits = model(ids[:, :-1], use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(weight)
+    known = loss[weight == KNOWN_WEIGHT].mean().item()
+    torch.autograd.backward((loss * weight).sum() / weight.sum())
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return known
 
 
 def save(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    """Write a checkpoint as the hub has them, weights in bf16."""
     out.mkdir(parents=True, exist_ok=True)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=corpus.END)
+    wrapped: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=corpus.END)
     wrapped.chat_template = corpus.CHAT_TEMPLATE
     wrapped.save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the steps of every phase")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    modeling_qwen3_5.torch_chunk_gated_delta_rule = chunked_delta_rule
     tokenizer = train_tokenizer()
     model = build_model(-(-tokenizer.get_vocab_size() // 16) * 16)
-    print(json.dumps({"parameters": sum(p.numel() for p in model.parameters()), "vocab": tokenizer.get_vocab_size()}), flush=True)
-    train(model, tokenizer, scale=args.scale)
+    share_spaced_words(model, tokenizer)
+    loss = train(model, tokenizer, CURRICULUM)
     save(model, tokenizer, args.out)
     stored = Qwen3_5ForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16)
-    print(json.dumps({"recall_bf16": recall_rate(stored, tokenizer, 200, 6), "questions": 200}), flush=True)
+    figures = {"date": date.today().isoformat(), "parameters": sum(p.numel() for p in model.parameters()),
+               "vocabulary": tokenizer.get_vocab_size(), "steps": sum(phase.steps for phase in CURRICULUM),
+               "tokens_seen": sum(phase.steps * phase.rows * phase.row_tokens for phase in CURRICULUM),
+               "answer_loss": round(loss, 4), "recall_questions": 200,
+               "recall": recall_rate(stored, tokenizer, 200, 6)}
+    (args.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

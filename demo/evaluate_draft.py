@@ -1,0 +1,72 @@
+"""Tokens per target pass: `python -m demo.evaluate_draft`. Greedy, on held-out prompts with long answers."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import Qwen3_5ForCausalLM
+
+from demo import corpus
+from demo.draft import DraftHead, load_draft
+from demo.drafting import TreeShape, target_passes
+from demo.train_draft import target_features
+
+SHAPES = {"chain 3": TreeShape(1, 3, 3), "chain 5": TreeShape(1, 5, 5), "tree 4x4/15": TreeShape(4, 4, 15),
+          "tree 8x5/31": TreeShape(8, 5, 31)}
+MAX_NEW_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A prompt with the target's own greedy continuation, and what the draft reads of it."""
+
+    ids: Tensor
+    prompt_length: int
+    features: Tensor
+
+
+@torch.no_grad()
+def roll_out(model: Qwen3_5ForCausalLM, prompt: list[int], layer_ids: tuple[int, ...]) -> Rollout:
+    """Greedy until the answer ends or MAX_NEW_TOKENS."""
+    generator: Any = model  # its typed signature wants a protocol the class does not state
+    ids: Tensor = generator.generate(torch.tensor([prompt]), max_new_tokens=MAX_NEW_TOKENS, do_sample=False,
+                                     pad_token_id=0)
+    return Rollout(ids, len(prompt), target_features(model, ids, layer_ids)[1])
+
+
+def tokens_per_pass(head: DraftHead, embedding: Tensor, rollouts: list[Rollout], shape: TreeShape) -> float:
+    """Decoded tokens (prefill's first one not counted) over target passes, the last short pass of each included."""
+    tokens = sum(rollout.ids.shape[1] - rollout.prompt_length - 1 for rollout in rollouts)
+    passes = sum(target_passes(head, embedding, r.ids, r.features, r.prompt_length, shape) for r in rollouts)
+    return tokens / passes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("demo/model"))
+    parser.add_argument("--draft", type=Path, default=Path("demo/draft"))
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    model = Qwen3_5ForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    head = load_draft(args.draft)
+    embedding = model.model.embed_tokens.weight.detach()
+    prompts = [tokenizer.encode(item.prompt).ids for item in corpus.speculation_prompts(args.prompts, seed=0)]
+    rollouts = [roll_out(model, prompt, head.config.aux_layer_ids) for prompt in prompts]
+    answer_tokens = sum(rollout.ids.shape[1] - rollout.prompt_length for rollout in rollouts)
+    figures = {"prompts": len(rollouts), "mean_answer_tokens": round(answer_tokens / len(rollouts), 1),
+               "tokens_per_pass": {name: round(tokens_per_pass(head, embedding, rollouts, shape), 3)
+                                   for name, shape in SHAPES.items()}}
+    (args.draft / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
