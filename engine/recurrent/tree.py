@@ -1,8 +1,9 @@
-"""Recurrent layers over draft trees: one state per node, from its parent's, in the very steps plain decoding takes.
+"""Recurrent layers over draft trees: one state per node, from its parent's, with the bits of plain decoding.
 
-A recurrence cannot be masked, so a tree runs level by level: each level is a decode batch whose slots are scratch rows
-that start as copies of the parents' rows. Every row keeps the states of its last verification until stage 0 tells which
-node was accepted last; that one moves to the slot.
+A recurrence cannot be masked. The convolution sees only inputs, which are all known at once: every node is a decode row
+whose history is its own path. The delta rule runs level by level, in the one-step form, on states gathered from the
+parents. Every row keeps the states of its last verification until stage 0 tells which node was accepted last; that one
+moves to the slot.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode
 from engine.recurrent.backend import RecurrentBackend
-from engine.trees import SpecInfo
+from engine.recurrent.gated_delta import normalise_heads, recurrent_step
+from engine.trees import SpecInfo, ancestors
 from runtime.errors import InternalError
 
 BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBackend]
@@ -21,13 +23,39 @@ BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBa
 
 @dataclass(frozen=True)
 class _Level:
-    """The nodes of one depth: their tokens in the batch [N], the scratch rows they start from (slots of the pool at
-    depth 0) [N], their own [N], and a decode batch over those."""
+    """The nodes of one depth: their tokens in the batch [N], and where among the last level's nodes (the rows, at depth
+    0) their parents are [N], or None where each continues the one in its place."""
 
     tokens: Tensor
-    sources: Tensor
+    parents: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A batch of trees. R rows, T nodes.
+
+    slots         [R] int64
+    scratch_rows  [T] int64, where the nodes' states are kept
+    nodes         a decode batch of one row per node over the scratch rows
+    levels        by depth
+    paths         per node its ancestors' tokens in the batch, itself last; and its row
+    """
+
+    slots: Tensor
     scratch_rows: Tensor
     nodes: ForwardBatch
+    levels: list[_Level]
+    paths: list[tuple[int, list[int]]]
+
+    def history(self, length: int) -> Tensor:
+        """[T, length] int64: where the last `length` inputs before each node are in [R * length old ones, T new ones]
+        """
+        num_old = len(self.slots) * length
+        places = []
+        for row, path in self.paths:
+            before = [*range(row * length, (row + 1) * length), *(num_old + token for token in path[:-1])]
+            places.append(before[-length:])
+        return torch.tensor(places)
 
 
 class TreeRecurrent:
@@ -45,28 +73,36 @@ class TreeRecurrent:
         self._conv_scratch = {layer_id: _scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
         self._state_scratch = {layer_id: _scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
         self._nodes = backend_over(self._conv_scratch, self._state_scratch)
-        self._planned: tuple[ForwardBatch, list[_Level]] | None = None
+        self._planned: tuple[ForwardBatch, _Layout, dict[int, Tensor]] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.causal_conv`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.causal_conv(layer_id, x, weight, batch)
-        out = torch.empty_like(x)
-        pool, scratch = self._conv_pools[layer_id], self._conv_scratch[layer_id]
-        for level in self._start_levels(batch, pool, scratch):
-            out[level.tokens] = self._nodes.causal_conv(layer_id, x[level.tokens], weight, level.nodes)
-        return out
+        layout, histories = self._layout(batch)
+        length = weight.shape[1] - 1
+        if length not in histories:
+            histories[length] = layout.history(length)
+        inputs = torch.cat([self._conv_pools[layer_id][layout.slots].flatten(0, 1), x])
+        self._conv_scratch[layer_id][layout.scratch_rows] = inputs[histories[length]]
+        return self._nodes.causal_conv(layer_id, x, weight, layout.nodes)
 
     def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                          batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.gated_delta_rule`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
-        out = torch.empty(v.shape, dtype=torch.float32)
-        pool, scratch = self._state_pools[layer_id], self._state_scratch[layer_id]
-        for level in self._start_levels(batch, pool, scratch):
+        layout, _ = self._layout(batch)
+        q, k = normalise_heads(q, k, v.shape[1])
+        v = v.float()
+        states = v.new_empty(len(v), *self._state_pools[layer_id].shape[1:])
+        out, state = torch.empty_like(v), self._state_pools[layer_id][layout.slots]
+        for level in layout.levels:
             at = level.tokens
-            out[at] = self._nodes.gated_delta_rule(layer_id, q[at], k[at], v[at], g[at], beta[at], level.nodes)
+            before = state if level.parents is None else state[level.parents]
+            out[at], state = recurrent_step(q[at], k[at], v[at], g[at], beta[at], before)
+            states[at] = state
+        self._state_scratch[layer_id][layout.scratch_rows] = states
         return out
 
     def commit(self, batch: ForwardBatch) -> None:
@@ -83,57 +119,50 @@ class TreeRecurrent:
             for layer_id, pool in pools.items():
                 pool[slots] = scratch[layer_id][sources]
 
-    def _start_levels(self, batch: ForwardBatch, pool: Tensor, scratch: Tensor) -> "_Started":
+    def _layout(self, batch: ForwardBatch) -> tuple[_Layout, dict[int, Tensor]]:
+        """Made at the first recurrent layer of a forward, used by all."""
         if self._planned is None or self._planned[0] is not batch:
-            self._planned = (batch, _levels(batch, self._max_nodes))
-        return _Started(self._planned[1], pool, scratch)
-
-
-class _Started:
-    """Iterates levels, root first; each one's scratch rows hold the parents' states when it is given out."""
-
-    def __init__(self, levels: list[_Level], pool: Tensor, scratch: Tensor) -> None:
-        self._levels = iter(levels)
-        self._source = pool
-        self._scratch = scratch
-
-    def __iter__(self) -> "_Started":
-        return self
-
-    def __next__(self) -> _Level:
-        level = next(self._levels)
-        self._scratch[level.scratch_rows] = self._source[level.sources]
-        self._source = self._scratch
-        return level
+            self._planned = (batch, _lay_out(batch, self._max_nodes), {})
+        return self._planned[1:]
 
 
 def _scratch(pool: Tensor, max_nodes: int) -> Tensor:
     return torch.empty(pool.shape[0] * max_nodes, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
 
 
-def _levels(batch: ForwardBatch, max_nodes: int) -> list[_Level]:
+def _lay_out(batch: ForwardBatch, max_nodes: int) -> _Layout:
     info = batch.spec_info
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
-    by_depth: dict[int, list[tuple[int, int, int, int]]] = {}
-    first = 0
+    by_depth: dict[int, list[tuple[int, int]]] = {}  # (token, place of its parent in the level before)
+    paths: list[tuple[int, list[int]]] = []
+    scratch_rows, positions = [], []
     for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
         if not 0 < len(spec.parents) == batch.query_lens[row] <= max_nodes:
             raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {len(spec.parents)}; "
                                 f"at most {max_nodes} are verified at once")
-        for node, depth in enumerate(info.depths[row]):
-            source = slot if depth == 0 else slot * max_nodes + spec.parents[node]
-            entry = (first + node, source, slot * max_nodes + node, batch.context_lens[row] + depth)
-            by_depth.setdefault(depth, []).append(entry)
-        first += batch.query_lens[row]
-    return [_level(entries) for _, entries in sorted(by_depth.items())]
+        first, places = len(paths), list[int]()
+        for node, (parent, depth) in enumerate(zip(spec.parents, info.depths[row], strict=True)):
+            level = by_depth.setdefault(depth, [])
+            places.append(len(level))
+            level.append((first + node, row if parent < 0 else places[parent]))
+            paths.append((row, [first + other for other in ancestors(spec.parents, node)]))
+            scratch_rows.append(slot * max_nodes + node)
+            positions.append(batch.context_lens[row] + depth)
+    levels, width = [], batch.num_rows
+    for _, nodes in sorted(by_depth.items()):
+        parents = [parent for _, parent in nodes]
+        in_place = parents == list(range(width))
+        levels.append(_Level(torch.tensor([token for token, _ in nodes]), None if in_place else torch.tensor(parents)))
+        width = len(nodes)
+    slots = batch.slot_ids.long()
+    return _Layout(slots, torch.tensor(scratch_rows), _node_batch(scratch_rows, positions), levels, paths)
 
 
-def _level(entries: list[tuple[int, int, int, int]]) -> _Level:
-    tokens, sources, scratch_rows, positions = torch.tensor(entries).t().contiguous()
-    count = len(entries)
-    nodes = ForwardBatch(
+def _node_batch(scratch_rows: list[int], positions: list[int]) -> ForwardBatch:
+    count = len(positions)
+    return ForwardBatch(
         mode=ForwardMode.DECODE, request_ids=tuple(range(count)), query_lens=(1,) * count,
-        context_lens=tuple(positions.tolist()), token_ids=None, positions=positions,
-        page_tables=torch.zeros(count, 1, dtype=torch.int32), slot_ids=scratch_rows.int(), sampling=(None,) * count)
-    return _Level(tokens, sources, scratch_rows, nodes)
+        context_lens=tuple(positions), token_ids=None, positions=torch.tensor(positions),
+        page_tables=torch.zeros(count, 1, dtype=torch.int32), slot_ids=torch.tensor(scratch_rows, dtype=torch.int32),
+        sampling=(None,) * count)
