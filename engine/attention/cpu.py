@@ -1,8 +1,9 @@
 """Paged attention on the CPU in plain torch, bit-exact under any batching.
 
-Every product has a fixed inner shape: queries of one kv head against one block of keys, blocks on a grid of absolute
-positions, always read whole and masked afterwards. The row maximum is taken over all blocks (exact in any order);
-sums and weighted values of the blocks are added in position order. So a row's bits depend on its own keys only.
+A row's keys are gathered in position order to a multiple of 64, whatever the page size, and masked after the product:
+a score is one sum over head_dim, and longer rows beside it change nothing. Softmax adds a row's weights in order, so
+keys that weigh nothing at the end change nothing. Weighted values are summed in spans on a grid of absolute positions,
+because the product kernels regroup longer sums. The tests hold all of this to equal bits.
 """
 
 from collections.abc import Mapping
@@ -12,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
-from engine.attention.plan import AttentionPlan, TileGroup, build_plan, key_block
+from engine.attention.plan import AttentionPlan, QueryTile, RowGroup, build_plan, key_step
 from engine.attention.scratch import Scratch
 from engine.batch import ForwardBatch
-from engine.numerics import Numerics, padded_rows
+from engine.numerics import Numerics, padded_rows, span_terms
 from runtime.errors import InternalError, StalePlanError
 
 
@@ -34,11 +35,14 @@ class CpuAttention:
         for layer_id, pool in kv_pools.items():
             if tuple(pool.shape[1:]) != page_shape:
                 raise InternalError(f"layer {layer_id}: pages are {tuple(pool.shape[1:])}, geometry says {page_shape}")
+        key_step(geometry.page_size)
         self._pools = dict(kv_pools)
+        # As a list of records [num_pages * 2 * num_kv_heads, page_size, head_dim]; values follow their keys.
+        self._keys = {layer_id: pool.view(-1, *page_shape[2:]) for layer_id, pool in kv_pools.items()}
+        self._values = {layer_id: keys[geometry.num_kv_heads :] for layer_id, keys in self._keys.items()}
         self._geometry = geometry
-        self._numerics = numerics
-        self._block = key_block(geometry.page_size)
-        self._group_size = geometry.num_heads // geometry.num_kv_heads
+        self._exact = numerics is Numerics.EXACT
+        self._share = geometry.num_heads // geometry.num_kv_heads
         self._scratch = Scratch()
         self.num_plans = 0
 
@@ -56,16 +60,16 @@ class CpuAttention:
             InternalError: this stage has no KV tensor for the layer.
         """
         plan = self._checked_plan(batch, q, k, v)
-        pool = self._pools.get(layer_id)
-        if pool is None:
+        if layer_id not in self._pools:
             raise InternalError(f"layer {layer_id} has no KV pages on this stage")
+        pool = self._pools[layer_id]
         pool[plan.write_pages, 0, :, plan.write_offsets] = k
         pool[plan.write_pages, 1, :, plan.write_offsets] = v
         if len(plan.groups) == 1:
-            return self._attend(q, pool, plan.groups[0])
+            return self._attend(layer_id, q, plan.groups[0])
         out = torch.empty_like(q)
         for group in plan.groups:
-            out[group.tokens] = self._attend(q[group.tokens], pool, group)
+            out[group.tokens] = self._attend(layer_id, q[group.tokens], group)
         return out
 
     def _checked_plan(self, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> AttentionPlan:
@@ -82,78 +86,52 @@ class CpuAttention:
                                  f"k {tuple(k.shape)}, v {tuple(v.shape)}")
         return plan
 
-    def _attend(self, q: Tensor, pool: Tensor, group: TileGroup) -> Tensor:
+    def _attend(self, layer_id: int, q: Tensor, group: RowGroup) -> Tensor:
         """q: [G * M, num_heads, head_dim] of the group's tokens. Returns the same shape."""
-        queries = self._fold(q, group)  # [G, kv, rows, D]
-        rows = queries.shape[2]
-        keys, values = self._gather("keys", pool[:, 0], group), self._gather("values", pool[:, 1], group)
-        for index, num_written in group.tails:
-            values[index, :, num_written:].zero_()  # they get no weight, but 0 * NaN is NaN
+        geometry = self._geometry
+        keys, values = (self._gather(name, pools[layer_id], group)
+                        for name, pools in (("keys", self._keys), ("values", self._values)))
+        for row, num_written in enumerate(group.written):
+            values[row, :, num_written:].zero_()  # they get no weight, but 0 * NaN is NaN
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        weights, sums = self._weights(queries, keys, group)  # [B * kv, rows, block] in q's dtype; [G, kv, rows]
-        parts = torch.bmm(weights, values, out=self._scratch.take("parts", (len(weights), rows, q.shape[-1]), q.dtype))
-        parts = self._by_tile(parts.view(len(group.block_tile), *queries.shape[1:]), group, fill=0.0)
-        total = parts[:, 0].to(torch.float32, copy=True)  # not a view of what the next layer overwrites
-        for index in range(1, group.max_blocks):
-            total += parts[:, index]
-        return self._unfold(total.div_(sums[..., None]), group).to(q.dtype)
+        queries = (q * geometry.scale).view(group.num_rows, -1, geometry.num_kv_heads, self._share, geometry.head_dim)
+        tiles = [self._attend_tile(queries[:, tile.start : tile.stop], keys, values, tile) for tile in group.tiles]
+        return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)).view(q.shape)
 
-    def _weights(self, queries: Tensor, keys: Tensor, group: TileGroup) -> tuple[Tensor, Tensor]:
-        """Each block's softmax weights without the division, and the sums to divide by."""
-        dtype, rows = queries.dtype, queries.shape[2]
-        shape = (len(keys), rows, self._block)
-        products = torch.bmm(self._by_block(queries, group).flatten(0, 1), keys.transpose(1, 2),
-                             out=self._scratch.take("products", shape, dtype))
-        scores = products
-        if dtype is not torch.float32:
-            scores = self._scratch.take("scores", shape, torch.float32).copy_(products)
-        scores = scores.mul_(self._geometry.scale).view(-1, self._geometry.num_kv_heads, rows, self._block)
-        self._mask(scores, group)
-        row_max = self._by_tile(scores.amax(-1), group, fill=float("-inf")).amax(1)  # [G, kv, rows]
-        scores.sub_(self._by_block(row_max, group)[..., None]).exp_()
-        sums = self._by_tile(scores.sum(-1), group, fill=0.0).cumsum(1)[:, -1]
-        scores = scores.view(shape)
-        return scores if dtype is torch.float32 else products.copy_(scores), sums
+    def _gather(self, name: str, pages: Tensor, group: RowGroup) -> Tensor:
+        """Keys or values of the group's rows in position order, [G, kv, keys, D]."""
+        found = self._scratch.take(name, (len(group.records), *pages.shape[1:]), pages.dtype)
+        torch.index_select(pages, 0, group.records, out=found)
+        return found.view(group.num_rows, self._geometry.num_kv_heads, -1, self._geometry.head_dim)
 
-    def _fold(self, q: Tensor, group: TileGroup) -> Tensor:
-        """Queries that share a kv head become rows of one product: [G, kv, M * group_size, D], padded."""
-        geometry = self._geometry
-        shape = (group.num_tiles, group.tile_tokens, geometry.num_kv_heads, self._group_size, geometry.head_dim)
-        folded = q.reshape(shape).transpose(1, 2).flatten(2, 3)
-        missing = padded_rows(folded.shape[2], q.dtype) - folded.shape[2]
-        return F.pad(folded, (0, 0, 0, missing)) if missing else folded
+    def _attend_tile(self, queries: Tensor, keys: Tensor, values: Tensor, tile: QueryTile) -> Tensor:
+        """queries: [G, tokens, kv, heads per kv head, D], scaled; keys, values [G * kv, keys, D]. Returns
+        [G, tokens, num_heads * D]."""
+        num_rows, num_tokens, num_kv_heads, share, _ = queries.shape
+        folded = queries.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # queries that share a kv head, in one product
+        folded = self._padded(folded)
+        scores = self._scratch.take("scores", (len(folded), folded.shape[1], tile.num_keys), folded.dtype)
+        torch.bmm(folded, keys[:, : tile.num_keys].transpose(1, 2), out=scores)
+        used = scores[:, : num_tokens * share].view(num_rows, num_kv_heads, num_tokens, share, tile.num_keys)
+        used[..., tile.first_masked :].masked_fill_(tile.hidden, float("-inf"))
+        weights = torch.softmax(scores, -1, out=self._scratch.take("weights", tuple(scores.shape), scores.dtype))
+        out = _weighted_sum(weights, values)[:, : num_tokens * share]
+        return out.reshape(num_rows, num_kv_heads, num_tokens, -1).transpose(1, 2).flatten(2)
 
-    def _unfold(self, out: Tensor, group: TileGroup) -> Tensor:
-        geometry = self._geometry
-        out = out[:, :, : group.tile_tokens * self._group_size]
-        shape = (group.num_tiles, geometry.num_kv_heads, group.tile_tokens, self._group_size, geometry.head_dim)
-        return out.reshape(shape).transpose(1, 2).reshape(-1, geometry.num_heads, geometry.head_dim)
+    def _padded(self, rows: Tensor) -> Tensor:
+        missing = padded_rows(rows.shape[1], rows.dtype) - rows.shape[1] if self._exact else 0
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
-    def _gather(self, name: str, pages: Tensor, group: TileGroup) -> Tensor:
-        """Keys or values of the group's blocks, [B, kv, block, D]."""
-        found = self._scratch.take(name, (len(group.pages), *pages.shape[1:]), pages.dtype)
-        torch.index_select(pages, 0, group.pages, out=found)
-        geometry, pages_per_block = self._geometry, self._block // self._geometry.page_size
-        if pages_per_block > 1:
-            found = found.view(-1, pages_per_block, *found.shape[1:]).transpose(1, 2).contiguous()
-        return found.view(-1, geometry.num_kv_heads, self._block, geometry.head_dim)
 
-    def _mask(self, scores: Tensor, group: TileGroup) -> None:
-        """Minus infinity where a key must not be seen; rows added by padding stay as they are."""
-        used = scores[:, :, : group.tile_tokens * self._group_size]
-        shape = (len(group.hidden), -1, used.shape[1], group.tile_tokens, self._group_size, self._block)
-        used.view(shape)[:, group.first_masked :].masked_fill_(group.hidden, float("-inf"))
-
-    def _by_tile(self, x: Tensor, group: TileGroup, *, fill: float) -> Tensor:
-        """[B, ...] to [G, N, ...], `fill` where a tile has fewer blocks."""
-        if not group.is_even:
-            padded = x.new_full((group.num_tiles * group.max_blocks, *x.shape[1:]), fill)
-            padded[group.block_place] = x
-            x = padded
-        return x.view(group.num_tiles, group.max_blocks, *x.shape[1:])
-
-    def _by_block(self, x: Tensor, group: TileGroup) -> Tensor:
-        """[G, ...] to [B, ...]: each block gets what belongs to its tile."""
-        if group.num_tiles == 1:
-            return x.expand(len(group.block_tile), *x.shape[1:])
-        return x[group.block_tile]
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """weights [N, rows, keys] times values [N, at least keys, D], in spans on a grid of absolute positions."""
+    size = span_terms(weights.dtype)
+    spans = [slice(start, min(start + size, weights.shape[2])) for start in range(0, weights.shape[2], size)]
+    parts = (torch.bmm(weights[:, :, span], values[:, span]) for span in spans)
+    total = next(parts)
+    if len(spans) == 1:
+        return total
+    wide = total.float()
+    for part in parts:
+        wide += part
+    return wide.to(total.dtype)

@@ -1,11 +1,11 @@
 """What the CPU backend prepares once per batch: where new keys go, what is read, and who sees what.
 
-Queries are cut into *tiles* (a run of one row's tokens), keys into *blocks* on a grid of absolute positions. Short
-tiles of equal length form a group that runs as one sequence of batched products over the group's flat list of blocks;
-a short row next to a long one costs nothing, because only blocks that exist are listed.
+Rows are taken in *groups* of equal query length and similar context, whose keys are gathered together; a row of many
+tokens is a group of its own. A group's queries are cut into *tiles*, so that the score matrix of a long chunk stays
+small and a tile is multiplied with the keys before its end only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,36 +17,45 @@ from engine.attention.mask import TreeMask
 from engine.batch import ForwardBatch, ForwardMode
 from runtime.errors import InternalError
 
-MIN_KEY_BLOCK = 64  # keys per product; smaller pages are joined up to it
-MAX_TILE_TOKENS = 128  # bounds the score matrix of a long chunk
-_MAX_GROUPED_TOKENS = 32  # longer tiles fill a product on their own
+KEY_STEP = 64  # keys are gathered in multiples of this, whatever the page size
+MAX_TILE_TOKENS = 128
+_MIN_TILE_TOKENS = 16
+_MAX_TILE_SCORES = 1 << 23  # all heads together
+_MAX_GROUPED_TOKENS = 32  # longer rows fill a product on their own
+_MAX_GROUP_KEYS = 1 << 13  # bounds the memory gathered at once
+_MAX_LENGTH_RATIO = 1.5  # of rows in one group: the shorter are gathered as long as the longest
 
 
 @dataclass(frozen=True)
-class TileGroup:
-    """Tiles of equal length, run together. G tiles of M tokens, B key blocks in all, at most N per tile.
+class QueryTile:
+    """Tokens start..stop-1 of each of the G rows of a group.
 
-    tokens        the batch's tokens of these tiles, in order, as [G * M] int64
-    pages         [B * pages per block] int64, blocks of a tile in position order
-    block_tile    [B] int64, the tile a block belongs to
-    block_place   [B] int64, its place in [G * N]
-    is_even       whether every tile has N blocks, so that B = G * N
-    hidden        bool, True where a key must not be seen. [G, N - first_masked, 1, M, 1, block] for even groups, of the
-                  blocks from `first_masked` on (the others are seen by all); else [1, B, ...] with first_masked = 0
-    tails         blocks, within B, that end in unwritten keys, and how many of their keys are written
+    num_keys      how many of the gathered keys it is multiplied with
+    first_masked  keys before this one are seen by all its tokens
+    hidden        [G, 1, tokens, 1, num_keys - first_masked] bool, True where a key must not be seen
     """
 
-    num_tiles: int
-    tile_tokens: int
-    max_blocks: int
-    tokens: Tensor
-    pages: Tensor
-    block_tile: Tensor
-    block_place: Tensor
-    is_even: bool
+    start: int
+    stop: int
+    num_keys: int
     first_masked: int
     hidden: Tensor
-    tails: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """G rows of M new tokens each, and their keys in position order, P pages per row.
+
+    tokens        [G * M] int64, the rows' tokens within the batch
+    records       [G * kv heads * P] int64, where the keys are: page * 2 * kv heads + kv head
+    written       per row how many of the gathered keys are written
+    """
+
+    num_rows: int
+    tokens: Tensor
+    records: Tensor
+    written: tuple[int, ...]
+    tiles: tuple[QueryTile, ...]
 
 
 @dataclass(frozen=True)
@@ -58,31 +67,29 @@ class AttentionPlan:
     num_tokens: int
     write_pages: Tensor  # [T] int64
     write_offsets: Tensor  # [T] int64
-    groups: tuple[TileGroup, ...]
+    groups: tuple[RowGroup, ...]
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """`first_position` is where its first key is stored; keys 0..num_common-1 are seen by all its tokens."""
+class _Row:
+    """Keys 0..num_common-1 are seen by all of the row's new tokens."""
 
-    row: int
+    index: int
     first_token: int  # within the batch
-    first_position: int
+    context_len: int
     num_tokens: int
     num_common: int
 
     @property
     def num_keys(self) -> int:
-        return self.first_position + self.num_tokens
+        return self.context_len + self.num_tokens
 
 
-def key_block(page_size: int) -> int:
-    """Keys per block. Raises InternalError when pages do not fill blocks evenly."""
-    if page_size >= MIN_KEY_BLOCK:
-        return page_size
-    if MIN_KEY_BLOCK % page_size:
-        raise InternalError(f"page_size must divide {MIN_KEY_BLOCK} or be at least {MIN_KEY_BLOCK}, got {page_size}")
-    return MIN_KEY_BLOCK
+def key_step(page_size: int) -> int:
+    """Keys are gathered in multiples of this. Raises InternalError when pages do not fit it."""
+    if page_size % KEY_STEP and KEY_STEP % page_size:
+        raise InternalError(f"page_size must divide {KEY_STEP} or be a multiple of it, got {page_size}")
+    return max(page_size, KEY_STEP)
 
 
 def build_plan(batch: ForwardBatch, geometry: AttentionGeometry) -> AttentionPlan:
@@ -93,20 +100,13 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry) -> AttentionPla
     """
     rows, positions = storage_positions(batch)
     pages = batch.page_tables.long()
-    groups: list[list[_Tile]] = []
-    by_length: dict[int, list[_Tile]] = {}
-    for tile in _tiles(batch):
-        if tile.num_tokens > _MAX_GROUPED_TOKENS:
-            groups.append([tile])
-        else:
-            by_length.setdefault(tile.num_tokens, []).append(tile)
     return AttentionPlan(
         geometry=geometry,
         num_rows=batch.num_rows,
         num_tokens=len(positions),
         write_pages=pages[rows, positions // geometry.page_size],
         write_offsets=positions % geometry.page_size,
-        groups=tuple(_group(tiles, batch, pages, geometry) for tiles in (*groups, *by_length.values())),
+        groups=tuple(_group(group, batch, pages, geometry) for group in _grouped(_rows(batch))),
     )
 
 
@@ -125,20 +125,18 @@ def tree_mask(batch: ForwardBatch) -> TreeMask | None:
     return None
 
 
-def _tiles(batch: ForwardBatch) -> list[_Tile]:
-    tiles, first_token = [], 0
+def _rows(batch: ForwardBatch) -> list[_Row]:
+    """The rows that bring tokens."""
+    rows, first_token = [], 0
     mask = tree_mask(batch)
-    for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        if mask is not None and query_len:
-            width = _checked_width(mask.visible[row], row, query_len, context_len)
-            tiles.append(_Tile(row, first_token, context_len, query_len, context_len + query_len - width))
-        else:
-            for start in range(0, query_len, MAX_TILE_TOKENS):
-                position = context_len + start
-                tiles.append(_Tile(row, first_token + start, position, min(MAX_TILE_TOKENS, query_len - start),
-                                   position + 1))
+    for index, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        if query_len:
+            width = query_len - 1
+            if mask is not None:
+                width = _checked_width(mask.visible[index], index, query_len, context_len)
+            rows.append(_Row(index, first_token, context_len, query_len, context_len + query_len - width))
         first_token += query_len
-    return tiles
+    return rows
 
 
 def _checked_width(visible: Tensor, row: int, query_len: int, context_len: int) -> int:
@@ -152,50 +150,59 @@ def _checked_width(visible: Tensor, row: int, query_len: int, context_len: int) 
     return width
 
 
-def _group(tiles: Sequence[_Tile], batch: ForwardBatch, pages: Tensor, geometry: AttentionGeometry) -> TileGroup:
-    block = key_block(geometry.page_size)
-    pages_per_block = block // geometry.page_size
-    counts = [-(-tile.num_keys // block) for tile in tiles]
-    max_blocks, is_even = max(counts), len(set(counts)) == 1
-    first_masked = min(tile.num_common // block for tile in tiles) if is_even else 0
-    block_tile = torch.repeat_interleave(torch.arange(len(tiles)), torch.tensor(counts))
-    ends = torch.cumsum(torch.tensor(counts), 0)
-    block_index = torch.arange(len(block_tile)) - (ends - torch.tensor(counts))[block_tile]
-    rows = torch.tensor([tile.row for tile in tiles])
-    table = F.pad(pages, (0, max(0, max_blocks * pages_per_block - pages.shape[1])))
-    columns = block_index[:, None] * pages_per_block + torch.arange(pages_per_block)
-    tokens = torch.tensor([tile.first_token for tile in tiles])[:, None] + torch.arange(tiles[0].num_tokens)
-    masked = block_index >= first_masked
-    hidden = _hidden(tiles, batch, block_tile[masked], block_index[masked], block)
-    return TileGroup(
-        num_tiles=len(tiles),
-        tile_tokens=tiles[0].num_tokens,
-        max_blocks=max_blocks,
+def _grouped(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+    """Long rows alone; of the others those of equal length and similar context together, in batch order."""
+    group: list[_Row] = []
+    for row in sorted(rows, key=lambda row: (row.num_tokens, row.num_keys), reverse=True):
+        if group and not (group[0].num_tokens == row.num_tokens <= _MAX_GROUPED_TOKENS
+                          and group[0].num_keys <= _MAX_LENGTH_RATIO * max(row.num_keys, KEY_STEP)
+                          and group[0].num_keys * (len(group) + 1) <= _MAX_GROUP_KEYS):
+            yield sorted(group, key=lambda row: row.index)
+            group = []
+        group.append(row)
+    if group:
+        yield sorted(group, key=lambda row: row.index)
+
+
+def _group(rows: Sequence[_Row], batch: ForwardBatch, pages: Tensor, geometry: AttentionGeometry) -> RowGroup:
+    step = key_step(geometry.page_size)
+    num_pages = _round_up(max(row.num_keys for row in rows), step) // geometry.page_size
+    table = F.pad(pages[[row.index for row in rows]][:, :num_pages], (0, max(0, num_pages - pages.shape[1])))
+    heads = torch.arange(geometry.num_kv_heads)[:, None]
+    tokens = torch.tensor([row.first_token for row in rows])[:, None] + torch.arange(rows[0].num_tokens)
+    return RowGroup(
+        num_rows=len(rows),
         tokens=tokens.flatten(),
-        pages=table[rows[block_tile][:, None], columns].flatten(),
-        block_tile=block_tile,
-        block_place=block_tile * max_blocks + block_index,
-        is_even=is_even,
-        first_masked=first_masked,
-        hidden=hidden.view(len(tiles) if is_even else 1, -1 if len(hidden) else 0, 1, tiles[0].num_tokens, 1, block),
-        tails=tuple((end - 1, (tile.num_keys - 1) % block + 1)
-                    for end, tile in zip(ends.tolist(), tiles, strict=True) if tile.num_keys % block),
+        records=(table[:, None] * (2 * geometry.num_kv_heads) + heads).flatten(),
+        written=tuple(row.num_keys for row in rows),
+        tiles=tuple(_tiles(rows, tree_mask(batch), geometry.num_heads, step)),
     )
 
 
-def _hidden(tiles: Sequence[_Tile], batch: ForwardBatch, block_tile: Tensor, block_index: Tensor,
-            block: int) -> Tensor:
-    """[blocks, tile tokens, block] bool, True where a token must not see a key."""
-    keys = (block_index[:, None] * block + torch.arange(block))[:, None]
-    mask = tree_mask(batch)
-    if mask is None:
-        first = torch.tensor([tile.first_position for tile in tiles])
-        own = first[:, None] + torch.arange(tiles[0].num_tokens)
-        return keys > own[block_tile][..., None]
-    hidden = []
-    for index, tile in enumerate(tiles):
-        seen = torch.ones(tile.num_tokens, int(keys.max()) + 1, dtype=torch.bool)
-        seen[:, tile.num_common : tile.num_keys] = mask.visible[tile.row]
-        seen[:, tile.num_keys :] = False
-        hidden.append(~seen[:, keys[block_tile == index, 0]].transpose(0, 1))
-    return torch.cat(hidden)
+def _tiles(rows: Sequence[_Row], mask: TreeMask | None, num_heads: int, step: int) -> Iterator[QueryTile]:
+    num_tokens, longest = rows[0].num_tokens, max(row.num_keys for row in rows)
+    size = min(MAX_TILE_TOKENS, max(_MIN_TILE_TOKENS, _MAX_TILE_SCORES // (num_heads * longest)))
+    if mask is not None or num_tokens <= _MAX_GROUPED_TOKENS:
+        size = num_tokens
+    for start in range(0, num_tokens, size):
+        stop = min(start + size, num_tokens)
+        num_keys = _round_up(longest - num_tokens + stop, step)
+        first_masked = min(row.num_common for row in rows) + start
+        keys = torch.arange(first_masked, num_keys)
+        if mask is None:
+            own = torch.tensor([row.context_len for row in rows])[:, None] + torch.arange(start, stop)
+            hidden = keys > own[..., None]
+        else:
+            hidden = torch.stack([_hidden(row, mask.visible[row.index], keys) for row in rows])
+        yield QueryTile(start, stop, num_keys, first_masked, hidden[:, None, :, None])
+
+
+def _hidden(row: _Row, visible: Tensor, keys: Tensor) -> Tensor:
+    """[tokens, keys] bool, True where a token of a tree must not see a key."""
+    columns = (keys - row.num_common).clamp(0, visible.shape[1] - 1)
+    seen = visible[:, columns] | (keys < row.num_common)
+    return ~(seen & (keys < row.num_keys))
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step

@@ -124,19 +124,35 @@ def test_a_batch_padded_before_planning_is_covered() -> None:
     assert all(torch.equal(a, b[:2]) for a, b in zip(alone, padded, strict=True))
 
 
-def test_rows_of_unequal_length_share_a_group_and_read_only_their_own_blocks() -> None:
-    rows = [Row(1, 199, tuple(range(1, 14))), Row(1, 0, (20,)), Row(1, 64, tuple(range(30, 35)))]
-    plan = build_plan(make_batch(ForwardMode.DECODE, rows), GEOMETRY)
-    (group,) = plan.groups
-    assert group.block_tile.tolist() == [0, 0, 0, 0, 1, 2, 2]
-    pages = group.pages.view(-1, 4).tolist()
-    assert pages == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 0, 0, 0], [20, 0, 0, 0], [30, 31, 32, 33],
-                     [34, 0, 0, 0]]
-    assert group.tails == ((3, 8), (4, 1), (6, 1))
+def test_rows_of_like_length_are_read_together_and_others_apart() -> None:
+    rows = [Row(1, 199, tuple(range(1, 14))), Row(1, 0, (20,)), Row(1, 140, tuple(range(30, 39))),
+            Row(1, 63, tuple(range(40, 44)))]
+    groups = build_plan(make_batch(ForwardMode.DECODE, rows), GEOMETRY).groups
+    assert [group.tokens.tolist() for group in groups] == [[0, 2], [1, 3]]
+    assert [group.written for group in groups] == [(200, 141), (1, 64)]
+    pages = groups[1].records.view(2, 2, 4)
+    assert pages[:, 0].tolist() == [[80, 0, 0, 0], [4 * page for page in (40, 41, 42, 43)]]
+    assert torch.equal(pages[:, 1], pages[:, 0] + 1)
 
 
-def test_blocks_that_all_tokens_see_are_not_masked() -> None:
+def test_keys_that_all_tokens_see_are_not_masked() -> None:
     (group,) = build_plan(make_batch(ForwardMode.PREFILL, [Row(70, 130, tuple(range(1, 14)))]), GEOMETRY).groups
-    assert (group.max_blocks, group.first_masked, group.hidden.shape[1]) == (4, 2, 2)
+    (tile,) = group.tiles
+    assert (tile.num_keys, tile.first_masked, tile.hidden.shape) == (256, 131, (1, 1, 70, 1, 125))
     (group,) = build_plan(make_batch(ForwardMode.DECODE, [Row(1, 127, tuple(range(1, 9)))]), GEOMETRY).groups
-    assert (group.max_blocks, group.first_masked, group.hidden.shape[1]) == (2, 2, 0)
+    assert (group.tiles[0].num_keys, group.tiles[0].first_masked) == (128, 128)
+
+
+def test_a_long_chunk_is_cut_into_tiles_that_read_up_to_their_end() -> None:
+    (group,) = build_plan(make_batch(ForwardMode.PREFILL, [Row(300, 20, tuple(range(1, 21)))]), GEOMETRY).groups
+    assert [(tile.start, tile.stop, tile.num_keys) for tile in group.tiles] == [(0, 128, 192), (128, 256, 320),
+                                                                                (256, 300, 320)]
+
+
+def test_long_contexts_are_cut_finer_and_gathered_in_smaller_groups() -> None:
+    chunk = Row(256, 70_000, tuple(range(1, 1 + 4392)))
+    (group,) = build_plan(make_batch(ForwardMode.PREFILL, [chunk]), GEOMETRY).groups
+    assert {tile.stop - tile.start for tile in group.tiles} == {29, 24}
+    rows = [Row(1, 4000, tuple(range(1, 252))) for _ in range(5)]
+    groups = build_plan(make_batch(ForwardMode.DECODE, rows), GEOMETRY).groups
+    assert [group.num_rows for group in groups] == [2, 2, 1]

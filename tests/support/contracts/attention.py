@@ -66,8 +66,8 @@ class AttentionContract(ABC):
         close(first.output(), dense(first, GEOMETRY))
         close(second.output(), dense(second, GEOMETRY))
 
-    def test_decode_of_rows_of_different_length(self) -> None:
-        lengths = (5, 64, 100, 1, 63)
+    @pytest.mark.parametrize("lengths", [(5, 64, 100, 1, 63), (3, 40), (90, 70, 80)])
+    def test_decode_of_rows_of_different_length(self, lengths: tuple[int, ...]) -> None:
         prompts = [make_prompt(n + 4, GEOMETRY, pages=range(1 + 7 * i, 8 + 7 * i), seed=i)
                    for i, n in enumerate(lengths)]
         backend = self.build()
