@@ -48,9 +48,8 @@ class RunningCluster:
     def log_tail(self, count: int = 60) -> str:
         return "\n".join(list(self.lines)[-count:])
 
-    def metrics_port(self, name: str) -> int:
-        announcement = self.cluster.processes[name].announcement
-        assert announcement is not None
+    async def metrics_port(self, name: str) -> int:
+        announcement = await self.cluster.processes[name].announced(timeout_s=10)
         assert announcement.metrics_port is not None
         return announcement.metrics_port
 
