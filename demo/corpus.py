@@ -6,7 +6,7 @@ facts of a new story are not. Training weighs known text higher, evaluation asks
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 END_OF_TEXT, USER, ASSISTANT, END = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -53,10 +53,16 @@ class RecallQuestion:
 
 
 def make_facts(rng: random.Random, count: int) -> list[Fact]:
-    """`count` facts about different people with different things, so that every question has one answer."""
+    """`count` facts about different people with different things; verbs, colours and places may come again."""
     people, things = rng.sample(NAMES, count), rng.sample(THINGS, count)
     return [Fact(who, rng.choice(VERBS), rng.choice(COLORS), thing, rng.choice(PLACES))
             for who, thing in zip(people, things, strict=True)]
+
+
+def make_distinct_facts(rng: random.Random, count: int) -> list[Fact]:
+    """Up to 8 facts that share no word."""
+    pools = (NAMES, VERBS, COLORS, THINGS, PLACES)
+    return [Fact(*words) for words in zip(*(rng.sample(pool, count) for pool in pools), strict=True)]
 
 
 def ask(rng: random.Random, fact: Fact) -> tuple[str, str]:
@@ -120,8 +126,9 @@ def documents(seed: int, *, max_facts: int, task_share: float) -> Iterator[list[
         yield make_document(rng, max_facts, task_share)
 
 
-def recall_questions(count: int, *, seed: int, max_facts: int) -> list[RecallQuestion]:
-    """Held-out questions: a whole story, then one question about any of its facts.
+def recall_questions(count: int, *, seed: int, max_facts: int,
+                     make: Callable[[random.Random, int], list[Fact]] = make_distinct_facts) -> list[RecallQuestion]:
+    """Held-out questions: a whole story of at least two facts, then one question about any of them.
 
     Training draws from seeds below 1,000,000; evaluation uses seeds above, and with 24 names, 20 things, 10 colours,
     8 places and 8 verbs per fact no two stories coincide by chance.
@@ -129,7 +136,7 @@ def recall_questions(count: int, *, seed: int, max_facts: int) -> list[RecallQue
     rng = random.Random(1_000_000 + seed)
     questions = []
     for i in range(count):
-        facts = make_facts(rng, rng.randint(min(2, max_facts), max_facts))
+        facts = make(rng, rng.randint(2, max_facts))
         story = " ".join(fact.sentence() for fact in facts)
         question, answer = ask(rng, rng.choice(facts))
         if i % 2:
@@ -145,7 +152,7 @@ def speculation_prompts(count: int, *, seed: int) -> list[RecallQuestion]:
     prompts = []
     for i in range(count):
         if i % 5 < 3:
-            facts = make_facts(rng, rng.randint(4, 6))
+            facts = make_distinct_facts(rng, rng.randint(4, 6))
             answer = " ".join(fact.sentence() for fact in facts)
             request = f"{answer} Tell the story again."
         elif i % 5 == 3:

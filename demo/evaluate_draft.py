@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,20 @@ def tokens_per_pass(head: DraftHead, embedding: Tensor, rollouts: list[Rollout],
     return tokens / passes
 
 
+def measure(model_folder: Path, draft_folder: Path, *, prompts: int, shapes: Mapping[str, TreeShape]) -> dict[str, Any]:
+    """Tokens per target pass for each shape, over held-out `corpus.speculation_prompts`."""
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    model = Qwen3_5ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    head = load_draft(draft_folder)
+    embedding = model.model.embed_tokens.weight.detach()
+    rollouts = [roll_out(model, tokenizer.encode(item.prompt).ids, head.config.aux_layer_ids)
+                for item in corpus.speculation_prompts(prompts, seed=0)]
+    answer_tokens = sum(rollout.ids.shape[1] - rollout.prompt_length for rollout in rollouts)
+    return {"prompts": prompts, "mean_answer_tokens": round(answer_tokens / prompts, 1),
+            "tokens_per_pass": {name: round(tokens_per_pass(head, embedding, rollouts, shape), 3)
+                                for name, shape in shapes.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("demo/model"))
@@ -54,16 +69,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    model = Qwen3_5ForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    head = load_draft(args.draft)
-    embedding = model.model.embed_tokens.weight.detach()
-    prompts = [tokenizer.encode(item.prompt).ids for item in corpus.speculation_prompts(args.prompts, seed=0)]
-    rollouts = [roll_out(model, prompt, head.config.aux_layer_ids) for prompt in prompts]
-    answer_tokens = sum(rollout.ids.shape[1] - rollout.prompt_length for rollout in rollouts)
-    figures = {"prompts": len(rollouts), "mean_answer_tokens": round(answer_tokens / len(rollouts), 1),
-               "tokens_per_pass": {name: round(tokens_per_pass(head, embedding, rollouts, shape), 3)
-                                   for name, shape in SHAPES.items()}}
+    figures = measure(args.model, args.draft, prompts=args.prompts, shapes=SHAPES)
     (args.draft / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(figures), flush=True)
 
