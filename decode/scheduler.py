@@ -13,7 +13,7 @@ never ends with an error. Belongs to the engine thread.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState
+from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.integrity import check_integrity
 from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
@@ -123,11 +123,13 @@ class DecodeScheduler:
     slots: SlotAllocator
     limits: DecodeLimits
     clock: Clock
-    draft_length: DraftLength = lambda key, num_running: MAX_DRAFT_TOKENS
+    draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
+    on_verified: VerifiedListener = lambda step, num_running: None
     _entries: dict[int, _Entry] = field(default_factory=dict)  # by key, in admission order
     _waiting: list[_Entry] = field(default_factory=list)
     _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
     _next_key: int = 1
+    _since_s: float = 0.0  # the last result, or the first launch after a pause
 
     def reserve(self, request: Request, emit: Emit) -> Reservation:
         """Memory for the prompt and some growth, at once or not at all.
@@ -177,6 +179,8 @@ class DecodeScheduler:
 
     def next_batch(self) -> ForwardBatch | None:
         self._readmit()
+        if not any(entry.in_flight for entry in self._entries.values()):
+            self._since_s = self.clock.now()
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
         if replays:
@@ -191,6 +195,9 @@ class DecodeScheduler:
         return build_batch(ForwardMode.VERIFY if self._speculates else ForwardMode.DECODE, rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
+        if batch.mode is ForwardMode.VERIFY and result.error is None:
+            self._note_verified(batch, result)
+        self._since_s = self.clock.now()
         drawn, verified = iter(result.tokens), iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_ids, batch.sampling, strict=True)):
             entry = self._entries[key]
@@ -210,6 +217,13 @@ class DecodeScheduler:
                 entry.draft.tree = outcome.draft
                 self._append(entry, tokens)
 
+    def _note_verified(self, batch: ForwardBatch, result: StepResult) -> None:
+        lengths = [length for length, sampling in zip(batch.query_lens, batch.sampling, strict=True)
+                   if sampling is not None]
+        accepted = tuple(len(row.accepted) - 1 for row in result.verified)
+        self.on_verified(VerifiedStep(sum(lengths) - len(lengths), accepted, self.clock.now() - self._since_s),
+                         len(self._turns))
+
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
         for entry in list(self._entries.values()):
             entry.in_flight = False
@@ -227,7 +241,9 @@ class DecodeScheduler:
         return self.limits.num_draft_tokens > 0
 
     def _num_draft_tokens(self, entry: _Entry) -> int:
-        return min(self.limits.num_draft_tokens, self.draft_length(entry.key, len(self._turns)))
+        if not entry.request.speculates:
+            return 0
+        return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
 
     def _admit(self, request: Request, emit: Emit) -> _Entry:
         self._check_fits(request)

@@ -5,8 +5,26 @@ from dataclasses import dataclass, field
 
 from engine.trees import Kept, SpecRow, TokenTree
 
-DraftLength = Callable[[int, int], int]  # request key, running requests -> how many nodes the next tree may have
+DraftLength = Callable[[int], int]  # running requests -> how many nodes their next trees may have
 MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """One verification that came back. `accepted`: drafted tokens accepted, per row that drew. `seconds`: since the
+    result before it, or since its launch after a pause."""
+
+    num_drafted: int
+    accepted: tuple[int, ...]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Drawn in all: the accepted ones and one more per row."""
+        return sum(self.accepted) + len(self.accepted)
+
+
+VerifiedListener = Callable[[VerifiedStep, int], None]  # the step, running requests
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """The decode role: what `pool.process` needs to know to run it."""
 
+from decode.adaptive import AdaptiveDraft
 from decode.scheduler import DecodeLimits, DecodeScheduler, Event, Failed, Finished
 from decode.service import DecodeParts, DecodeService
+from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
@@ -30,22 +32,32 @@ class DecodeRole:
 
     def lead(self, config: WorkerConfig, stage: Stage) -> "DecodeLeading":
         geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
+        adaptive = AdaptiveDraft(stage.plan.num_draft_tokens) if config.spec_adaptive else None
         return DecodeLeading(DecodeScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
             limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.world_size,
                                 max_running=config.max_running, max_context_tokens=stage.plan.max_context_tokens,
                                 chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
                                 num_draft_tokens=stage.plan.num_draft_tokens),
-            clock=SystemClock()))
+            clock=SystemClock(),
+            draft_length=adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS), adaptive)
 
 
 class DecodeLeading:
     """Satisfies `pool.process.LeadingRole`."""
 
-    def __init__(self, scheduler: DecodeScheduler) -> None:
+    def __init__(self, scheduler: DecodeScheduler, adaptive: AdaptiveDraft | None) -> None:
+        """`adaptive` chooses the scheduler's draft lengths and learns from what they yield."""
         self.scheduler = scheduler
+        self._adaptive = adaptive
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
+        def on_verified(step: VerifiedStep, num_running: int) -> None:
+            parts.meters.on_verified(step.num_drafted, step.accepted, step.seconds)
+            if self._adaptive is not None:
+                self._adaptive.observe(step, num_running)
+
+        self.scheduler.on_verified = on_verified
         service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.janitor,
                                             parts.meters))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)

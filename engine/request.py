@@ -42,6 +42,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     num_top_logprobs: int | None = None
     priority: int = 0
+    speculates: bool = True  # drafts for it where the pool has a draft; never changes its output
 
     def finish_reason(self, output_token_ids: list[int], max_context_tokens: int) -> FinishReason | None:
         """Whether the last output token ends the request."""

@@ -1,6 +1,7 @@
 """What one stage measures, from the loop's and the scheduler's figures. Any thread; instruments lock themselves."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -9,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry
 from protos import worker_pb2 as pb
-from runtime.metrics import PoolMetrics, TransferMetrics, WorkerMetrics
+from runtime.metrics import PoolMetrics, SpeculationMetrics, TransferMetrics, WorkerMetrics
 
 BUBBLE_WINDOW_S = 5.0
 
@@ -21,6 +22,7 @@ class StageMeters:
     work: WorkerMetrics
     pool: PoolMetrics
     transfer: TransferMetrics
+    speculation: SpeculationMetrics
     geometry: PoolGeometry
     _waited_s: float = 0.0
     _window_began_s: float = field(default_factory=time.monotonic)
@@ -28,7 +30,7 @@ class StageMeters:
     @classmethod
     def create(cls, registry: CollectorRegistry, geometry: PoolGeometry) -> Self:
         meters = cls(WorkerMetrics.create(registry), PoolMetrics.create(registry), TransferMetrics.create(registry),
-                     geometry)
+                     SpeculationMetrics.create(registry), geometry)
         meters.pool.pages_total.set(geometry.num_pages - 1)
         meters.pool.slots_total.set(max(0, geometry.num_slots - 1))
         return meters
@@ -39,6 +41,16 @@ class StageMeters:
         if batch.mode is ForwardMode.PREFILL:
             self.work.prompt_tokens.inc(batch.num_tokens)
         self.work.output_tokens.inc(sum(row is not None for row in batch.sampling))
+
+    def on_verified(self, num_drafted: int, accepted: Sequence[int], seconds: float) -> None:
+        """One verification came back to stage 0; `accepted` drafted tokens per row."""
+        self.work.output_tokens.inc(sum(accepted))  # `on_step` counts the one that every row draws
+        self.speculation.drafted.inc(num_drafted)
+        for count in accepted:
+            self.speculation.accept_length.observe(count + 1)
+            for depth in range(1, count + 1):
+                self.speculation.accepted.labels(str(depth)).inc()
+        self.speculation.step_s.labels("yes" if num_drafted else "no").observe(seconds)
 
     def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
         """This stage ran its layers on one batch."""

@@ -35,6 +35,7 @@ TRANSFER_S = (.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .2, .3, .5, .7
 STEP_S = (.0005, .001, .0025, .005, .0075, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
 PICK_S = (.00001, .00005, .0001, .0005, .001, .005, .01, .05, .1)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ACCEPT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
@@ -164,6 +165,25 @@ class WorkerMetrics:
             _histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
             _histogram(registry, "pp_stage_step_seconds", "One forward of this stage.", STEP_S),
             _gauge(registry, "pp_bubble_ratio", "Share of recent time this stage had work in flight but none to do."),
+        )
+
+
+@dataclass(frozen=True)
+class SpeculationMetrics:
+    """Drafts on a decode pool; all stay at zero without one. Move on stage 0 only."""
+
+    drafted: Counter
+    accepted: Counter
+    accept_length: Histogram
+    step_s: Histogram
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _counter(registry, "spec_drafted_tokens", "Drafted tokens that were verified."),
+            _counter(registry, "spec_accepted_tokens", "Drafted tokens that were accepted, by depth.", "depth"),
+            _histogram(registry, "spec_accept_length", "Tokens a request got from one target pass.", ACCEPT_LENGTHS),
+            _histogram(registry, "spec_step_seconds", "Time between results of verification steps.", STEP_S, "drafts"),
         )
 
 

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from decode.speculation import VerifiedStep
 from engine.request import Request, SamplingParams
 from models.loader import ModelDescription
 from tests.support.drafters import CHAINS, TREES, OracleDrafter, Shape, always
@@ -128,6 +130,19 @@ def test_preempted_and_replayed(description: ModelDescription, shape: Shape, siz
         assert_nothing_leaked(pool)
     assert shown(answers) == shown(plain)
     assert sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None) > 0
+
+
+def test_a_request_may_decline(description: ModelDescription, reference: list[Answer],
+                               truth: dict[int, list[int]]) -> None:
+    drafter = OracleDrafter(SHAPES["chain 3"], truth)
+    wanted = [replace(request, speculates=index % 2 == 0) for index, request in enumerate(requests())]
+    with local_pool(description, speculation=speculating(drafter)) as pool:
+        steps: list[VerifiedStep] = []
+        pool.scheduler.on_verified = lambda step, num_running: steps.append(step)
+        assert shown(pool.generate(wanted)) == shown(reference)
+    assert all(step.num_drafted <= 3 * 3 for step in steps), "two of five declined"
+    assert sum(step.num_tokens for step in steps) >= sum(len(answer.tokens) - 1 for answer in reference)
+    assert sum(sum(step.accepted) for step in steps) == sum(drafter.accepted)
 
 
 def test_no_drafter_is_plain_decoding(description: ModelDescription, reference: list[Answer]) -> None:

@@ -37,7 +37,7 @@ class Speculation:
     drafter: Callable[[int], Drafter]
     num_draft_tokens: int
     capture_layers: frozenset[int] = frozenset()
-    draft_length: DraftLength = lambda key, num_running: MAX_DRAFT_TOKENS
+    draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
 
 
 def build_executor(description: ModelDescription, layers: LayerRange, *, page_size: int, num_pages: int,
