@@ -2,8 +2,8 @@
 
 Common to all. Endpoint error handling is always on (without it some requests to a dead peer never end). A keepalive
 of one second makes shared memory notice a killed process within about one second (the default is twenty); a stopped one
-is noticed by nobody, there the connection has to be cut. One-sided TCP writes are off: with them a peer names the
-address it writes to, without them every byte comes in through a receive that was matched here.
+is noticed by nobody, there the connection has to be cut. UCX's ports know no authentication, and over TCP a peer names
+the address it writes to: only the pools may be able to reach them.
 """
 
 import logging
@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 _COMMON = {
     "KEEPALIVE_INTERVAL": "1s",
-    "TCP_PUT_ENABLE": "n",
     "TCP_TX_SEG_SIZE": "1m",
     "TCP_RX_SEG_SIZE": "1m",
     "POSIX_ERROR_HANDLING": "y",

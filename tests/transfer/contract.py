@@ -200,6 +200,26 @@ class TransportContract:
             pair.settle()
             pair.to_right, pair.to_left = pair.left.connect(pair.right.address), pair.right.connect(pair.left.address)
 
+    def test_a_connection_cut_by_one_side_can_be_made_again(self, pair: Pair) -> None:
+        """The other side may fail for a second until it has noticed, but it never hangs and then it works."""
+        pair.right.close_peer(pair.to_left)
+        deadline = time.monotonic() + 10.0
+        tag = PREFIX
+        while True:
+            tag += 1
+            to_left, to_right = pair.right.connect(pair.left.address), pair.left.connect(pair.right.address)
+            target = poisoned(50_000)
+            receive = pair.right.post_receive(to_left, tag, target)
+            send = pair.left.send(to_right, tag, pattern(50_000))
+            pair.run(lambda: send in pair.ended)  # noqa: B023
+            pair.settle()
+            pair.right.cancel_receive(receive)
+            pair.finish(receive)
+            if (send.state, receive.state) == (DONE, DONE):
+                break
+            assert time.monotonic() < deadline
+        assert target == pattern(50_000)
+
     def test_connecting_twice_finds_the_same_peer(self, pair: Pair) -> None:
         assert pair.left.connect(pair.right.address) is pair.to_right
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from engine.memory.layout import CacheKind
+from engine.stages import LayerRange
 from runtime.clock import SystemClock
 from tests.support.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
+from transfer.landing import landing_for
 from transfer.memory_transport import MemoryNetwork
 from transfer.terms import StageSessionState
 from transfer.transport import Transport
@@ -191,6 +193,17 @@ def test_terms_for_another_life_of_this_process_are_refused(pools: Pools) -> Non
     assert "this is decode-0" in event.error_text
     dest.close("s")
     dest.wait("s", DRAINED)
+
+
+def test_terms_with_other_layers_than_this_stage_has_are_refused(pools: Pools) -> None:
+    source, dest = source_and_dest(pools, 1, 2)
+    terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
+    first, second = (stage.agent.endpoint for stage in dest.stages)
+    stages = [replace(first, layers=LayerRange(0, 2)), replace(second, layers=LayerRange(2, 6))]
+    landing = landing_for(terms, session_id="s", epoch=0, nonce=1, page_ids=DEST_PAGES, slot_id=1, stages=stages,
+                          specs=dest.specs)
+    dest.open_receive(terms, landing)
+    assert dest.wait("s", FAILED)[0].error_text == "stage 0 has layers 0-3, not 0-2"
 
 
 def test_a_plan_the_sides_disagree_on_is_refused_by_both(pools: Pools) -> None:

@@ -1,0 +1,113 @@
+"""The two processes of the handoff benchmark: real pools, real agents, and nothing else."""
+
+import random
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
+from engine.memory.pools import StagePools
+from engine.stages import LayerRange
+from runtime.clock import SystemClock
+from runtime.errors import HandoffError
+from transfer.agent import TransferAgent
+from transfer.landing import landing_for
+from transfer.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.ucx import UcxTransport
+from transfer.ucx_settings import TransportProfile
+
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 28, 8, 128
+NUM_TOKENS, PAGE_SIZE = 2048, 64
+NUM_PAGES = 2 * NUM_TOKENS // PAGE_SIZE
+TIMEOUT_S = 120
+REQUEST_KEY = 1
+
+
+class _Side:
+    """Pools, an agent, and the reports of the one session that is open, with the moment each came."""
+
+    def __init__(self, profile: TransportProfile, incarnation: str) -> None:
+        specs = tuple(CacheSpec(layer_id, CacheKind.KV, (2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM), "bfloat16", 2)
+                      for layer_id in range(NUM_LAYERS))
+        self.pools = StagePools(PoolGeometry(PAGE_SIZE, NUM_PAGES + 1, 0, LayerRange(0, NUM_LAYERS), specs))
+        for tensor in self.pools.kv.values():
+            tensor.copy_(torch.randn(tensor.shape))  # touches every page of memory, too
+        self._reports: dict[StageSessionState, tuple[StageSessionEvent, float]] = {}
+        self._changed = threading.Condition()
+        clock = SystemClock()
+        self.agent = TransferAgent(memory=self.pools, transport=UcxTransport(profile=profile, clock=clock), clock=clock,
+                                   incarnation=incarnation, on_event=self._on_event)
+        self.agent.start()
+
+    def _on_event(self, event: StageSessionEvent) -> None:
+        with self._changed:
+            self._reports[event.state] = (event, time.monotonic())
+            self._changed.notify_all()
+
+    def wait(self, state: StageSessionState) -> tuple[StageSessionEvent, float]:
+        """The report and the moment it came. Raises HandoffError when the session fails or takes too long."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: {state, StageSessionState.FAILED} & self._reports.keys(), TIMEOUT_S):
+                raise HandoffError(f"no report {state} within {TIMEOUT_S} s")
+            if state not in self._reports:
+                raise HandoffError(self._reports[StageSessionState.FAILED][0].error_text)
+            return self._reports[state]
+
+    def close_session(self, session_id: str) -> None:
+        self.agent.close(session_id)
+        self.wait(StageSessionState.DRAINED)
+        self._reports.clear()
+
+
+def _scattered_pages(seed: str) -> tuple[int, ...]:
+    """The prompt's pages in random order all over the pool."""
+    return tuple(random.Random(seed).sample(range(1, NUM_PAGES + 1), NUM_TOKENS // PAGE_SIZE))
+
+
+def source_process(connection: Connection, profile: TransportProfile) -> None:
+    """Serve handoffs until told None: terms, landing in, moment of release out."""
+    side = _Side(profile, "source")
+    while (number := connection.recv()) is not None:
+        terms = SourceTerms("", "", PAGE_SIZE, NUM_TOKENS, NUM_TOKENS, _scattered_pages(f"source {number}"), 0,
+                            (side.agent.endpoint,))
+        connection.send(terms)
+        landing: Landing = connection.recv()
+        side.agent.expect_send(REQUEST_KEY, NUM_TOKENS)
+        side.agent.open_send(REQUEST_KEY, terms, landing)
+        side.wait(StageSessionState.OPEN)
+        connection.send(time.monotonic())
+        for layer_id in range(NUM_LAYERS):
+            side.agent.layer_done(REQUEST_KEY, layer_id, NUM_TOKENS)
+        side.wait(StageSessionState.COMPLETE)
+        side.agent.close_request(REQUEST_KEY)
+        side.close_session(landing.session_id)
+    side.agent.shutdown(5.0)
+
+
+class Destination:
+    """The receiving side, in this process."""
+
+    def __init__(self, profile: TransportProfile) -> None:
+        self._side = _Side(profile, "destination")
+        self.num_bytes = 0
+
+    def handoff(self, source: Connection, number: int) -> float:
+        """One handoff; its GB/s (1e9 bytes), from released to checked."""
+        source.send(number)
+        terms: SourceTerms = source.recv()
+        landing = landing_for(terms, session_id=f"s{number}", epoch=0, nonce=number,
+                              page_ids=_scattered_pages(f"destination {number}"), slot_id=0,
+                              stages=[self._side.agent.endpoint], specs=self._side.pools.geometry.specs)
+        self._side.agent.open_receive(terms, landing)
+        self._side.wait(StageSessionState.OPEN)
+        source.send(landing)
+        released_s: float = source.recv()
+        event, checked_s = self._side.wait(StageSessionState.COMPLETE)
+        self.num_bytes = event.num_bytes
+        self._side.close_session(landing.session_id)
+        return event.num_bytes / (checked_s - released_s) / 1e9
+
+    def close(self) -> None:
+        self._side.agent.shutdown(5.0)
