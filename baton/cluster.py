@@ -32,6 +32,7 @@ _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "de
 _ANY_PORT = "127.0.0.1:0"
 _NARRATOR = "baton"
 _MAX_PROCESSES = 64
+_REAP_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class LocalCluster:
         finally:
             for process in self.processes.values():
                 process.kill()
+            if self._lives:
+                await asyncio.wait(self._lives.values(), timeout=_REAP_S)  # they end with their processes
             for life in self._lives.values():
                 life.cancel()
             await asyncio.gather(*self._lives.values(), return_exceptions=True)

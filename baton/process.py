@@ -19,6 +19,7 @@ LogSink = Callable[[str, str], None]
 _LINE_LIMIT = 1 << 20
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.5, 10.0
 _HEALTHY_AFTER_S = 30.0
+_REAP_S = 5.0  # a killed process to its end
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class RoleProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(child.wait(), grace_s)
         self.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(child.wait(), _REAP_S)
 
     def kill(self) -> None:
         """End the process and its children at once. For the last resort, and for tests."""

@@ -18,7 +18,7 @@ from engine.request import FinishReason, Request
 from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor
 from pool.leader import Leader
-from pool.metrics import StageMeters
+from pool.metrics import LeaderMeters
 from pool.requests import chunk_to_proto, request_from_proto
 from pool.stage import StagePlan
 from protos import decode_pb2 as pb
@@ -33,6 +33,7 @@ from runtime.errors import (
     UnavailableError,
 )
 from runtime.log import bind
+from runtime.metrics import ArrivalMetrics
 from transfer import codec
 from transfer.compatibility import check_compatible
 from transfer.landing import landing_for
@@ -63,7 +64,8 @@ class DecodeParts:
     scheduler: DecodeScheduler
     plan: StagePlan
     janitor: Janitor
-    meters: StageMeters
+    meters: LeaderMeters
+    arrivals: ArrivalMetrics
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -119,7 +121,7 @@ class _Arrival:
                 yield pb.DecodeResponse(landing=codec.landing_to_proto(landing))
                 offer = await self._land()
             if offer is not None:
-                self._parts.meters.transfer.failures.labels("source_replaced").inc()
+                self._parts.meters.handoff.failures.labels("source_replaced").inc()
                 self._session.next_epoch()
         yield await self._commit()
         async for response in self._tokens():
@@ -164,7 +166,7 @@ class _Arrival:
         while not (session.state is ReceiveState.COMPLETE and self._first_token is not None):
             failed = session.state is ReceiveState.FAILED
             if failed and isinstance(session.error, IntegrityError):
-                self._parts.meters.transfer.integrity_failures.inc()
+                self._parts.arrivals.integrity_failures.inc()
                 raise session.error
             new_source = await self._handle_arrival(
                 NEW_SOURCE_TIMEOUT_S if failed else HANDOFF_TIMEOUT_S,
@@ -204,9 +206,8 @@ class _Arrival:
         assert first_token is not None
         now = time.monotonic()
         exposed_s = max(0.0, now - self._first_token_s)
-        parts.meters.transfer.exposed_s.observe(exposed_s)
-        parts.meters.transfer.transfer_s.observe(now - self._opened_s)
-        parts.meters.on_handoff(len(self._request.prompt_token_ids))
+        parts.arrivals.exposed_s.observe(exposed_s)
+        parts.meters.on_handoff(len(self._request.prompt_token_ids), now - self._opened_s)
         session.commit()
         key = self._reservation.key
         await parts.leader.loop.submit(lambda: parts.scheduler.join(key, first_token))
@@ -222,7 +223,7 @@ class _Arrival:
                     yield pb.DecodeResponse(tokens=chunk_to_proto(*tokens))
                 case Finished():
                     self._parts.meters.work.queue_s.observe(item.queue_s)
-                    self._parts.meters.work.preemptions.inc(item.num_preemptions)
+                    self._parts.arrivals.preemptions.inc(item.num_preemptions)
                     yield pb.DecodeResponse(finished=_finished_to_proto(item))
                     return
                 case Failed(error):

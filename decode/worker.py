@@ -16,6 +16,7 @@ from protos import decode_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
+from runtime.metrics import ArrivalMetrics, SpeculationMetrics
 from runtime.server import GrpcServer
 from transfer.agent import TransferAgent
 
@@ -52,15 +53,22 @@ class DecodeLeading:
         self._adaptive = adaptive
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
+        if parts.stage.plan.speculation is not None:
+            self._observe_speculation(parts)
+        service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.janitor, parts.meters,
+                                            ArrivalMetrics.create(parts.registry)))
+        decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
+
+    def _observe_speculation(self, parts: LeaderParts) -> None:
+        metrics = SpeculationMetrics.create(parts.registry)
+
         def on_verified(step: VerifiedStep, num_running: int) -> None:
-            parts.meters.on_verified(step.num_drafted, step.accepted, step.seconds)
+            parts.meters.work.output_tokens.inc(sum(step.accepted))  # each row's own token is counted with the step
+            observe_verified(metrics, step)
             if self._adaptive is not None:
                 self._adaptive.observe(step, num_running)
 
         self.scheduler.on_verified = on_verified
-        service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.janitor,
-                                            parts.meters))
-        decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
     async def load(self, parts: LeaderParts) -> pb.WorkerLoad:
         load = await parts.leader.loop.submit(self.scheduler.load)
@@ -74,6 +82,16 @@ class DecodeLeading:
         request = Request("warm-up", (0,), 2, SamplingParams(temperature=0))
         key = await run_inside(parts.leader.loop, lambda emit: self.scheduler.submit_local(request, emit), _outcome)
         parts.leader.loop.post(lambda: self.scheduler.release(key))
+
+
+def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:
+    """One verification came back to stage 0."""
+    metrics.drafted.inc(step.num_drafted)
+    for count in step.accepted:
+        metrics.accept_length.observe(count + 1)
+        for depth in range(1, count + 1):
+            metrics.accepted.labels(str(depth)).inc()
+    metrics.step_s.labels("yes" if step.num_drafted else "no").observe(step.seconds)
 
 
 def _outcome(event: Event) -> bool | BatonError:

@@ -1,7 +1,7 @@
-"""What one stage measures, from the loop's and the scheduler's figures. Any thread; instruments lock themselves."""
+"""What a pool measures, from the loop's and the scheduler's figures. Any thread; instruments lock themselves."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -10,53 +10,44 @@ from prometheus_client import CollectorRegistry
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry
 from protos import worker_pb2 as pb
-from runtime.metrics import PoolMetrics, SpeculationMetrics, TransferMetrics, WorkerMetrics
+from runtime.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
 
 BUBBLE_WINDOW_S = 5.0
 
 
-@dataclass
-class StageMeters:
-    """The instrument sets of a stage and how they move."""
+def observe_forward(metrics: StageMetrics, seconds: float, batch: ForwardBatch) -> None:
+    """A stage ran its layers on one batch."""
+    metrics.step_s.observe(seconds)
+    metrics.batch_rows.observe(batch.num_rows)
+    metrics.batch_tokens.observe(batch.num_tokens)
 
-    work: WorkerMetrics
+
+@dataclass
+class LeaderMeters:
+    """The instrument sets of a leader and how they move."""
+
+    stage: StageMetrics
+    work: LeaderMetrics
     pool: PoolMetrics
-    transfer: TransferMetrics
-    speculation: SpeculationMetrics
+    handoff: HandoffMetrics
     geometry: PoolGeometry
     _waited_s: float = 0.0
     _window_began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
     def create(cls, registry: CollectorRegistry, geometry: PoolGeometry) -> Self:
-        meters = cls(WorkerMetrics.create(registry), PoolMetrics.create(registry), TransferMetrics.create(registry),
-                     SpeculationMetrics.create(registry), geometry)
+        meters = cls(StageMetrics.create(registry), LeaderMetrics.create(registry), PoolMetrics.create(registry),
+                     HandoffMetrics.create(registry), geometry)
         meters.pool.pages_total.set(geometry.num_pages - 1)
         meters.pool.slots_total.set(max(0, geometry.num_slots - 1))
         return meters
 
     def on_step(self, seconds: float, batch: ForwardBatch) -> None:
         """One batch came back to stage 0."""
-        self.on_forward(seconds, batch)
+        observe_forward(self.stage, seconds, batch)
         if batch.mode is ForwardMode.PREFILL:
             self.work.prompt_tokens.inc(batch.num_tokens)
         self.work.output_tokens.inc(sum(row is not None for row in batch.sampling))
-
-    def on_verified(self, num_drafted: int, accepted: Sequence[int], seconds: float) -> None:
-        """One verification came back to stage 0; `accepted` drafted tokens per row."""
-        self.work.output_tokens.inc(sum(accepted))  # `on_step` counts the one that every row draws
-        self.speculation.drafted.inc(num_drafted)
-        for count in accepted:
-            self.speculation.accept_length.observe(count + 1)
-            for depth in range(1, count + 1):
-                self.speculation.accepted.labels(str(depth)).inc()
-        self.speculation.step_s.labels("yes" if num_drafted else "no").observe(seconds)
-
-    def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
-        """This stage ran its layers on one batch."""
-        self.work.step_s.observe(seconds)
-        self.work.batch_rows.observe(batch.num_rows)
-        self.work.batch_tokens.observe(batch.num_tokens)
 
     def on_wait(self, seconds: float) -> None:
         """Stage 0 had batches in flight and nothing to launch for this long."""
@@ -71,11 +62,15 @@ class StageMeters:
         self.work.running.set(load.running_requests)
         self.pool.pages_used.set(self.geometry.num_pages - 1 - load.pages_free)
         self.pool.slots_used.set(max(0, self.geometry.num_slots - 1 - load.slots_free))
-        self.transfer.sessions.set(load.open_sessions)
+        self.handoff.sessions.set(load.open_sessions)
 
-    def on_handoff(self, num_tokens: int) -> None:
+    def on_handoff(self, num_tokens: int, seconds: float) -> None:
         """A prompt of this length has crossed: count its bytes by kind, over all stages."""
+        self.handoff.transfer_s.observe(seconds)
+        for kind, num_bytes in self._bytes_by_kind(num_tokens):
+            self.handoff.bytes_moved.labels(kind).inc(num_bytes)
+
+    def _bytes_by_kind(self, num_tokens: int) -> Iterable[tuple[str, int]]:
         num_pages = -(-num_tokens // self.geometry.page_size)
         for spec in self.geometry.specs:
-            count = num_pages if spec.kind.is_paged else 1
-            self.transfer.bytes_moved.labels(spec.kind.value).inc(spec.record_bytes * count)
+            yield spec.kind.value, spec.record_bytes * (num_pages if spec.kind.is_paged else 1)

@@ -21,13 +21,13 @@ from pool.config import WorkerConfig
 from pool.follower import Follower, FollowerEngine
 from pool.janitor import Janitor
 from pool.leader import Leader
-from pool.metrics import StageMeters
+from pool.metrics import LeaderMeters, observe_forward
 from pool.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, worker_info
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.announce import Announcement, write_announcement
-from runtime.metrics import Exposition, RpcMetrics, new_registry
+from runtime.metrics import Exposition, RpcMetrics, StageMetrics, new_registry
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
 from runtime.version import VERSION
@@ -51,7 +51,8 @@ class LeaderParts:
     stage: Stage
     leader: Leader
     janitor: Janitor
-    meters: StageMeters
+    meters: LeaderMeters
+    registry: CollectorRegistry
 
 
 class LeadingRole(Protocol):
@@ -125,7 +126,7 @@ async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None
 
 async def _lead(process: _Process) -> None:
     config, role, stage = process.config, process.role, process.stage
-    meters = StageMeters.create(process.registry, stage.plan.geometry)
+    meters = LeaderMeters.create(process.registry, stage.plan.geometry)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -145,7 +146,7 @@ async def _lead(process: _Process) -> None:
     leader = Leader(config, stage, leading.scheduler, sample, warm_up=lambda: leading.warm_up(parts),
                     on_serving=on_serving, observer=observer)
     janitor = Janitor(leader.group, leader.loop, on_unhealthy)
-    parts = LeaderParts(config, stage, leader, janitor, meters)
+    parts = LeaderParts(config, stage, leader, janitor, meters, process.registry)
     worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
                                    lambda: leading.load(parts))
     process.events.listener = lambda event: leader.stage_event(0, event)
@@ -165,12 +166,12 @@ async def _lead(process: _Process) -> None:
 
 async def _follow(process: _Process) -> None:
     config, stage = process.config, process.stage
-    meters = StageMeters.create(process.registry, stage.plan.geometry)
+    metrics = StageMetrics.create(process.registry)
     server = _server(process, (PIPELINE_SERVICE,))
     channel = UcxStageChannel(rank=config.rank, max_frame_bytes=max_frame_bytes(config, stage.plan),
                               profile=TransportProfile(config.transport))
     engine = FollowerEngine(stage, sample, channel, rank=config.rank, size=config.world_size,
-                            on_step=meters.on_forward)
+                            on_step=lambda seconds, batch: observe_forward(metrics, seconds, batch))
     follower = Follower(config, stage, engine, channel.address)
     process.events.listener = follower.on_stage_event
     async with _listening(process, server):

@@ -5,6 +5,7 @@
          half-close by the router: decode has committed ─▶ pages freed, stream ends
 """
 
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from engine.request import Request
 from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor
 from pool.leader import Leader
-from pool.metrics import StageMeters
+from pool.metrics import LeaderMeters
 from pool.requests import chunk_to_proto, request_from_proto
 from pool.stage import StagePlan
 from prefill.scheduler import Event, Failed, FirstToken, PrefillScheduler, Started
@@ -49,7 +50,7 @@ class PrefillParts:
     scheduler: PrefillScheduler
     plan: StagePlan
     janitor: Janitor
-    meters: StageMeters
+    meters: LeaderMeters
     chunk_tokens: int
 
 
@@ -92,6 +93,7 @@ class _Departure:
         self._source: SourceTerms | None = None
         self._session: SendSession | None = None
         self._has_first_token = False
+        self._opened_s = 0.0
         self._told_sent = False
 
     async def run(self) -> AsyncIterator[pb.RunResponse]:
@@ -130,11 +132,12 @@ class _Departure:
         if session is None:
             return None
         if session.error is not None:
-            self._parts.meters.transfer.failures.labels(session.error.reason.lower()).inc()
+            self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
             raise session.error
         if session.state is not SendState.SENT or self._told_sent:
             return None
         self._told_sent = True
+        self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s)
         return pb.PrefillSent(num_bytes=session.num_bytes)
 
     def end(self) -> None:
@@ -169,5 +172,5 @@ class _Departure:
             session.on_stage_event(rank, event)
             self._inbox.session_changed()
 
-        self._session = session
+        self._session, self._opened_s = session, time.monotonic()
         self._parts.leader.group.open_send(self._key, self._source, landing, on_report)

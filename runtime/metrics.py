@@ -138,18 +138,32 @@ class RouterMetrics:
 
 
 @dataclass(frozen=True)
-class WorkerMetrics:
-    """The work of one prefill or decode stage. `queue_*`, `running` and the token counters move on stage 0 only."""
+class StageMetrics:
+    """The forwards of one stage of a pool, whichever."""
+
+    batch_rows: Histogram
+    batch_tokens: Histogram
+    step_s: Histogram
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _histogram(registry, "batch_rows", "Requests per forward.", ROWS),
+            _histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
+            _histogram(registry, "pp_stage_step_seconds",
+                       "One forward of this stage; on stage 0 until the last stage has answered.", STEP_S),
+        )
+
+
+@dataclass(frozen=True)
+class LeaderMetrics:
+    """The work of a pool, as its leader sees it."""
 
     queue_depth: Gauge
     queue_s: Histogram
     running: Gauge
     prompt_tokens: Counter
     output_tokens: Counter
-    preemptions: Counter
-    batch_rows: Histogram
-    batch_tokens: Histogram
-    step_s: Histogram
     idle_ratio: Gauge
 
     @classmethod
@@ -157,20 +171,16 @@ class WorkerMetrics:
         return cls(
             _gauge(registry, "queue_depth", "Requests waiting on this worker."),
             _histogram(registry, "queue_seconds", "Time a request waited on this worker.", STAGE_S),
-            _gauge(registry, "running", "Requests in the running batch."),
+            _gauge(registry, "running", "Requests that hold memory."),
             _counter(registry, "prompt_tokens", "Prompt tokens computed."),
             _counter(registry, "output_tokens", "Tokens drawn."),
-            _counter(registry, "preemptions", "Requests set back because pages ran out."),
-            _histogram(registry, "batch_rows", "Requests per forward.", ROWS),
-            _histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
-            _histogram(registry, "pp_stage_step_seconds", "One forward of this stage.", STEP_S),
-            _gauge(registry, "pp_bubble_ratio", "Share of recent time this stage had work in flight but none to do."),
+            _gauge(registry, "pp_bubble_ratio", "Share of recent time stage 0 had work in flight but none to do."),
         )
 
 
 @dataclass(frozen=True)
 class SpeculationMetrics:
-    """Drafts on a decode pool; all stay at zero without one. Move on stage 0 only."""
+    """Drafts on a decode pool that has one."""
 
     drafted: Counter
     accepted: Counter
@@ -189,7 +199,7 @@ class SpeculationMetrics:
 
 @dataclass(frozen=True)
 class PoolMetrics:
-    """Memory of one stage's pools."""
+    """Memory of a pool: its ids are the same on every stage."""
 
     pages_total: Gauge
     pages_used: Gauge
@@ -209,26 +219,39 @@ class PoolMetrics:
 
 
 @dataclass(frozen=True)
-class TransferMetrics:
-    """Handoffs, as this stage saw them."""
+class HandoffMetrics:
+    """Handoffs, as one side's leader saw them."""
 
     sessions: Gauge
     transfer_s: Histogram
-    exposed_s: Histogram
     bytes_moved: Counter
     failures: Counter
-    integrity_failures: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
             _gauge(registry, "kv_sessions", "Sessions open on this pool."),
             _histogram(registry, "kv_transfer_seconds", "Session opened to everything moved.", TRANSFER_S),
-            _histogram(registry, "kv_transfer_exposed_seconds",
-                       "First token known to everything landed and checked.", TRANSFER_S),
             _counter(registry, "kv_transfer_bytes", "Bytes moved.", "kind"),
             _counter(registry, "kv_transfer_failures", "Sessions that failed.", "reason"),
+        )
+
+
+@dataclass(frozen=True)
+class ArrivalMetrics:
+    """What only the receiving side of handoffs can know, and what becomes of the requests."""
+
+    exposed_s: Histogram
+    integrity_failures: Counter
+    preemptions: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _histogram(registry, "kv_transfer_exposed_seconds",
+                       "First token known to everything landed and checked.", TRANSFER_S),
             _counter(registry, "kv_integrity_failures", "Items whose digest did not match."),
+            _counter(registry, "preemptions", "Requests set back because pages ran out."),
         )
 
 

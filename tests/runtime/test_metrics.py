@@ -4,19 +4,21 @@ import pytest
 
 from runtime.errors import ConfigError
 from runtime.metrics import (
+    ArrivalMetrics,
     Exposition,
+    HandoffMetrics,
+    LeaderMetrics,
     PoolMetrics,
     RouterMetrics,
     RpcMetrics,
-    TransferMetrics,
-    WorkerMetrics,
+    StageMetrics,
     new_registry,
 )
 
 
 def test_exposition_serves_what_was_counted() -> None:
     registry = new_registry(role="decode", version="1.2.3")
-    transfer = TransferMetrics.create(registry)
+    transfer = HandoffMetrics.create(registry)
     transfer.bytes_moved.labels("kv").inc(4096)
     exposition = Exposition.start(registry, port=0)
     try:
@@ -32,7 +34,8 @@ def test_exposition_serves_what_was_counted() -> None:
 
 
 def test_a_worker_can_hold_all_its_sets_in_one_registry() -> None:
-    for kinds in ((RpcMetrics, RouterMetrics), (RpcMetrics, WorkerMetrics, PoolMetrics, TransferMetrics)):
+    for kinds in ((RpcMetrics, RouterMetrics), (RpcMetrics, StageMetrics, LeaderMetrics, PoolMetrics, HandoffMetrics,
+                                                  ArrivalMetrics)):
         registry = new_registry(role="x", version="0")
         for kind in kinds:
             kind.create(registry)
