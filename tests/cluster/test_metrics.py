@@ -38,7 +38,8 @@ def scrape(port: int) -> dict[str, float]:
 
 
 async def everything(running: RunningCluster) -> dict[str, dict[str, float]]:
-    return {name: await asyncio.to_thread(scrape, await running.metrics_port(name)) for name in running.cluster.processes}
+    ports = {name: await running.metrics_port(name) for name in running.cluster.processes}
+    return {name: await asyncio.to_thread(scrape, port) for name, port in ports.items()}
 
 
 async def test_every_metric_moves(checkpoint: Path) -> None:

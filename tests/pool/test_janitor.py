@@ -38,7 +38,8 @@ class FakeLoop:
 
 
 def make_janitor() -> tuple[Janitor, FakeGroup, list[str]]:
-    group, told = FakeGroup(), []
+    group = FakeGroup()
+    told: list[str] = []
     return Janitor(group, FakeLoop(), told.append), group, told  # type: ignore[arg-type]
 
 
