@@ -7,32 +7,36 @@ from rich.console import Console
 
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
-from baton.render import quiet_printer, status_table, timings_table
+from baton.render import QuietPrinter, status_table, timings_table
 from baton.values import ChatMessage, Chunk, Event, Query, Sampling, Stop
 from baton.wire import completion_of
+from runtime.errors import InternalError
 
 # What the demo model was made for: facts of a little story, asked for at its end.
+ANSWER = "Near the library Ivan hid a red notebook."
 STORY = (
-    "Mona found a golden lantern near the old mill. Sam painted a blue teapot near the harbor. "
-    "Ivan hid a red notebook near the library. Tara sold a white kettle near the market."
+    f"Near the old mill Mona found a golden lantern. {ANSWER} Near the harbor Sam painted a blue teapot. "
+    "Near the market Tara sold a white kettle. Near the school Hana counted a purple saddle."
 )
-QUESTION = "Where was everyone?"
+QUESTION = "What did Ivan do?"
 ANSWER_TIMEOUT_S = 60.0
 
 
 async def run_demo(console: Console) -> None:
     """Start router, prefill and a decode pool of two stages; ask about a little story; show where the time went.
 
-    Raises BatonError when a process cannot start or the answer does not come in time.
+    Raises BatonError when a process cannot start, the answer does not come in time or is not the right one.
     """
     started = time.monotonic()
     config = ClusterConfig(model=demo_model(), decode_pp=2, listen="127.0.0.1:0", log_level="warning")
     console.print("starting a router, a prefill worker and a decode pool of two stages")
-    cluster = LocalCluster(config, sink=quiet_printer(console))
+    printer = QuietPrinter(console)
+    cluster = LocalCluster(config, sink=printer)
     async with cluster, AsyncBatonClient(cluster.address) as client:
         console.print(f"serving on {cluster.address} after {time.monotonic() - started:.1f} s\n")
         await _ask(client, console)
         console.print(status_table(await client.cluster_status()))
+        printer.mute()
 
 
 async def _ask(client: AsyncBatonClient, console: Console) -> None:
@@ -48,4 +52,8 @@ async def _ask(client: AsyncBatonClient, console: Console) -> None:
                 ttft_s = time.monotonic() - sent if ttft_s is None else ttft_s
                 console.print(event.text, end="", style="bold green", markup=False, highlight=False, soft_wrap=True)
     console.print("\n")
-    console.print(timings_table(completion_of(events), ttft_s=ttft_s or 0.0))
+    completion = completion_of(events)
+    if completion.text.strip() != ANSWER:
+        raise InternalError(f"the right answer is {ANSWER!r}, the cluster said {completion.text.strip()!r}")
+    console.print("right: every word of it was read by prefill and crossed to decode\n")
+    console.print(timings_table(completion, ttft_s=ttft_s or 0.0))

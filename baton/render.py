@@ -86,10 +86,17 @@ def log_printer(console: Console) -> LogSink:
     return sink
 
 
-def quiet_printer(console: Console) -> LogSink:
-    """The cluster's lines in the background of something else."""
+class QuietPrinter:
+    """The cluster's lines in the background of something else, until they are of no interest any more."""
 
-    def sink(name: str, line: str) -> None:
-        console.print(Text(f"  {name}: {line}", "dim"), soft_wrap=True)
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_muted = False
 
-    return sink
+    def __call__(self, name: str, line: str) -> None:
+        if not self._is_muted:
+            self._console.print(Text(f"  {name}: {line}", "dim"), soft_wrap=True)
+
+    def mute(self) -> None:
+        """What processes say while they are being stopped is no news."""
+        self._is_muted = True

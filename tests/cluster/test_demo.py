@@ -1,0 +1,36 @@
+"""`make demo` as a newcomer sees it, and the shipped model's recall through the whole cluster."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import time
+
+from baton.cluster import demo_model
+from baton.values import Query, Sampling, Stop
+from demo.corpus import recall_questions
+from tests.support.clusters import running_cluster
+
+
+def test_the_demo_gives_the_right_answer_in_time() -> None:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "baton.cli", "demo"], capture_output=True, text=True, timeout=100,
+                          check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "Near the library Ivan hid a red notebook.\n\nright:" in done.stdout
+    assert "handoff not hidden by prefill" in done.stdout
+    assert re.search(r"0-4 4-8", done.stdout), "decode has two stages"
+    assert time.monotonic() - began < 100
+
+
+async def test_recall_through_two_prefill_and_three_decode_stages() -> None:
+    questions = recall_questions(60, seed=5, max_facts=6)
+    async with running_cluster(demo_model(), prefill_pp=2, decode_pp=3) as running:
+        completions = await asyncio.gather(*(
+            running.client.complete(Query(question.prompt, Sampling(temperature=0.0),
+                                          Stop(max_tokens=24, strings=("\n",))), timeout_s=90)
+            for question in questions))
+        right = sum(completion.text.strip() == question.answer.replace("<|end|>", "").strip()
+                    for completion, question in zip(completions, questions, strict=True))
+        assert right >= 57, f"{right} of 60"
+        await running.until_clean()
