@@ -192,10 +192,10 @@ class DecodeScheduler:
                 break
             if entry.running and self._grow(entry):
                 rows.append(self._decode_row(entry))
-        return build_batch(ForwardMode.VERIFY if self._speculates else ForwardMode.DECODE, rows) if rows else None
+        return build_batch(self._step_mode(rows), rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        if batch.mode is ForwardMode.VERIFY and result.error is None:
+        if self._speculates and batch.mode is not ForwardMode.PREFILL and result.error is None:
             self._note_verified(batch, result)
         self._since_s = self.clock.now()
         drawn, verified = iter(result.tokens), iter(result.verified)
@@ -213,6 +213,7 @@ class DecodeScheduler:
             elif tokens:
                 if batch.mode is ForwardMode.VERIFY:
                     entry.draft.kept = Kept(batch.context_lens[row], outcome.accepted)
+                if self._speculates and batch.mode is not ForwardMode.PREFILL:
                     entry.computed += len(outcome.accepted)
                 entry.draft.tree = outcome.draft
                 self._append(entry, tokens)
@@ -364,6 +365,15 @@ class DecodeScheduler:
                                         num_draft_tokens=self._num_draft_tokens(entry))
         row = self._launched(entry, [*entry.tokens(entry.computed, entry.num_tokens), *tree.token_ids], draws=True)
         return replace(row, spec=spec)
+
+    def _step_mode(self, rows: list[Row]) -> ForwardMode:
+        """A batch without any tree is plain decoding, which writes where its tokens belong and leaves nothing to
+        commit."""
+        if any(len(row.token_ids) > 1 for row in rows):
+            return ForwardMode.VERIFY
+        for row in rows:
+            self._entries[row.key].draft.kept = None
+        return ForwardMode.DECODE
 
     def _room(self, entry: _Entry, wanted: int) -> int:
         """How many of `wanted` more tokens the entry's pages hold; takes free pages for them, but none from others."""

@@ -1,0 +1,128 @@
+"""`python -m bench.speculation`: decode tokens per second with a draft and without, by requests in flight.
+
+Two clusters are up at the same time, one with the draft; the same prompts go to one and the other in turn, so that what
+else the machine does falls on both. The answers must be equal.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.values import Finish, Query, Sampling, Stop
+from bench.report import Value, render
+from demo.corpus import speculation_prompts
+from runtime.errors import BatonError
+
+REQUEST_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Side:
+    """One of the two clusters, and what it has done: tokens after the first one, and the seconds they took."""
+
+    client: AsyncBatonClient
+    metrics_port: int
+    tokens: int = 0
+    seconds: float = 0.0
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    async def run(self, queries: Sequence[Query]) -> None:
+        """All at once; counted from the first token of the round to its last."""
+        results = await asyncio.gather(*(self._ask(query) for query in queries))
+        began = min(first for _, first, _ in results)
+        self.tokens += sum(len(ids) - 1 for ids, _, _ in results)
+        self.seconds += max(last for _, _, last in results) - began
+        self.answers += [ids for ids, _, _ in results]
+
+    async def _ask(self, query: Query) -> tuple[tuple[int, ...], float, float]:
+        ids: list[int] = []
+        first = last = 0.0
+        async for event in self.client.generate(query, timeout_s=REQUEST_TIMEOUT_S):
+            if not isinstance(event, Finish) and event.token_ids:
+                last = time.monotonic()
+                first = first or last
+                ids += event.token_ids
+        return tuple(ids), first, last
+
+    def tokens_per_pass(self) -> float:
+        """Mean over all requests and steps since the cluster started."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as response:
+            text = response.read().decode()
+        samples = {sample.name: sample.value for family in text_string_to_metric_families(text)
+                   for sample in family.samples if family.name == "baton_spec_accept_length"}
+        count = samples.get("baton_spec_accept_length_count", 0.0)
+        return samples["baton_spec_accept_length_sum"] / count if count else 1.0
+
+
+@asynccontextmanager
+async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[Side]:
+    config = ClusterConfig(model=flags.model, decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning",
+                           worker_flags=worker_flags)
+    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
+                AsyncBatonClient(cluster.address) as client):
+        leader = next(process for name, process in cluster.processes.items() if name in ("decode-0", "decode-0.0"))
+        assert leader.announcement is not None
+        assert leader.announcement.metrics_port is not None
+        yield Side(client, leader.announcement.metrics_port)
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    prompts = [item.prompt for item in speculation_prompts(flags.prompts, seed=0)]
+    queries = [Query(prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens, ignore_eos=True))
+               for prompt in prompts]
+    draft = ("--draft", str(flags.draft), "--spec-topk", str(flags.topk), "--spec-steps", str(flags.steps),
+             "--spec-draft-tokens", str(flags.draft_tokens))
+    values: dict[str, Value] = {"decode_pp": flags.decode_pp,
+                                "draft": f"top-{flags.topk}, {flags.steps} steps, {flags.draft_tokens} tokens"}
+    async with AsyncExitStack() as stack:
+        plain = await stack.enter_async_context(side(flags))
+        drafting = await stack.enter_async_context(side(flags, *draft))
+        for batch in flags.batches:
+            for each in (plain, drafting):
+                await each.run(queries[:batch])  # warm
+                each.tokens, each.seconds = 0, 0.0
+            for start in range(0, len(queries) - batch + 1, batch):
+                for each in (plain, drafting):
+                    await each.run(queries[start:start + batch])
+            values |= {f"plain_tokens_per_s_{batch}": plain.rate, f"draft_tokens_per_s_{batch}": drafting.rate,
+                       f"speedup_{batch}": drafting.rate / plain.rate}
+        values["tokens_per_pass"] = drafting.tokens_per_pass()
+        values["answers_equal"] = plain.answers == drafting.answers
+    return values
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
+    for name, default in (("decode-pp", 1), ("topk", 4), ("steps", 4), ("draft-tokens", 15), ("prompts", 16),
+                          ("output-tokens", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    flags = parser.parse_args()
+    try:
+        values = asyncio.run(measure(flags))
+    except BatonError as error:
+        print(f"bench.speculation: {error}", file=sys.stderr)
+        return 1
+    print(render("speculation", values, as_json=flags.json))
+    return 0 if values["answers_equal"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
