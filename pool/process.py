@@ -27,6 +27,7 @@ from pool.watch import WorkerService, worker_info
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.announce import Announcement, write_announcement
+from runtime.errors import InternalError
 from runtime.metrics import Exposition, RpcMetrics, StageMetrics, new_registry
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
@@ -157,7 +158,7 @@ async def _lead(process: _Process) -> None:
     async with _listening(process, server):
         leader.start()
         try:
-            async with background(process.stop, _refresh(leading, parts)):
+            async with background(process.stop, _refresh(leading, parts), _watch_agent(stage.agent)):
                 await process.stop.wait()
         finally:
             await server.drain(grace_s=config.drain_s)
@@ -177,7 +178,8 @@ async def _follow(process: _Process) -> None:
     async with _listening(process, server):
         engine.start()
         try:
-            async with background(process.stop, follower.run(_HealthSetter(server, (PIPELINE_SERVICE,)))):
+            joined = follower.run(_HealthSetter(server, (PIPELINE_SERVICE,)))
+            async with background(process.stop, joined, _watch_agent(stage.agent)):
                 await process.stop.wait()
         finally:
             await server.drain(grace_s=0.5)
@@ -227,6 +229,13 @@ async def _refresh(leading: LeadingRole, parts: LeaderParts) -> None:
     while True:
         parts.meters.on_load(await leading.load(parts))
         await asyncio.sleep(0.25)
+
+
+async def _watch_agent(agent: TransferAgent) -> None:
+    """A stage whose transfer thread has failed cannot serve any more: end the process, so that it is replaced."""
+    while agent.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
+        await asyncio.sleep(0.5)
+    raise InternalError(f"the transfer agent has failed: {agent.failure!r}")
 
 
 def _log_plan(config: WorkerConfig, role: Role, num_pages: int, num_slots: int, layers: str) -> None:
