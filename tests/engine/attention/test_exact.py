@@ -173,10 +173,13 @@ def test_many_blocks_beside_many_more(dtype: torch.dtype) -> None:
     for company in (1, 2900):
         backend = backend_of(geometry, dtype)
         prompt = prompt_of(geometry, dtype, num_tokens=1500)
-        other = prompt_of(geometry, dtype, seed=1, first_page=100, num_tokens=company + 1)
-        feed(backend, ForwardMode.PREFILL, (prompt, 1499), (other, company))
-        outputs.append(feed(backend, ForwardMode.DECODE, (prompt, 1), (other, 1))[0])
+        other = prompt_of(geometry, dtype, seed=1, first_page=100, num_tokens=company + 8)
+        feed(backend, ForwardMode.PREFILL, (prompt, 1492), (other, company))
+        for _ in range(8):
+            feed(backend, ForwardMode.DECODE, (prompt, 1), (other, 1))
+        outputs.append(prompt.output())
     assert torch.equal(*outputs)
+    assert torch.equal(outputs[0], whole(geometry, dtype, num_tokens=1500))
 
 
 @QUICK
