@@ -70,11 +70,13 @@ def up(
     listen: Annotated[str, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.")] = DEFAULT_TARGET,
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
     transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a whole cluster on this machine, in the foreground. Ctrl-C stops it; a process that dies is restarted."""
-    worker_flags = [*_flag("--numerics", numerics), *_flag("--transport", transport)]
+    worker_flags = [*_flag("--numerics", numerics), *_flag("--transport", transport),
+                    *_flag("--draft", None if draft is None else str(draft))]
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
