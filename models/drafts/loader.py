@@ -9,7 +9,7 @@ from engine.numerics import Numerics
 from engine.speculative.draft_model import DraftModel
 from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from models.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
-from models.drafts import eagle3
+from models.drafts import eagle1, eagle3
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
@@ -54,7 +54,10 @@ class _Family:
     cache_specs: Callable[[RawConfig, int], tuple[CacheSpec, ...]]
 
 
+_EAGLE1 = _Family(eagle1.Eagle1, eagle1.capture_layers, eagle1.cache_specs)
 _FAMILIES = {
+    "LlamaForCausalLMEagle": _EAGLE1,
+    "Qwen2ForCausalLMEagle": _EAGLE1,
     "LlamaForCausalLMEagle3": _Family(eagle3.Eagle3, eagle3.capture_layers, eagle3.cache_specs),
 }
 

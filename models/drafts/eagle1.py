@@ -1,0 +1,101 @@
+"""EAGLE-1 and EAGLE-2 (Li et al. 2024): one layer over [embedding ; target hidden], with the target's head.
+
+The two differ in how trees grow, not in the model. The layer has no input norm and nothing norms its result; f is the
+target's hidden state after its final norm, or the draft's own result of the step before.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend, AttentionGeometry
+from engine.batch import ForwardBatch
+from engine.memory.layout import CacheSpec
+from models.blocks.attention import Attention, AttentionSpec, read_attention
+from models.blocks.mlp import read_mlp
+from models.blocks.rotary import Rotary, read_rope
+from models.config import RawConfig, architecture_of, dtype_name
+from models.decoder import EMBEDDING
+from models.drafts.weights import DraftFiles, draft_pass
+from models.loader import ModelDescription
+from models.spec import read_norm
+
+
+class Eagle1:
+    """A `DraftModel`."""
+
+    def __init__(self, *, files: DraftFiles) -> None:
+        """Raises ConfigError for variants that are not implemented and drafts of another target."""
+        raw, weights, target = files.raw, files.weights, files.target
+        (self._last_layer,) = capture_layers(raw, target)
+        self._dtype = getattr(torch, dtype_name(raw))
+        hidden = raw.integer("hidden_size")
+        self._spec = _attention(raw)
+        self._rotary = Rotary(spec=read_rope(raw, head_dim=self._spec.head_dim), dtype=self._dtype)
+        self._embedding = weights.tensor(EMBEDDING, target.facts.vocab_size, hidden)
+        self._target_norm = target.spec.norm.build(weights, "target_norm", hidden)
+        self._fuse = weights.linear("fc", rows=(hidden,), in_features=2 * hidden, bias=raw.flag("bias", default=True))
+        layer = weights.at("layers.0")
+        self._attention = Attention(spec=self._spec, weights=layer.at("self_attn"), layer_id=0)
+        self._post_norm = read_norm(raw).build(layer, "post_attention_layernorm", hidden)
+        self._mlp = read_mlp(raw).build(layer.at("mlp"))
+        self.vocab_size = target.facts.vocab_size
+        self._head = weights.linear("lm_head", rows=(self.vocab_size,), in_features=hidden)
+
+    @property
+    def capture_layers(self) -> frozenset[int]:
+        return frozenset({self._last_layer})
+
+    def attention_geometry(self, page_size: int) -> AttentionGeometry:
+        return self._spec.attention_geometry(page_size)
+
+    def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
+        return self._spec.cache_specs(layer_id=0, page_size=page_size, dtype=self._dtype)
+
+    def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
+        """See `DraftModel.features`."""
+        return self._target_norm.forward(aux_hidden[self._last_layer][tokens].to(self._dtype))
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, attention: AttentionBackend) -> Tensor:
+        """See `DraftModel.forward`."""
+        assert batch.token_ids is not None, "a draft reads tokens"
+        hidden = self._fuse(torch.cat([F.embedding(batch.token_ids, self._embedding), hidden], -1))
+        hidden = hidden + self._attention.forward(hidden, draft_pass(batch, attention, self._rotary))
+        return hidden + self._mlp.forward(self._post_norm.forward(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `DraftModel.logits`."""
+        return self._head(hidden).float()
+
+    def target_ids(self, token_ids: Tensor) -> Tensor:
+        """See `DraftModel.target_ids`."""
+        return token_ids
+
+
+def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
+    """The target's last layer.
+
+    Raises:
+        ConfigError: a variant that is not implemented, or a draft of another target.
+    """
+    raw.require("num_hidden_layers", only=1, default=1)
+    for name in ("mlp_bias", "norm_before_residual", "norm_output"):
+        raw.require(name, only=False, default=False)
+    for name, width in (("hidden_size", target.facts.hidden_size), ("vocab_size", target.facts.vocab_size)):
+        if raw.integer(name) != width:
+            raise raw.fail(name, f"is {raw.integer(name)}, the target's is {width}")
+    return frozenset({target.facts.num_layers - 1})
+
+
+def cache_specs(raw: RawConfig, page_size: int) -> tuple[CacheSpec, ...]:
+    return _attention(raw).cache_specs(layer_id=0, page_size=page_size, dtype=getattr(torch, dtype_name(raw)))
+
+
+def _attention(raw: RawConfig) -> AttentionSpec:
+    """Qwen2's has biases on q, k and v whatever its config says; Llama's where it says so."""
+    if architecture_of(raw).startswith("Qwen2"):
+        return read_attention(raw, qkv_bias=True)
+    bias = raw.flag("attention_bias", default=False)
+    return read_attention(raw, qkv_bias=bias, output_bias=bias)
