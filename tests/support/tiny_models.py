@@ -24,6 +24,14 @@ QWEN3: dict[str, object] = {
     **_BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False,
     "rope_parameters": _ROPE,
 }
+GLM_DSA: dict[str, object] = {
+    **_BASE, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_key_value_heads": 4,
+    "tie_word_embeddings": False, "rope_parameters": _ROPE, "q_lora_rank": 32, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "index_topk": 8, "index_head_dim": 16,
+    "index_n_heads": 16, "index_topk_pattern": "FSSFS", "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 
 
 def tiny(config: dict[str, object], dtype: str = "float32") -> ModelDescription:
