@@ -82,7 +82,7 @@ async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[S
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     prompts = [item.prompt for item in speculation_prompts(flags.prompts, seed=0)]
-    queries = [Query(prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens, ignore_eos=True))
+    queries = [Query(prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens))
                for prompt in prompts]
     draft = ("--draft", str(flags.draft), "--spec-topk", str(flags.topk), "--spec-steps", str(flags.steps),
              "--spec-draft-tokens", str(flags.draft_tokens))
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
     for name, default in (("decode-pp", 1), ("topk", 4), ("steps", 4), ("draft-tokens", 15), ("prompts", 16),
-                          ("output-tokens", 64)):
+                          ("output-tokens", 96)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
     parser.add_argument("--json", action="store_true", help="one JSON object")

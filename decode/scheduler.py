@@ -95,7 +95,7 @@ class _Entry:
 @dataclass(frozen=True)
 class DecodeLimits:
     """`depth` is the number of stages; `growth_tokens` are reserved beyond the prompt at admission. A pool that
-    speculates verifies up to `num_draft_tokens` at once."""
+    speculates verifies up to `num_draft_tokens` at once; `draft_handed`: the draft's cache lands with the prompt."""
 
     page_size: int
     grid: int
@@ -105,6 +105,7 @@ class DecodeLimits:
     chunk_tokens: int = 512  # of a replay's prefill batches
     growth_tokens: int = 64
     num_draft_tokens: int = 0
+    draft_handed: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class DecodeScheduler:
             return
         entry.outputs.append(first_token)
         entry.computed = len(entry.request.prompt_token_ids)
+        entry.draft.followed = self.limits.draft_handed
         self._run(entry)
         self._finish_if_done(entry)
 

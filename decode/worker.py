@@ -39,7 +39,8 @@ class DecodeRole:
             limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.world_size,
                                 max_running=config.max_running, max_context_tokens=stage.plan.max_context_tokens,
                                 chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
-                                num_draft_tokens=stage.plan.num_draft_tokens),
+                                num_draft_tokens=stage.plan.num_draft_tokens,
+                                draft_handed=stage.plan.speculation is not None and stage.plan.speculation.handed),
             clock=SystemClock(),
             draft_length=adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS), adaptive)
 

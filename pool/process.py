@@ -76,7 +76,7 @@ class Role(Protocol):
 
     name: str
     service: str  # full gRPC name, also its health name
-    speculates: bool  # whether a draft has anything to do in this role
+    speculates: bool  # whether it verifies drafts, or only lets a draft read prompts
 
     def observe_layers(self, agent: TransferAgent) -> LayerObserver | None:
         """Who hears of each layer that is done."""
@@ -116,7 +116,8 @@ async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None
     incarnation, events = secrets.token_hex(8), _SessionEvents()
     plan = plan_stage(config, speculates=role.speculates)
     _log_plan(config, role, plan.geometry.num_pages, plan.geometry.num_slots, str(plan.geometry.layers))
-    stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers)
+    stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers,
+                        speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
     process = _Process(config, role, stage, registry, events, incarnation, stop)
     try:

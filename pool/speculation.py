@@ -9,13 +9,16 @@ from torch import Tensor
 from engine.attention.backend import AttentionGeometry
 from engine.attention.cpu import CpuAttention
 from engine.attention.tree import TreeAttention
+from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
+from engine.memory.pools import StagePools
 from engine.numerics import Numerics
+from engine.pipeline.executor import LayerObserver
 from engine.recurrent.cpu import CpuRecurrent
 from engine.recurrent.tree import TreeRecurrent
 from engine.speculative.config import SpeculationConfig
 from engine.speculative.drafter import Drafter
-from engine.speculative.eagle import EagleDrafter
+from engine.speculative.eagle import EagleDrafter, PromptDrafter
 from engine.speculative.multistep import MultiStepAttention
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import ModelDescription
@@ -28,18 +31,32 @@ class SpeculationPlan:
 
     config: SpeculationConfig
     draft: DraftDescription
+    handed: bool  # the draft's cache of the prompt is part of the handoff
+
+    @property
+    def first_layer(self) -> int:
+        """The draft's layers follow the target's where the two are counted together."""
+        return self.draft.target.facts.num_layers
+
+    def handed_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
+        """The draft's caches as further layers of the last stage, if they travel with the prompt."""
+        if not self.handed:
+            return ()
+        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id)
+                     for spec in self.draft.cache_specs(page_size))
 
     @property
     def capture_layers(self) -> frozenset[int]:
         return self.draft.capture_layers
 
     def budget_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
-        """What speculation caches beside `specs`, as if layers of the target did: the draft's pages on the last stage,
-        and a state per node for every slot."""
+        """What verification caches beside `specs`, as if layers of the target did: a state per node for every slot,
+        and the draft's pages on the last stage unless they are counted as handed over."""
         last = max(spec.layer_id for spec in specs)
         states = (replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape))
                   for spec in specs if not spec.kind.is_paged)
-        return (*states, *(replace(spec, layer_id=last) for spec in self.draft.cache_specs(page_size)))
+        own = () if self.handed else self.draft.cache_specs(page_size)
+        return (*states, *(replace(spec, layer_id=last) for spec in own))
 
 
 def plan_speculation(config: WorkerConfig, target: ModelDescription) -> SpeculationPlan | None:
@@ -51,7 +68,7 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
     if config.draft is None:
         return None
     flags = SpeculationConfig(config.draft, config.spec_topk, config.spec_steps, config.spec_draft_tokens)
-    return SpeculationPlan(flags, read_draft(config.draft, target))
+    return SpeculationPlan(flags, read_draft(config.draft, target), config.spec_prompt)
 
 
 def tree_attention(paged: CpuAttention, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry,
@@ -71,13 +88,26 @@ def tree_recurrent(slots: CpuRecurrent, conv_pools: Mapping[int, Tensor], state_
                          backend_over=backend_over)
 
 
-def build_drafter(plan: SpeculationPlan, *, page_size: int, num_pages: int, numerics: Numerics) -> Drafter:
-    """Loads the draft and its cache, of as many pages as the target's."""
-    model = plan.draft.load(numerics=numerics)
-    pools = {spec.layer_id: torch.zeros(num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype))
-             for spec in model.cache_specs(page_size)}
-    geometry = model.attention_geometry(page_size)
+def build_drafter(plan: SpeculationPlan, pools: StagePools, *, numerics: Numerics) -> EagleDrafter:
+    """Loads the draft. Its cache is that of the stage's extra layers, or its own of as many pages as the target's."""
+    model, geometry = plan.draft.load(numerics=numerics), pools.geometry
+    kv = {spec.layer_id: pools.kv[plan.first_layer + spec.layer_id] if plan.handed else torch.zeros(
+        geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype))
+        for spec in model.cache_specs(geometry.page_size)}
+    attention = model.attention_geometry(geometry.page_size)
     return EagleDrafter(
-        model=model, paged=CpuAttention(kv_pools=pools, geometry=geometry, numerics=numerics),
-        multi_step=MultiStepAttention(kv_pools=pools, geometry=geometry), topk=plan.config.topk,
+        model=model, paged=CpuAttention(kv_pools=kv, geometry=attention, numerics=numerics),
+        multi_step=MultiStepAttention(kv_pools=kv, geometry=attention), topk=plan.config.topk,
         steps=plan.config.steps)
+
+
+def prompt_drafter(plan: SpeculationPlan, drafter: EagleDrafter, observer: LayerObserver | None) -> Drafter:
+    """For prefill pools: `observer` is told of the draft's layers as of any others."""
+    layers = [plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)]
+
+    def on_followed(batch: ForwardBatch) -> None:
+        if observer is not None:
+            for layer_id in layers:
+                observer(batch, layer_id)
+
+    return PromptDrafter(drafter, on_followed)

@@ -18,7 +18,14 @@ from engine.speculative.drafter import Drafter
 from engine.stages import LayerRange, get_pp_indices
 from models.loader import ModelDescription, read_model
 from pool.config import WorkerConfig
-from pool.speculation import SpeculationPlan, build_drafter, plan_speculation, tree_attention, tree_recurrent
+from pool.speculation import (
+    SpeculationPlan,
+    build_drafter,
+    plan_speculation,
+    prompt_drafter,
+    tree_attention,
+    tree_recurrent,
+)
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
 from transfer.agent import TransferAgent
@@ -30,7 +37,8 @@ from transfer.ucx_settings import TransportProfile
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What follows from checkpoint and configuration alone; the same on every stage but for `geometry.layers`."""
+    """What follows from checkpoint and configuration alone; the same on every stage but for `geometry.layers`. A draft
+    whose cache is handed over counts as further layers of the last stage, in `ranges` and `geometry`."""
 
     description: ModelDescription
     ranges: list[LayerRange]
@@ -40,6 +48,11 @@ class StagePlan:
     speculation: SpeculationPlan | None = None
 
     @property
+    def model_layers(self) -> LayerRange:
+        """The target's layers of this stage."""
+        return self.geometry.layers.intersect(LayerRange(0, self.description.facts.num_layers))
+
+    @property
     def num_draft_tokens(self) -> int:
         return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
 
@@ -47,15 +60,19 @@ class StagePlan:
 def plan_stage(config: WorkerConfig, *, speculates: bool = False) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
-    Only roles that speculate look at the draft.
+    Roles that do not speculate look at the draft only to hand over its cache of the prompt.
     """
     description = read_model(config.model)
     facts = description.facts
     size = config.world_size
     ranges = [get_pp_indices(facts.num_layers, rank, size, config.partition or None) for rank in range(size)]
     specs = description.cache_specs(config.page_size)
-    speculation = plan_speculation(config, description) if speculates else None
-    extra = () if speculation is None else speculation.budget_specs(specs, config.page_size)
+    speculation = plan_speculation(config, description) if speculates or config.spec_prompt else None
+    extra: tuple[CacheSpec, ...] = ()
+    if speculation is not None:
+        extra = speculation.budget_specs(specs, config.page_size) if speculates else ()
+        handed = speculation.handed_specs(config.page_size)
+        specs, ranges[-1] = (*specs, *handed), LayerRange(ranges[-1].start, ranges[-1].end + len(handed))
     sizes = _pool_sizes(config, facts, ranges, (*specs, *extra))
     geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
     context = min(facts.max_context_tokens, (sizes.num_pages - 1) * config.page_size)
@@ -88,16 +105,18 @@ class Stage:
 
 def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                 on_event: Callable[[StageSessionEvent], None],
-                observe_layers: Callable[[TransferAgent], LayerObserver | None]) -> Stage:
+                observe_layers: Callable[[TransferAgent], LayerObserver | None], speculates: bool = False) -> Stage:
     """Load the stage's tensors and start its transfer agent. `observe_layers(agent)` is what hears of each layer that
     is done: the agent on the sending side, nobody on the receiving one."""
     torch.set_num_threads(config.threads)
     numerics = Numerics(config.numerics)
     pools = StagePools(plan.geometry)
     speculation = plan.speculation
-    model = plan.description.load_stage(plan.geometry.layers, numerics=numerics,
+    layers = plan.model_layers
+    model = plan.description.load_stage(layers, numerics=numerics,
                                         capture_layers=speculation.capture_layers if speculation else frozenset())
-    kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
+    conv, state = pools.of_kind(CacheKind.CONV), pools.of_kind(CacheKind.STATE)
+    kv = {layer_id: pools.kv[layer_id] for layer_id in layers if layer_id in pools.kv}  # without the draft's
     geometry = plan.description.attention_geometry(config.page_size)
     paged = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry, numerics=numerics)
     latent_geometry = plan.description.latent_geometry(config.page_size)
@@ -109,20 +128,21 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     transport = UcxTransport(profile=TransportProfile(config.transport), clock=clock)
     agent = TransferAgent(memory=pools, transport=transport, clock=clock, incarnation=incarnation, on_event=on_event)
     agent.start()
-    if speculation is None:
+    observer = observe_layers(agent)
+    drafter = None
+    if speculation is not None and config.rank == config.world_size - 1:
+        drafter = build_drafter(speculation, pools, numerics=numerics)
+    if speculation is None or not speculates:
         executor = StageExecutor(model=model, attention=paged, latent_attention=latent, recurrent=slots,
-                                 on_layer_done=observe_layers(agent))
-        return Stage(plan, pools, executor, agent)
+                                 on_layer_done=observer)
+        reader = prompt_drafter(speculation, drafter, observer) if speculation is not None and drafter else None
+        return Stage(plan, pools, executor, agent, reader)
     if paged is None or geometry is None:
         raise ConfigError("speculation on a model with latent attention is not supported yet", field="draft")
     trees = tree_attention(paged, kv, geometry, numerics)
     states = tree_recurrent(slots, conv, state, numerics, max_nodes=speculation.config.max_nodes)
     executor = StageExecutor(model=model, attention=trees, recurrent=states, caches=(trees, states),
-                             on_layer_done=observe_layers(agent))
-    drafter = None
-    if config.rank == config.world_size - 1:
-        drafter = build_drafter(speculation, page_size=config.page_size, num_pages=plan.geometry.num_pages,
-                                numerics=numerics)
+                             on_layer_done=observer)
     return Stage(plan, pools, executor, agent, drafter)
 
 

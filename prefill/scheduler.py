@@ -17,6 +17,7 @@ from engine.memory.slots import SlotAllocator, SlotLease
 from engine.pipeline.stages import StepResult
 from engine.request import DrawnToken, Request
 from engine.rows import Row, build_batch, chunk_end, sampling_row
+from engine.trees import SpecRow
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
@@ -70,13 +71,15 @@ class _Entry:
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """`chunk_tokens` bounds the tokens of one batch; `grid` is the model's (chunks end on its multiples)."""
+    """`chunk_tokens` bounds the tokens of one batch; `grid` is the model's (chunks end on its multiples). With
+    `drafts` a draft on the last stage reads the prompts too."""
 
     page_size: int
     chunk_tokens: int
     grid: int
     max_running: int
     max_queued: int
+    drafts: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,11 @@ class PrefillScheduler:
         if end == entry.launched or entry.pages is None or entry.slot is None:
             return 0
         sampling = sampling_row(entry.request, ()) if end == len(prompt) else None
+        spec = None
+        if self.limits.drafts:
+            spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)
         rows.append(Row(entry.key, prompt[entry.launched:end], entry.launched, entry.pages.page_ids,
-                        entry.slot.slot_id, sampling))
+                        entry.slot.slot_id, sampling, spec))
         taken, entry.launched = end - entry.launched, end
         entry.in_flight += 1
         if end == len(prompt):

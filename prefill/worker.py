@@ -38,7 +38,8 @@ class PrefillRole:
         return PrefillLeading(PrefillScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
             limits=PrefillLimits(page_size=config.page_size, chunk_tokens=config.chunk_tokens, grid=grid,
-                                 max_running=config.max_running, max_queued=config.max_queued),
+                                 max_running=config.max_running, max_queued=config.max_queued,
+                                 drafts=stage.plan.speculation is not None),
             clock=SystemClock()))
 
 

@@ -5,7 +5,7 @@ over its own paged cache), which also gives the first level of the next tree; ea
 frontier. The draft's pages have the ids of the target's: what a request leases, it leases in both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,21 @@ from engine.speculative.proposal import Proposal
 from engine.speculative.verify import Run
 from engine.trees import SpecInfo, TokenTree
 from runtime.errors import InternalError
+
+
+class PromptDrafter:
+    """A `Drafter` that proposes nothing: on a prefill pool a draft only reads the prompt. `on_followed(batch)` hears of
+    each batch whose tokens are in the draft's cache."""
+
+    def __init__(self, drafter: "EagleDrafter", on_followed: Callable[[ForwardBatch], None]) -> None:
+        self._drafter = drafter
+        self._on_followed = on_followed
+
+    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+        """See `Drafter.propose`."""
+        self._drafter.follow(batch, output, runs)
+        self._on_followed(batch)
+        return [TokenTree()] * len(runs)
 
 
 @dataclass(frozen=True)
@@ -46,15 +61,19 @@ class EagleDrafter:
         self._steps = steps
 
     @torch.inference_mode()
+    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
+        """Extend the draft's cache by what stands, and propose nothing: the part of a prefill pool."""
+        if followed := _followed(batch, runs) if batch.num_rows else []:
+            self._extend(_extend_batch(batch, followed), followed, output)
+
+    @torch.inference_mode()
     def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
         """See `Drafter.propose`."""
         followed = _followed(batch, runs) if batch.num_rows else []
         if not followed:
             return [TokenTree()] * len(runs)
         extend = _extend_batch(batch, followed)
-        self._paged.plan(extend)
-        features = self._model.features(output.aux_hidden, torch.tensor([t for row in followed for t in row.features]))
-        hidden = self._model.forward(extend, features, self._paged)
+        hidden = self._extend(extend, followed, output)
         ends = torch.tensor([len(row.features) for row in followed]).cumsum(0) - 1
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
         trees = {}
@@ -63,6 +82,12 @@ class EagleDrafter:
                                [followed[index].num_nodes for index in growing])
             trees = {followed[index].row: tree for index, tree in zip(growing, grown, strict=True)}
         return [trees.get(run.row, TokenTree()) for run in runs]
+
+    def _extend(self, extend: ForwardBatch, followed: list[_Followed], output: StageOutput) -> Tensor:
+        """Hidden states of all slots, [slots, hidden]."""
+        self._paged.plan(extend)
+        features = self._model.features(output.aux_hidden, torch.tensor([t for row in followed for t in row.features]))
+        return self._model.forward(extend, features, self._paged)
 
     def _grow(self, extended: ForwardBatch, hidden: Tensor, num_nodes: list[int]) -> list[TokenTree]:
         """hidden: [R, hidden] at each row's last slot."""
