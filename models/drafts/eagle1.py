@@ -89,7 +89,7 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     return frozenset({target.facts.num_layers - 1})
 
 
-def cache_specs(raw: RawConfig, page_size: int) -> tuple[CacheSpec, ...]:
+def cache_specs(raw: RawConfig, _target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
     return _attention(raw).cache_specs(layer_id=0, page_size=page_size, dtype=getattr(torch, dtype_name(raw)))
 
 

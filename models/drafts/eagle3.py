@@ -117,7 +117,7 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     return frozenset(aux_layer_ids(raw, target.facts.num_layers))
 
 
-def cache_specs(raw: RawConfig, page_size: int) -> tuple[CacheSpec, ...]:
+def cache_specs(raw: RawConfig, _target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
     return read_attention(raw).cache_specs(layer_id=0, page_size=page_size, dtype=getattr(torch, dtype_name(raw)))
 
 

@@ -9,7 +9,7 @@ from engine.numerics import Numerics
 from engine.speculative.draft_model import DraftModel
 from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from models.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
-from models.drafts import eagle1, eagle3
+from models.drafts import eagle1, eagle3, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
@@ -30,7 +30,7 @@ class DraftDescription:
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What the draft's layers cache, by its own layer ids."""
-        return _family(self.raw).cache_specs(self.raw, page_size)
+        return _family(self.raw).cache_specs(self.raw, self.target, page_size)
 
     def load(self, *, numerics: Numerics) -> DraftModel:
         """The draft, whole, with copies of what it shares with the target.
@@ -47,29 +47,51 @@ class DraftDescription:
 
 @dataclass(frozen=True)
 class _Family:
-    """How one architecture is read and built."""
+    """How one architecture is read and built. `own_name`: a file's name of a tensor to the draft's, None if it is not
+    the draft's."""
 
     build: Callable[..., DraftModel]
     capture_layers: Callable[[RawConfig, ModelDescription], frozenset[int]]
-    cache_specs: Callable[[RawConfig, int], tuple[CacheSpec, ...]]
+    cache_specs: Callable[[RawConfig, ModelDescription, int], tuple[CacheSpec, ...]]
+    own_name: Callable[[str], str | None]
 
 
-_EAGLE1 = _Family(eagle1.Eagle1, eagle1.capture_layers, eagle1.cache_specs)
+def _eagle_name(key: str) -> str | None:
+    """Files of EAGLE-3 call the layer `midlayer` or `layers.0`; `t2d` only repeats `d2t` the other way round."""
+    name = key.removeprefix("model.")
+    if name == "t2d":
+        return None
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def _mtp_name(key: str) -> str | None:
+    name = key.removeprefix("model.")
+    return name.removeprefix("mtp.") if name.startswith("mtp.") else None
+
+
+_EAGLE1 = _Family(eagle1.Eagle1, eagle1.capture_layers, eagle1.cache_specs, _eagle_name)
+_EAGLE3 = _Family(eagle3.Eagle3, eagle3.capture_layers, eagle3.cache_specs, _eagle_name)
+_MTP = _Family(qwen3_5_mtp.Qwen35Mtp, qwen3_5_mtp.capture_layers, qwen3_5_mtp.cache_specs, _mtp_name)
 _FAMILIES = {
     "LlamaForCausalLMEagle": _EAGLE1,
     "Qwen2ForCausalLMEagle": _EAGLE1,
-    "LlamaForCausalLMEagle3": _Family(eagle3.Eagle3, eagle3.capture_layers, eagle3.cache_specs),
+    "LlamaForCausalLMEagle3": _EAGLE3,
+    "Qwen3_5ForCausalLM": _MTP,
+    "Qwen3_5ForConditionalGeneration": _MTP,
+    "Qwen3_5MoeForCausalLM": _MTP,
+    "Qwen3_5MoeForConditionalGeneration": _MTP,
 }
 
 
 def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
-    """Describe the draft in `folder`.
+    """Describe the draft in `folder`; a target with MTP layers in its own checkpoint is its own draft's folder.
 
     Raises:
         ConfigError: the folder is no draft, its architecture or a variant is not supported, or it is not a draft of
             this target.
     """
-    return _describe(text_config(read_config_file(folder / "config.json")), _entries(open_checkpoint(folder)), target)
+    raw = text_config(read_config_file(folder / "config.json"))
+    return _describe(raw, _entries(raw, open_checkpoint(folder)), target)
 
 
 def random_draft(config: dict[str, object], target: ModelDescription, *, numerics: Numerics) -> DraftModel:
@@ -91,12 +113,10 @@ def _family(raw: RawConfig) -> _Family:
     return _FAMILIES[architecture]
 
 
-def _entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """By the names the draft classes use. `t2d` only repeats `d2t` the other way round."""
-    found = {}
-    for key, entry in checkpoint.entries.items():
-        name = key.removeprefix("model.")
-        name = f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
-        if name != "t2d":
-            found[name] = entry
+def _entries(raw: RawConfig, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """By the names the draft classes use."""
+    own_name = _family(raw).own_name
+    found = {name: entry for key, entry in checkpoint.entries.items() if (name := own_name(key)) is not None}
+    if not found:
+        raise ConfigError(f"the checkpoint of {architecture_of(raw)} has no tensors of a draft", field="draft")
     return found
