@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -137,6 +138,11 @@ class Case:
     ours: list[list[float]] = field(default_factory=list)
     reference: list[list[float]] = field(default_factory=list)
 
+    def add(self, ours: list[float], reference: list[float]) -> None:
+        self.ours.append(ours)
+        self.reference.append(reference)
+        print(f"{self.name}: {median(ours) * 1e3:.0f} ms, reference {median(reference) * 1e3:.0f} ms", file=sys.stderr)
+
     def report(self) -> dict[str, Value]:
         def rate(rounds: list[list[float]]) -> float:
             return round(self.tokens_per_step / median(seconds for one in rounds for seconds in one), 2)
@@ -177,8 +183,7 @@ class EngineBench:
             (_, _, expected), reference = _timed(lambda: self._reference.generate(prompt, cache, 1))  # noqa: B023
             cosine = float(torch.cosine_similarity(logits.double(), expected.double()))
             if index:  # the first round warms up
-                case.ours.append([ours])
-                case.reference.append([reference])
+                case.add([ours], [reference])
         return case, round(cosine, 6)
 
     def _decode(self, rows: int) -> Case:
@@ -197,8 +202,7 @@ class EngineBench:
                 ours.append(seconds)
             ids, stamps, _ = self._reference.generate(ids, cache, self._steps + 1)
             if index:
-                case.ours.append(ours)
-                case.reference.append([after - before for before, after in itertools.pairwise(stamps)])
+                case.add(ours, [after - before for before, after in itertools.pairwise(stamps)])
         return case
 
 
