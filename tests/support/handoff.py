@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +60,15 @@ class EventLog:
 
     def __init__(self) -> None:
         self.events: list[StageSessionEvent] = []
+        self.listener: Callable[[StageSessionEvent], None] | None = None
         self._changed = threading.Condition()
 
     def __call__(self, event: StageSessionEvent) -> None:
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
+        if self.listener is not None:
+            self.listener(event)
 
     def states(self, session_id: str, epoch: int = 0) -> list[StageSessionState]:
         return [event.state for event in self.events if (event.session_id, event.epoch) == (session_id, epoch)]
@@ -101,12 +105,16 @@ class Pool:
 
     def __init__(self, name: str, transports: Sequence[Transport], specs: tuple[CacheSpec, ...], *, page_size: int = 4,
                  num_pages: int = 32, num_slots: int = 8, clock: Clock | None = None,
-                 limits: AgentLimits | None = None, partition: Sequence[LayerRange] | None = None) -> None:
+                 limits: AgentLimits | None = None, partition: Sequence[LayerRange] | None = None,
+                 listener: Callable[[int, StageSessionEvent], None] | None = None) -> None:
+        """`listener` hears (rank, report) as well, on the agents' threads."""
         num_layers = max(spec.layer_id for spec in specs) + 1
         self.specs, self.page_size, self.stages = specs, page_size, list[Stage]()
         for rank, transport in enumerate(transports):
             layers = partition[rank] if partition else get_pp_indices(num_layers, rank, len(transports))
             memory, log = ArrayMemory(PoolGeometry(page_size, num_pages, num_slots, layers, specs)), EventLog()
+            if listener is not None:
+                log.listener = partial(listener, rank)
             agent = TransferAgent(memory=memory, transport=transport, clock=clock or SystemClock(),
                                   incarnation=f"{name}-{rank}", on_event=log, limits=limits)
             agent.start()

@@ -1,0 +1,165 @@
+"""One request on a decode pool of three stages, from reservation to its end: what must be there before it may run, and
+what must be free after it ended, however it did."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from engine.batch import ForwardMode
+from engine.pipeline.stages import StepFailed, StepResult
+from engine.request import DrawnToken
+from runtime.errors import BatonError, IntegrityError
+from tests.support.arrivals import NUM_LAYERS, Arrivals, Stream, arrivals, first_token, state_bytes
+from tests.support.local_pool import call
+from transfer.memory_transport import Fault
+from transfer.terms import StageSessionState
+
+OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
+
+
+@pytest.fixture
+async def pools() -> AsyncIterator[Arrivals]:
+    async with arrivals() as made:
+        yield made
+        assert made.complaints == []
+
+
+async def assert_gone(pools: Arrivals, session_id: str) -> None:
+    """Every page and slot is free, and no stage can still write any."""
+    await pools.until(lambda: pools.is_free)
+    assert all(stage.log.states(session_id)[-1] is DRAINED for stage in pools.dest.stages)
+    call(pools.loop, pools.scheduler.on_idle)
+
+
+async def all_landed(pools: Arrivals, session_id: str) -> None:
+    await pools.until(lambda: all(COMPLETE in stage.log.states(session_id) for stage in pools.dest.stages))
+
+
+def run_step(pools: Arrivals, error: BatonError | None = None) -> None:
+    """The engine runs one batch, if there is one."""
+    batch = pools.next_batch()
+    if batch is None:
+        return
+    result = StepResult(0, [DrawnToken(9) for row in batch.sampling if row is not None and error is None], error)
+    call(pools.loop, lambda: pools.scheduler.on_result(batch, result))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(pools: Arrivals, late: int) -> None:
+    stream, landing = await pools.open()
+    late_layers = pools.dest.stages[late].memory.geometry.layers
+    pools.deliver(landing, layers=lambda layer_id: layer_id not in late_layers)
+    stream.send(first_token())
+    others = [stage for rank, stage in enumerate(pools.dest.stages) if rank != late]
+    await pools.until(lambda: all(COMPLETE in stage.log.states(landing.session_id) for stage in others))
+    assert pools.next_batch() is None
+    assert stream.responses.empty()
+    pools.finish_layers(lambda layer_id: layer_id in late_layers)
+    assert (await stream.next()).WhichOneof("event") == "committed"
+    batch = pools.next_batch()
+    assert batch is not None
+    assert (batch.mode, batch.slot_ids.tolist()) == (ForwardMode.DECODE, [landing.slot_id])
+    call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)])))
+    await stream.drop()
+    await assert_gone(pools, landing.session_id)
+
+
+@pytest.mark.parametrize("layer_id", range(NUM_LAYERS))
+async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(pools: Arrivals, layer_id: int) -> None:
+    pools.network.fault = lambda tag, num_bytes: Fault.FLIP if num_bytes == state_bytes(layer_id) else Fault.NONE
+    stream, landing = await pools.open()
+    stream.send(first_token())
+    pools.deliver(landing)
+    with pytest.raises(IntegrityError, match=f"stage {layer_id // 2}: layer {layer_id} state slot {landing.slot_id}"):
+        await stream.ended()
+    assert pools.next_batch() is None
+    await assert_gone(pools, landing.session_id)
+    pools.network.fault = None
+    pools.source.close(landing.session_id)
+    again, landing = await pools.open()  # the same memory serves the next request
+    pools.deliver(landing)
+    again.send(first_token())
+    assert (await again.next()).WhichOneof("event") == "committed"
+    await again.drop()
+    await assert_gone(pools, landing.session_id)
+
+
+async def to_landing(pools: Arrivals) -> tuple[Stream, str]:
+    stream, landing = await pools.open()
+    return stream, landing.session_id
+
+
+async def to_half_landed(pools: Arrivals) -> tuple[Stream, str]:
+    stream, landing = await pools.open()
+    pools.deliver(landing, layers=lambda layer_id: layer_id < 3)
+    await pools.until(lambda: COMPLETE in pools.dest.stages[0].log.states(landing.session_id))
+    return stream, landing.session_id
+
+
+async def to_landed(pools: Arrivals) -> tuple[Stream, str]:
+    """Everything but the first token is here."""
+    stream, landing = await pools.open()
+    pools.deliver(landing)
+    await all_landed(pools, landing.session_id)
+    return stream, landing.session_id
+
+
+async def to_committed(pools: Arrivals) -> tuple[Stream, str]:
+    stream, session_id = await to_landed(pools)
+    stream.send(first_token())
+    assert (await stream.next()).WhichOneof("event") == "committed"
+    return stream, session_id
+
+
+async def to_decoding(pools: Arrivals) -> tuple[Stream, str]:
+    stream, session_id = await to_committed(pools)
+    run_step(pools)
+    assert list((await stream.next()).tokens.token_ids) == [9]
+    return stream, session_id
+
+
+@pytest.mark.parametrize("reach", [to_landing, to_half_landed, to_landed, to_committed, to_decoding])
+async def test_s4_7_an_abort_frees_at_every_step(
+        pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[Stream, str]]]) -> None:
+    stream, session_id = await reach(pools)
+    assert not pools.is_free
+    await stream.drop()
+    await assert_gone(pools, session_id)
+
+
+async def test_s4_7_a_failed_step_frees(pools: Arrivals) -> None:
+    stream, session_id = await to_committed(pools)
+    run_step(pools, StepFailed("stage 1: no"))
+    with pytest.raises(StepFailed):
+        await stream.ended()
+    await assert_gone(pools, session_id)
+
+
+@pytest.mark.parametrize("how", ["length", "stop token"])
+async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(pools: Arrivals, how: str) -> None:
+    stream, landing = await pools.open(max_tokens=1) if how == "length" else await pools.open(stop_token_ids=[7])
+    pools.deliver(landing)
+    stream.send(first_token(7))
+    assert (await stream.next()).WhichOneof("event") == "committed"
+    assert (await stream.next()).WhichOneof("event") == "finished"
+    await stream.ended()
+    assert pools.next_batch() is None
+    await assert_gone(pools, landing.session_id)
+
+
+async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and_ends_like_any_other(
+        pools: Arrivals) -> None:
+    stream, landing = await pools.open(max_tokens=16)
+    pools.deliver(landing)
+    stream.send(first_token())
+    assert (await stream.next()).WhichOneof("event") == "committed"
+    others = pools.scheduler.pages.alloc(pools.scheduler.pages.num_free, owner="others")
+    while pools.scheduler.load().waiting_requests == 0:
+        run_step(pools)
+    assert pools.scheduler.slots.num_free == pools.scheduler.slots.num_total
+    assert pools.scheduler.pages.num_free == pools.scheduler.pages.num_total - others.num_pages
+    others.end()
+    while pools.scheduler.load().running_requests or pools.scheduler.load().waiting_requests:
+        run_step(pools)
+    await stream.ended()
+    await assert_gone(pools, landing.session_id)

@@ -1,0 +1,218 @@
+"""A decode service over real transfer agents and a real scheduler, without gRPC and without a model.
+
+Nothing computes: tests look at what the scheduler would run, and at whose memory is free.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+from prometheus_client import CollectorRegistry
+
+from decode.scheduler import DecodeLimits, DecodeScheduler
+from decode.service import Context, DecodeParts, DecodeService
+from engine.batch import ForwardBatch
+from engine.loop import EngineLoop
+from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
+from engine.memory.pages import PageAllocator
+from engine.memory.slots import SlotAllocator
+from engine.stages import LayerRange, get_pp_indices
+from pool.group import Listener, StageGroup
+from pool.janitor import Janitor
+from pool.leader import Leader
+from pool.metrics import LeaderMeters
+from pool.stage import StagePlan
+from protos import decode_pb2 as pb
+from protos import types_pb2
+from runtime.clock import SystemClock
+from runtime.metrics import ArrivalMetrics
+from tests.support.handoff import Pool
+from tests.support.local_pool import call
+from tests.support.tiny_models import HYBRID, tiny
+from transfer import codec
+from transfer.compatibility import Compatibility
+from transfer.memory_transport import MemoryNetwork
+from transfer.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent
+
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_LAYERS = 4, 32, 8, 6
+PROMPT = list(range(1, 19))
+SOURCE_PAGES = (3, 4, 5, 9, 10)
+
+
+def specs() -> tuple[CacheSpec, ...]:
+    """Pages and a slot on every layer; no two layers have states of the same size, so a message tells its layer."""
+    return tuple(spec for layer_id in range(NUM_LAYERS) for spec in (
+        CacheSpec(layer_id, CacheKind.KV, (2, 2, PAGE_SIZE, 8), "bfloat16", 2),
+        CacheSpec(layer_id, CacheKind.STATE, (3, 7, 8 + layer_id), "float32", 4)))
+
+
+def state_bytes(layer_id: int) -> int:
+    return next(spec.record_bytes for spec in specs() if (spec.layer_id, spec.kind) == (layer_id, CacheKind.STATE))
+
+
+class _Group:
+    """What a service needs of `pool.group.StageGroup`, with every stage in this process."""
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self._loop = asyncio.get_running_loop()
+        self._listeners: dict[str, Listener] = {}
+
+    def on_report(self, rank: int, event: StageSessionEvent) -> None:
+        """From the agents' threads."""
+        self._loop.call_soon_threadsafe(self._deliver, rank, event)
+
+    def _deliver(self, rank: int, event: StageSessionEvent) -> None:
+        if event.session_id in self._listeners:
+            self._listeners[event.session_id](rank, event)
+
+    @property
+    def endpoints(self) -> tuple[StageEndpoint, ...]:
+        assert self.pool is not None
+        return tuple(stage.agent.endpoint for stage in self.pool.stages)
+
+    def open_receive(self, source: SourceTerms, landing: Landing, listener: Listener) -> None:
+        assert self.pool is not None
+        self.listen(landing.session_id, listener)
+        for stage in self.pool.stages:
+            stage.agent.open_receive(source, landing)
+
+    def close_receive(self, session_id: str) -> None:
+        assert self.pool is not None
+        self.pool.close(session_id)
+
+    def listen(self, session_id: str, listener: Listener) -> None:
+        self._listeners[session_id] = listener
+
+    def forget(self, session_id: str) -> None:
+        self._listeners.pop(session_id, None)
+
+
+@dataclass
+class _Leader:
+    loop: EngineLoop
+    group: _Group
+    serving: bool = True
+    reason: str = ""
+
+
+class Stream:
+    """The router's end of one Generate stream. `responses` are those that nobody has taken yet."""
+
+    def __init__(self, service: DecodeService) -> None:
+        self._messages: asyncio.Queue[pb.DecodeRequest] = asyncio.Queue()
+        self.responses: asyncio.Queue[pb.DecodeResponse] = asyncio.Queue()
+        self._handler = asyncio.create_task(self._serve(service))
+
+    def send(self, message: pb.DecodeRequest) -> None:
+        self._messages.put_nowait(message)
+
+    async def next(self, timeout_s: float = 10) -> pb.DecodeResponse:
+        return await asyncio.wait_for(self.responses.get(), timeout_s)
+
+    async def ended(self, timeout_s: float = 10) -> None:
+        """Raises what the stream ended with."""
+        await asyncio.wait_for(self._handler, timeout_s)
+
+    async def drop(self) -> None:
+        """The caller is gone: gRPC cancels the handler."""
+        self._handler.cancel()
+        await asyncio.wait([self._handler])
+
+    async def _serve(self, service: DecodeService) -> None:
+        generator = cast("AsyncGenerator[pb.DecodeResponse, None]", service.Generate(self._read(), cast(Context, None)))
+        async with aclosing(generator) as responses:
+            async for response in responses:
+                self.responses.put_nowait(response)
+
+    async def _read(self) -> AsyncIterator[pb.DecodeRequest]:
+        while True:
+            yield await self._messages.get()
+
+
+@dataclass
+class Arrivals:
+    """Two source stages, three destination stages, and the service of the latter."""
+
+    source: Pool
+    dest: Pool
+    network: MemoryNetwork
+    scheduler: DecodeScheduler
+    service: DecodeService
+    loop: EngineLoop
+    complaints: list[str]
+    terms: SourceTerms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.terms = self.source.terms(SOURCE_PAGES, len(PROMPT))
+
+    async def open(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = ()) -> tuple[Stream, Landing]:
+        """A request up to its landing."""
+        stream = Stream(self.service)
+        request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=max_tokens,
+                                          stop_token_ids=stop_token_ids)
+        stream.send(pb.DecodeRequest(open=pb.DecodeOpen(request=request, source=codec.source_to_proto(self.terms))))
+        response = await stream.next()
+        return stream, codec.landing_from_proto(response.landing)
+
+    def deliver(self, landing: Landing, *, layers: Callable[[int], bool] = lambda layer_id: True) -> None:
+        """The source has computed these layers."""
+        self.source.open_send(self.terms, landing)
+        self.finish_layers(layers)
+
+    def finish_layers(self, layers: Callable[[int], bool]) -> None:
+        for stage in self.source.stages:
+            for layer_id in filter(layers, stage.memory.geometry.layers):
+                stage.agent.layer_done(1, layer_id, len(PROMPT))
+
+    def next_batch(self) -> ForwardBatch | None:
+        """What the engine would run now."""
+        batches: list[ForwardBatch | None] = []
+        call(self.loop, lambda: batches.append(self.scheduler.next_batch()))
+        return batches[0]
+
+    @property
+    def is_free(self) -> bool:
+        pages, slots = self.scheduler.pages, self.scheduler.slots
+        return (pages.num_free, slots.num_free) == (pages.num_total, slots.num_total)
+
+    async def until(self, holds: Callable[[], bool], timeout_s: float = 10) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not holds():  # noqa: ASYNC110 - allocators have no event to wait for
+                await asyncio.sleep(0.005)
+
+
+def first_token(token: int = 7) -> pb.DecodeRequest:
+    return pb.DecodeRequest(first_token=types_pb2.TokenChunk(token_ids=[token]))
+
+
+@asynccontextmanager
+async def arrivals() -> AsyncIterator[Arrivals]:
+    network, group, complaints = MemoryNetwork(), _Group(), list[str]()
+    source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs())
+    dest = Pool("decode", [network.transport(SystemClock()) for _ in range(3)], specs(), listener=group.on_report)
+    group.pool = dest
+    for rank, stage in enumerate(source.stages):
+        stage.memory.randomize(rank)
+    scheduler = DecodeScheduler(
+        pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS),
+        limits=DecodeLimits(page_size=PAGE_SIZE, grid=1, depth=1, max_running=4, max_context_tokens=64,
+                            growth_tokens=PAGE_SIZE),
+        clock=SystemClock())
+    loop = EngineLoop(scheduler)
+    loop.start()
+    registry, ranges = CollectorRegistry(), [get_pp_indices(NUM_LAYERS, rank, 3) for rank in range(3)]
+    geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LayerRange(0, 2), specs())
+    parts = DecodeParts(
+        leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
+        plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64),
+        janitor=Janitor(cast(StageGroup, group), loop, complaints.append),
+        meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry))
+    try:
+        yield Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints)
+    finally:
+        await asyncio.to_thread(source.shutdown)
+        await asyncio.to_thread(dest.shutdown)
+        loop.stop()
