@@ -23,10 +23,10 @@ BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBa
 
 @dataclass(frozen=True)
 class _Level:
-    """The nodes of one depth: their tokens in the batch [N], and where among the last level's nodes (the rows, at depth
-    0) their parents are [N], or None where each continues the one in its place."""
+    """The nodes of one depth: their places among all nodes in order of depth, and where among the last level's nodes
+    (the rows, at depth 0) their parents are [N], or None where each continues the one in its place."""
 
-    tokens: Tensor
+    places: slice
     parents: Tensor | None
 
 
@@ -38,6 +38,7 @@ class _Layout:
     scratch_rows  [T] int64, where the nodes' states are kept
     nodes         a decode batch of one row per node over the scratch rows
     levels        by depth
+    by_depth      [T] int64, the nodes' tokens in order of depth; None where they lie in this order
     paths         per node its ancestors' tokens in the batch, itself last; and its row
     """
 
@@ -45,6 +46,7 @@ class _Layout:
     scratch_rows: Tensor
     nodes: ForwardBatch
     levels: list[_Level]
+    by_depth: Tensor | None
     paths: list[tuple[int, list[int]]]
 
     def history(self, length: int) -> Tensor:
@@ -94,16 +96,18 @@ class TreeRecurrent:
             return self._slots.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
         layout, _ = self._layout(batch)
         q, k = normalise_heads(q, k, v.shape[1])
-        v = v.float()
-        states = v.new_empty(len(v), *self._state_pools[layer_id].shape[1:])
-        out, state = torch.empty_like(v), self._state_pools[layer_id][layout.slots]
+        v, rows = v.float(), layout.scratch_rows
+        if layout.by_depth is not None:
+            q, k, v, g, beta, rows = (part[layout.by_depth] for part in (q, k, v, g, beta, rows))
+        outs, states, state = [], [], self._state_pools[layer_id][layout.slots]
         for level in layout.levels:
-            at = level.tokens
-            before = state if level.parents is None else state[level.parents]
-            out[at], state = recurrent_step(q[at], k[at], v[at], g[at], beta[at], before)
-            states[at] = state
-        self._state_scratch[layer_id][layout.scratch_rows] = states
-        return out
+            at, before = level.places, state if level.parents is None else state[level.parents]
+            out, state = recurrent_step(q[at], k[at], v[at], g[at], beta[at], before)
+            outs.append(out)
+            states.append(state)
+        self._state_scratch[layer_id][rows] = torch.cat(states)
+        out = torch.cat(outs)
+        return out if layout.by_depth is None else torch.empty_like(out).index_copy_(0, layout.by_depth, out)
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""
@@ -149,14 +153,16 @@ def _lay_out(batch: ForwardBatch, max_nodes: int) -> _Layout:
             paths.append((row, [first + other for other in ancestors(spec.parents, node)]))
             scratch_rows.append(slot * max_nodes + node)
             positions.append(batch.context_lens[row] + depth)
-    levels, width = [], batch.num_rows
+    levels, width, order = [], batch.num_rows, list[int]()
     for _, nodes in sorted(by_depth.items()):
         parents = [parent for _, parent in nodes]
         in_place = parents == list(range(width))
-        levels.append(_Level(torch.tensor([token for token, _ in nodes]), None if in_place else torch.tensor(parents)))
+        levels.append(_Level(slice(len(order), len(order) + len(nodes)), None if in_place else torch.tensor(parents)))
+        order += [token for token, _ in nodes]
         width = len(nodes)
-    slots = batch.slot_ids.long()
-    return _Layout(slots, torch.tensor(scratch_rows), _node_batch(scratch_rows, positions), levels, paths)
+    is_ordered = order == list(range(len(order)))
+    return _Layout(batch.slot_ids.long(), torch.tensor(scratch_rows), _node_batch(scratch_rows, positions), levels,
+                   None if is_ordered else torch.tensor(order), paths)
 
 
 def _node_batch(scratch_rows: list[int], positions: list[int]) -> ForwardBatch:

@@ -103,7 +103,9 @@ class _Attention:
     def forward(self, x: Tensor, batch: ForwardBatch, attention: AttentionBackend, rotary: RotaryTable) -> Tensor:
         query, key, value = (part.reshape(len(x), -1, self._spec.head_dim)
                              for part in torch.split(self._qkv(x), self._widths, dim=-1))
-        heads = attention.run(0, rotary.rotate_halves(query), rotary.rotate_halves(key), value, batch)
+        rotated = rotary.rotate_halves(torch.cat([query, key], 1))
+        query, key = rotated[:, :self._spec.num_heads], rotated[:, self._spec.num_heads:]
+        heads = attention.run(0, query, key, value, batch)
         return self._output(heads.reshape(len(x), -1))
 
 
