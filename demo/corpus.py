@@ -1,4 +1,4 @@
-"""The demo model's whole world: small stories whose facts are asked for later, counting, sums, lists.
+"""The demo model's whole world: small stories whose facts are asked for later, counting, lists.
 
 Every sentence is generated here, so weights, tokenizer and corpus carry no third-party text. A document is a list
 of pieces; a piece says whether a reader could know it (`Piece.known`): answers, copies and continuations are, the

@@ -176,16 +176,16 @@ def save(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     model.bfloat16().save_pretrained(out)
 
 
-def measure_recall(folder: Path) -> dict[str, float]:
-    """Exact answers of the stored bf16 model to 200 held-out questions about stories of two to six facts.
+def measure_recall(folder: Path, *, questions: int) -> dict[str, float]:
+    """Exact answers of the stored bf16 model to held-out questions about stories of two to six facts.
 
     "recall": no word comes twice in a story. "recall_repeated_words": two facts may share verb, colour or place.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    distinct = corpus.recall_questions(RECALL_QUESTIONS, seed=0, max_facts=6)
-    repeated = corpus.recall_questions(RECALL_QUESTIONS, seed=0, max_facts=6, make=corpus.make_facts)
-    return {"recall_questions": RECALL_QUESTIONS, "recall": recall_rate(model, tokenizer, distinct),
+    distinct = corpus.recall_questions(questions, seed=0, max_facts=6)
+    repeated = corpus.recall_questions(questions, seed=0, max_facts=6, make=corpus.make_facts)
+    return {"recall_questions": questions, "recall": recall_rate(model, tokenizer, distinct),
             "recall_repeated_words": recall_rate(model, tokenizer, repeated)}
 
 
@@ -204,7 +204,7 @@ def main() -> None:
     figures = {"date": date.today().isoformat(), "parameters": sum(p.numel() for p in model.parameters()),
                "vocabulary": tokenizer.get_vocab_size(), "steps": sum(phase.steps for phase in CURRICULUM),
                "tokens_seen": sum(phase.steps * phase.rows * phase.row_tokens for phase in CURRICULUM),
-               "answer_loss": round(loss, 4), **measure_recall(args.out)}
+               "answer_loss": round(loss, 4), **measure_recall(args.out, questions=RECALL_QUESTIONS)}
     (args.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(figures), flush=True)
 

@@ -21,7 +21,7 @@ from demo.train import Phase, batches, make_optimizers, set_rate
 AUX_LAYER_IDS = (1, 4, 6)
 UNROLLED_STEPS = 4
 STEP_DISCOUNT = 0.9
-PHASE = Phase(250, 256, 8, 6, 0.25)
+PHASE = Phase(700, 256, 8, 6, 0.25)
 SEED = 1000
 
 
