@@ -43,12 +43,13 @@ class _SizeClass:
 class AdaptiveDraft:
     """Chooses among no draft, a short one and `max_nodes`. Belongs to the engine thread.
 
-    A trial of another length lasts `trial_steps`, after up to `trial_interval` steps of the best one; the first
-    `settling_steps` after a change are not counted, because their trees are still those of the old length. `margin` is
-    how much better the other must be.
+    A trial of another length lasts `trial_steps`, after `first_interval` steps of the best one and, while it stays
+    the best, up to `trial_interval`. The first `settling_steps` after a change are not counted, because their trees are
+    still those of the old length. `margin` is how much better the other must be.
     """
 
     max_nodes: int
+    first_interval: int = 64
     trial_interval: int = 256
     trial_steps: int = 8
     settling_steps: int = 2
@@ -76,8 +77,9 @@ class AdaptiveDraft:
             return
         if trial:
             if found.yields[found.tried].rate > found.yields[found.best].rate * (1 + self.margin):
-                found.best, found.interval = found.tried, self.trial_steps
-            found.interval = min(2 * found.interval, self.trial_interval)
+                found.best, found.interval = found.tried, self.first_interval
+            else:
+                found.interval = min(2 * found.interval, self.trial_interval)
             found.tried, found.steps_left = found.best, found.interval
         else:
             others = [place for place in range(len(self.lengths)) if place != found.best]
@@ -90,6 +92,6 @@ class AdaptiveDraft:
         size = num_running.bit_length()
         if size not in self._classes:
             last = len(self.lengths) - 1
-            soon = 2 * self.trial_steps
-            self._classes[size] = _SizeClass([_Yield() for _ in self.lengths], last, last, soon, soon)
+            self._classes[size] = _SizeClass([_Yield() for _ in self.lengths], last, last, self.first_interval,
+                                             self.first_interval)
         return self._classes[size]
