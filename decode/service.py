@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -25,6 +26,7 @@ from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.clock import SystemClock
 from runtime.errors import (
+    DeadlineError,
     FieldViolation,
     IntegrityError,
     InternalError,
@@ -43,6 +45,7 @@ from transfer.terms import Landing, SourceTerms, StageSessionEvent
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
 OPEN_TIMEOUT_S = 10.0
 HANDOFF_TIMEOUT_S = 60.0
+FIRST_TOKEN_TIMEOUT_S = 5.0
 NEW_SOURCE_TIMEOUT_S = 30.0  # how long a reservation outlives its prefill worker
 
 logger = logging.getLogger(__name__)
@@ -167,6 +170,7 @@ class _Arrival:
             failed = session.state is ReceiveState.FAILED
             if failed and isinstance(session.error, IntegrityError):
                 self._parts.arrivals.integrity_failures.inc()
+                await self._hear_the_router_out()
                 raise session.error
             new_source = await self._handle_arrival(
                 NEW_SOURCE_TIMEOUT_S if failed else HANDOFF_TIMEOUT_S,
@@ -174,6 +178,13 @@ class _Arrival:
             if new_source is not None:
                 return new_source
         return None
+
+    async def _hear_the_router_out(self) -> None:
+        """Wait for the first token, the last thing a router writes: gRPC replaces the status of a stream that ends
+        while its caller writes to it, and this one must arrive."""
+        with suppress(DeadlineError):
+            while self._first_token is None:
+                await self._handle_arrival(FIRST_TOKEN_TIMEOUT_S, "the first token")
 
     async def _handle_arrival(self, timeout_s: float, waiting_for: str) -> SourceTerms | None:
         """Handle one happening before the commit."""

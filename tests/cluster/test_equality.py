@@ -1,4 +1,4 @@
-"""The same answer from every topology: real clusters against one process, tokens and logprobs bit for bit."""
+"""The same answer from every topology: clusters against one process, tokens and logprobs bit for bit."""
 
 import asyncio
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.conftest import Reference
 from tests.support.clusters import running_cluster
+from tests.support.one_process import cluster_in_process
 from tests.support.questions import as_query, make_questions, shown
 
 Shown = list[tuple[int, float | None]]
@@ -29,19 +30,20 @@ def expected(reference: Reference) -> list[Shown]:
 async def test_every_split_gives_the_same_bits(checkpoint: Path, expected: list[Shown], prefill_pp: int,
                                                decode_pp: int) -> None:
     chunk = 64 if (prefill_pp + decode_pp) % 2 else 128
-    async with running_cluster(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp,
-                               worker_flags=("--chunk-tokens", str(chunk))) as running:
+    async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp,
+                                  chunk_tokens=chunk) as client:
         queries = [as_query(question) for question in make_questions(8)]
-        alone = [shown(await running.client.complete(query, timeout_s=60)) for query in queries[:2]]
-        together = await asyncio.gather(*(running.client.complete(query, timeout_s=60) for query in queries))
+        alone = [shown(await client.complete(query, timeout_s=60)) for query in queries[:2]]
+        together = await asyncio.gather(*(client.complete(query, timeout_s=60) for query in queries))
         assert alone == expected[:2]
         assert [shown(completion) for completion in together] == expected
-        await running.until_clean()
 
 
-async def test_uneven_partitions_and_tcp_give_the_same_bits(checkpoint: Path, expected: list[Shown]) -> None:
-    async with running_cluster(checkpoint, prefill_pp=2, decode_pp=3, prefill_partition="3,1",
-                               decode_partition="1,2,1", worker_flags=("--transport", "tcp")) as running:
+@pytest.mark.parametrize(("partitions", "transport"), [(("3,1", "1,2,1"), "tcp"), (("", ""), "shm")])
+async def test_processes_of_their_own_give_the_same_bits(checkpoint: Path, expected: list[Shown],
+                                                         partitions: tuple[str, str], transport: str) -> None:
+    async with running_cluster(checkpoint, prefill_pp=2, decode_pp=3, prefill_partition=partitions[0],
+                               decode_partition=partitions[1], worker_flags=("--transport", transport)) as running:
         completions = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
                                              for question in make_questions(8)))
         assert [shown(completion) for completion in completions] == expected

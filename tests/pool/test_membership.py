@@ -51,7 +51,8 @@ class FakeStage:
     """A stage as the leader sees it: one Join stream."""
 
     def __init__(self, stub: pipeline_pb2_grpc.PipelineStub) -> None:
-        self._call: Any = stub.Join()  # typed for a request iterator, used by writing
+        join: Any = stub.Join  # typed for a request iterator, used by writing
+        self._call = join()
 
     async def hello(self, rank: int, *, layers: LayerRange | None = None, compatibility: str = "same") -> None:
         endpoint = StageEndpoint(layers or RANGES[rank], b"ucx", f"life-{rank}")

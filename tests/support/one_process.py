@@ -1,0 +1,85 @@
+"""A whole cluster in the test's own process: the real roles over real gRPC and real UCX, without the seconds that
+starting processes takes. Processes of their own, and their deaths, are in `tests/support/clusters.py`."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from baton.client import AsyncBatonClient
+from decode.worker import DecodeRole
+from pool.config import WorkerConfig
+from pool.process import Role, run_worker
+from prefill.worker import PrefillRole
+from router.app import serve
+from router.config import RouterConfig
+from runtime.announce import read_announcement
+from runtime.supervision import StopSignal
+from tests.support.clusters import is_clean
+
+START_TIMEOUT_S = 60.0
+
+
+@asynccontextmanager
+async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp: int = 1, prefill_partition: str = "",
+                             decode_partition: str = "", **settings: object) -> AsyncIterator[AsyncBatonClient]:
+    """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage. On leaving, whatever was
+    asked must have been given back."""
+    torch.set_num_threads(1)
+    stop = StopSignal()
+    tasks: list[asyncio.Task[None]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        base = WorkerConfig.model_validate({"model": checkpoint, "drain_s": 0.5, **settings})
+        try:
+            leaders = {}
+            for role, size, partition in ((PrefillRole(), prefill_pp, prefill_partition),
+                                          (DecodeRole(), decode_pp, decode_partition)):
+                pool = base.model_copy(update={"world_size": size, "partition": partition})
+                leaders[role.name] = await _start_pool(role, pool, Path(folder), tasks, stop)
+            router = RouterConfig(model=checkpoint, prefill=(leaders["prefill"],), decode=(leaders["decode"],),
+                                  listen="127.0.0.1:0", announce=Path(folder) / "router.json", drain_s=0.5)
+            tasks.append(asyncio.create_task(serve(router, stop)))
+            async with AsyncBatonClient(await _announced(Path(folder) / "router.json", tasks)) as client:
+                await _until(client, is_ready=True)
+                yield client
+                await _until(client, is_ready=False)
+        finally:
+            stop.set("the test is over")
+            await asyncio.gather(*tasks)
+
+
+async def _start_pool(role: Role, config: WorkerConfig, folder: Path, tasks: list[asyncio.Task[None]],
+                      stop: StopSignal) -> str:
+    """The address of the pool's leader."""
+    leader = ""
+    for rank in range(config.world_size):
+        announce = folder / f"{role.name}-{rank}.json"
+        stage = config.model_copy(update={"rank": rank, "leader": leader, "announce": announce})
+        tasks.append(asyncio.create_task(run_worker(stage, role, stop)))
+        address = await _announced(announce, tasks)
+        leader = leader or address
+    return leader
+
+
+async def _announced(path: Path, tasks: list[asyncio.Task[None]]) -> str:
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while (announcement := read_announcement(path)) is None:
+            for task in tasks:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.01)
+    return announcement.address
+
+
+async def _until(client: AsyncBatonClient, *, is_ready: bool) -> None:
+    """Until every worker serves and, after use, everything was given back."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            status = await client.cluster_status()
+            serving = len(status.workers) == 2 and all(worker.serving for worker in status.workers)
+            if serving and (is_ready or is_clean(status)):
+                return
+            await asyncio.sleep(0.02)
