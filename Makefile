@@ -10,7 +10,7 @@ STUBS := $(PROTOS:.proto=_pb2.py) $(PROTOS:.proto=_pb2.pyi) $(PROTOS:.proto=_pb2
 # One compute thread per process: a local cluster gives each process a core of its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test check lint types buf stubs protos bench clean
+.PHONY: help venv demo test check lint types buf stubs manifests-current protos manifests bench clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -28,7 +28,7 @@ demo: venv ## start a whole local cluster, ask the shipped model a question, sho
 test: venv ## all tests that need no GPU
 	$(BIN)/python -m pytest
 
-check: lint types buf stubs ## everything that can be said without running
+check: lint types buf stubs manifests-current ## everything that can be said without running
 
 lint: venv
 	$(BIN)/ruff check .
@@ -44,6 +44,16 @@ stubs: venv
 	@rm -rf build/stubs && mkdir -p build/stubs
 	@$(call protoc,build/stubs)
 	@for f in $(STUBS); do diff -u $$f build/stubs/$$f || { echo "$$f is stale: run make protos"; exit 1; }; done
+
+# The rendered manifests must be what the overlays give; the tests then need no kubectl.
+manifests-current:
+	@if command -v kubectl >/dev/null; then \
+		deploy/render.sh "$(CURDIR)/build/deploy" && diff -ru deploy/rendered build/deploy \
+			|| { echo "deploy/rendered is stale: run make manifests"; exit 1; }; \
+	else echo "no kubectl here: deploy/rendered is not compared with the overlays"; fi
+
+manifests: ## render the overlays into deploy/rendered (needs kubectl)
+	deploy/render.sh
 
 protos: venv ## regenerate the stubs from protos/*.proto
 	$(call protoc,.)

@@ -1,0 +1,88 @@
+"""Rules use metrics and labels that the code has, and promtool's tests hold for every alert."""
+
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from runtime import metrics
+from tests.deploy.manifests import DEPLOY, load, of_kind
+
+ALERTS = DEPLOY / "alerts"
+SETS = (metrics.RpcMetrics, metrics.RouterMetrics, metrics.StageMetrics, metrics.LeaderMetrics,
+        metrics.SpeculationMetrics, metrics.PoolMetrics, metrics.HandoffMetrics, metrics.ArrivalMetrics)
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "info": ("_info",)}
+
+
+def _exported() -> dict[str, set[str]]:
+    """Labels by the name of the series, over all roles."""
+    found: dict[str, set[str]] = {"baton_build_info": {"role", "version"}}
+    for kind in SETS:
+        instruments = kind.create(CollectorRegistry())
+        for instrument in vars(instruments).values():
+            (family,) = instrument.describe()
+            for suffix in SUFFIXES[family.type]:
+                labels = {*instrument._labelnames, *(("le",) if suffix == "_bucket" else ())}
+                found.setdefault(family.name + suffix, set()).update(labels)
+    return found
+
+
+def _rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((ALERTS / "rules.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def _alerts() -> list[str]:
+    return [rule["alert"] for rule in _rules() if "alert" in rule]
+
+
+def test_rules_use_metrics_and_labels_that_exist() -> None:
+    exported, recorded = _exported(), {rule["record"] for rule in _rules() if "record" in rule}
+    for rule in _rules():
+        names = re.findall(r"(?<![\w:])((?:\w+:)?baton[\w:]*)(?:\{([^}]*)\})?", rule["expr"])
+        assert names
+        for name, matchers in names:
+            assert name in exported or name in recorded, rule
+            used = set(re.findall(r"(\w+)\s*[=!]", matchers))
+            assert used <= exported.get(name, set()), rule
+
+
+def test_autoscalers_use_metrics_that_exist() -> None:
+    scalers = of_kind(load("rdma"), "HorizontalPodAutoscaler")
+    names = {m["pods"]["metric"]["name"] for d in scalers for m in d["spec"]["metrics"] if m["type"] == "Pods"}
+    assert names
+    assert names <= set(_exported())
+
+
+def test_label_values_in_rules_are_those_of_the_code() -> None:
+    text = (ALERTS / "rules.yaml").read_text()
+    assert set(re.findall(r'state="(\w+)"', text)) == {"usable"}
+    assert set(re.findall(r'outcome="(\w+)"', text)) == {"failed"}
+    flow, directory = ((DEPLOY.parent / "router" / name).read_text() for name in ("flow.py", "directory.py"))
+    assert '.ended("failed")' in flow
+    assert '"usable"' in directory
+
+
+def test_every_alert_fires_and_clears_in_a_test() -> None:
+    cases = [case for test in yaml.safe_load((ALERTS / "rules_test.yaml").read_text())["tests"]
+             for case in test.get("alert_rule_test", [])]
+    for alert in _alerts():
+        fired = [bool(case["exp_alerts"]) for case in cases if case["alertname"] == alert]
+        assert fired == [False, True, False], f"{alert}: quiet, firing, quiet again"
+
+
+def test_every_alert_has_an_entry_for_who_is_on_call() -> None:
+    entries = re.findall(r"^\| `(\w+)` \|", (ALERTS / "README.md").read_text(), re.MULTILINE)
+    assert entries == _alerts()
+
+
+@pytest.mark.parametrize("command", [("check", "rules", "rules.yaml"), ("test", "rules", "rules_test.yaml")])
+def test_promtool_agrees(command: tuple[str, ...]) -> None:
+    promtool = shutil.which("promtool")
+    assert promtool is not None, "promtool is needed to test the alert rules: install Prometheus (Debian: prometheus)"
+    done = subprocess.run([promtool, *command], cwd=ALERTS, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,173 @@
+"""Every flag, setting, variable, port, label, health name and address in the manifests is one that the code has."""
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from decode.worker import DecodeRole
+from pool.config import WorkerConfig
+from pool.main import worker_command
+from pool.process import PIPELINE_SERVICE
+from prefill.worker import PrefillRole
+from router.__main__ import app as router_app
+from router.config import RouterConfig
+from router.readiness import SERVICE as ROUTER_SERVICE
+from runtime.config import leader_from_environment, parse_address
+from runtime.config import load as load_config
+from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
+
+SettingsOf = Callable[[PodKind], RouterConfig | WorkerConfig]
+UCX_VARIABLES = {"UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES", "UCX_TLS"}  # read by UCX itself
+STOPPING_S = 5  # from the end of the drain to the end of the process
+
+
+@pytest.fixture(params=OVERLAYS)
+def documents(request: pytest.FixtureRequest) -> list[Document]:
+    return load(request.param)
+
+
+@pytest.fixture
+def settings_of(documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
+    """What the process in a pod is told: its arguments and environment through the real command lines."""
+    (config_map,) = of_kind(documents, "ConfigMap")
+    file = tmp_path / "baton.toml"
+    file.write_text(config_map["data"]["baton.toml"])
+
+    def settings(pod: PodKind) -> RouterConfig | WorkerConfig:
+        role, *arguments = pod.container["args"]
+        app = router_app if role == "router" else worker_command(role, lambda flags, path: 0)
+        with monkeypatch.context() as patch:
+            for name, value in pod.environment.items():
+                patch.setenv(name, value)
+            flags = dict(typer.main.get_command(app).make_context(role, arguments).params)
+        assert flags.pop("config") == Path("/etc/baton/baton.toml")
+        given = {name: value or None for name, value in flags.items() if value not in ([], ())}
+        if role == "router":
+            return load_config(RouterConfig, section=role, flags=given, file=file)
+        given["rank"] = flags["rank"]
+        given["leader"] = leader_from_environment(pod.environment)
+        return load_config(WorkerConfig, section=role, flags=given, file=file)
+
+    return settings
+
+
+def test_arguments_and_settings_are_those_of_the_roles(documents: list[Document], settings_of: SettingsOf) -> None:
+    for pod in pod_kinds(documents):
+        settings = settings_of(pod)
+        assert pod.container["args"][0] == pod.role
+        assert str(settings.model).startswith("/models/")
+        assert settings.model_name
+        volumes = {volume["name"] for volume in pod.spec["volumes"]}
+        assert {mount["name"] for mount in pod.container["volumeMounts"]} == volumes
+
+
+def test_stages_know_their_place(documents: list[Document], settings_of: SettingsOf) -> None:
+    places = {}
+    for pod in pod_kinds(documents):
+        if isinstance(settings := settings_of(pod), WorkerConfig):
+            places[pod.name] = (settings.rank, settings.world_size, settings.leader)
+    leader = "decode-0.decode.baton:7000"
+    assert places == {"prefill": (0, 1, ""), "decode-leader": (0, 2, leader), "decode-worker": (1, 2, leader)}
+
+
+def test_all_workers_and_routers_serve_one_model(documents: list[Document], settings_of: SettingsOf) -> None:
+    assert len({(settings_of(pod).model, settings_of(pod).model_name) for pod in pod_kinds(documents)}) == 1
+
+
+def test_ports_are_the_ones_listened_on(documents: list[Document], settings_of: SettingsOf) -> None:
+    for pod in pod_kinds(documents):
+        settings, container = settings_of(pod), pod.container
+        grpc_port = parse_address(settings.listen).port
+        assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
+            "grpc": grpc_port, "metrics": settings.metrics_port}
+        assert parse_address(settings.listen).host == settings.metrics_host == "0.0.0.0"
+        probes = [container[f"{name}Probe"]["grpc"]["port"] for name in ("startup", "liveness", "readiness")]
+        assert probes == [grpc_port] * 3
+    for service in of_kind(documents, "Service"):
+        assert [port["targetPort"] for port in service["spec"]["ports"]] == ["grpc"]
+    for monitor in of_kind(documents, "PodMonitor"):
+        assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
+
+
+def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) -> None:
+    expected = {"router": ROUTER_SERVICE, "prefill": PrefillRole().service, "decode-leader": DecodeRole().service,
+                "decode-worker": PIPELINE_SERVICE}
+    for pod in pod_kinds(documents):
+        assert pod.container["readinessProbe"]["grpc"]["service"] == expected[pod.name]
+        assert "service" not in pod.container["livenessProbe"]["grpc"], "alive is the process, not its pool"
+
+
+def test_variables_are_read_by_the_roles_or_by_ucx(documents: list[Document]) -> None:
+    launcher = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    for pod in pod_kinds(documents):
+        assert set(pod.environment) <= UCX_VARIABLES | (launcher if pod.role == "decode" else set())
+        assert not re.search(r"\$\(", " ".join(pod.environment.values())), "a reference that nobody expands"
+
+
+def test_grace_periods_are_longer_than_drains(documents: list[Document], settings_of: SettingsOf) -> None:
+    needed = {}
+    for pod in pod_kinds(documents):
+        drain_s = settings_of(pod).drain_s if pod.index == 0 else 0  # the stages behind a leader have nothing to drain
+        pause_s = pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        needed[pod.name] = pause_s + drain_s
+        assert pod.spec["terminationGracePeriodSeconds"] >= needed[pod.name] + STOPPING_S
+    assert needed["decode-worker"] >= needed["decode-leader"] + STOPPING_S, "stages outlive their draining leader"
+
+
+def test_selectors_meet_pods(documents: list[Document]) -> None:
+    pods = pod_kinds(documents)
+    for document in of_kind(documents, "PodDisruptionBudget", "PodMonitor", "Deployment", "StatefulSet"):
+        role = document["metadata"]["name"]
+        assert {p.role for p in pods if selects(document["spec"]["selector"], p.labels)} == {role}
+    for document in of_kind(documents, "Service"):
+        selector = {"matchLabels": document["spec"]["selector"]}
+        assert {p.role for p in pods if selects(selector, p.labels)} == {document["metadata"]["name"]}
+    scaled = {(d["kind"], d["metadata"]["name"]) for d in of_kind(documents, "Deployment", "StatefulSet",
+                                                                   "LeaderWorkerSet")}
+    for document in of_kind(documents, "HorizontalPodAutoscaler"):
+        target = document["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in scaled
+
+
+def test_routers_know_every_leader_there_may_be(documents: list[Document], settings_of: SettingsOf) -> None:
+    counts = {d["metadata"]["name"]: d["spec"].get("replicas") for d in of_kind(documents, "StatefulSet",
+                                                                               "LeaderWorkerSet")}
+    counts |= {d["metadata"]["name"]: d["spec"]["maxReplicas"] for d in of_kind(documents, "HorizontalPodAutoscaler")}
+    (router,) = [settings_of(pod) for pod in pod_kinds(documents) if pod.role == "router"]
+    assert isinstance(router, RouterConfig)
+    assert router.prefill == tuple(f"prefill-{n}.prefill:7000" for n in range(counts["prefill"]))
+    assert router.decode == tuple(f"decode-{n}.decode:7000" for n in range(counts["decode"]))
+
+
+def test_pods_are_confined(documents: list[Document]) -> None:
+    accounts = {d["metadata"]["name"]: d for d in of_kind(documents, "ServiceAccount")}
+    for pod in pod_kinds(documents):
+        security = pod.container["securityContext"]
+        assert security == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+                            "capabilities": {"drop": ["ALL"]}}
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert accounts[pod.spec["serviceAccountName"]]["automountServiceAccountToken"] is False
+        resources = pod.container["resources"]
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]
+        assert {"cpu", "memory"} <= set(resources["requests"])
+
+
+def test_the_image_is_what_the_manifests_expect(documents: list[Document]) -> None:
+    dockerfile = (DEPLOY / "images" / "Dockerfile").read_text()
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    (extra,) = re.findall(r"pip install .*'\.\[(\w+)\]'", dockerfile)
+    assert extra in project["optional-dependencies"]
+    assert 'ENTRYPOINT ["python", "-m"]' in dockerfile
+    for pod in pod_kinds(documents):
+        context: dict[str, Any] = pod.spec["securityContext"]
+        assert f"USER {context['runAsUser']}:{context['runAsGroup']}" in dockerfile
+        assert pod.container["image"] in (f"baton:{project['version']}", f"baton:{project['version']}-rdma")
+        if "/models/demo" in pod.container["args"]:
+            assert "COPY demo/model /models/demo" in dockerfile
