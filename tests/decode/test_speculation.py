@@ -1,17 +1,21 @@
 """Speculation never changes the output: tokens and the bits of their logprobs, on every shape of pool and draft."""
 
 import random
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from decode.scheduler import Event
 from decode.speculation import VerifiedStep
 from engine.request import Request, SamplingParams
 from models.loader import ModelDescription
 from tests.support.drafters import CHAINS, TREES, OracleDrafter, Shape, always
-from tests.support.local_pool import Answer, LocalPool, Speculation, local_pool
+from tests.support.local_pool import Answer, LocalPool, Speculation, call, local_pool
 from tests.support.tiny_models import HYBRID, LLAMA, tiny
 
 SHAPES = {**CHAINS, **TREES}
@@ -130,6 +134,54 @@ def test_preempted_and_replayed(description: ModelDescription, shape: Shape, siz
         assert_nothing_leaked(pool)
     assert shown(answers) == shown(plain)
     assert sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None) > 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_requests_of_which_a_fifth_is_cancelled_leave_nothing(size: int) -> None:
+    description, rng = tiny(HYBRID), random.Random(3)
+    wanted = [Request(f"r{i}", tuple(rng.randrange(3, 256) for _ in range(rng.randrange(1, 40))), 8,
+                      SamplingParams(temperature=1.0, seed=i)) for i in range(6)]
+    drafter = OracleDrafter(SHAPES["tree 4x4/15"])
+    with local_pool(description, size, num_pages=40, speculation=speculating(drafter)) as pool:
+        expected = [shown([answer]) for answer in pool.generate(wanted)]
+        for wave in range(25):
+            answers = [Canceller(pool, after=rng.randrange(8) if rng.random() < 0.2 else None) for _ in wanted]
+            call(pool.loop, partial(start_all, answers, wanted))
+            for answer, plain in zip(answers, expected, strict=True):
+                assert answer.over.wait(30), f"wave {wave}"
+                assert answer.cancelled or shown([answer.answer]) == plain
+        deadline = time.monotonic() + 5
+        while pool.scheduler.load().running_requests and time.monotonic() < deadline:
+            time.sleep(0.01)  # what was released in flight ends with its step
+        assert_nothing_leaked(pool)
+
+
+def start_all(clients: "list[Canceller]", wanted: list[Request]) -> None:
+    for client, request in zip(clients, wanted, strict=True):
+        client.start(request)
+
+
+class Canceller:
+    """A client that goes away `after` so many tokens, if any."""
+
+    def __init__(self, pool: LocalPool, *, after: int | None) -> None:
+        self.answer, self.over, self.cancelled = Answer(), threading.Event(), False
+        self._pool, self._after, self._key = pool, after, 0
+
+    def start(self, request: Request) -> None:
+        self._key = self._pool.scheduler.submit_local(request, self._emit)
+
+    def _emit(self, event: Event) -> None:
+        self.answer.emit(event)
+        if self._after is not None and len(self.answer.tokens) > self._after and not self.cancelled:
+            self.cancelled = True
+            self._pool.loop.post(self._release)
+        elif self.answer.done.is_set():
+            self.over.set()
+
+    def _release(self) -> None:
+        self._pool.scheduler.release(self._key)
+        self.over.set()
 
 
 def test_a_request_may_decline(description: ModelDescription, reference: list[Answer],
