@@ -62,7 +62,7 @@ def test_a_stack_of_another_number_of_experts_is_named(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("copy", ["qwen3_moe"], indirect=True)
-def test_a_missing_expert_fails_its_own_stage_only_s4_5(copy: Path) -> None:
+def test_a_missing_expert_fails_its_own_stage_only_s0_9_s4_5(copy: Path) -> None:
     file = copy / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.3.mlp.experts.5.up_proj.weight"]
@@ -75,7 +75,7 @@ def test_a_missing_expert_fails_its_own_stage_only_s4_5(copy: Path) -> None:
 
 @pytest.mark.parametrize("copy", ["glm4_moe"], indirect=True)
 @pytest.mark.parametrize("num_declared", [0, 1])
-def test_layers_of_drafts_are_left_alone_when_declared(copy: Path, num_declared: int) -> None:
+def test_layers_of_drafts_are_left_alone_when_declared_s4_5(copy: Path, num_declared: int) -> None:
     file = copy / "model.safetensors"
     expected = StageDriver(read_model(copy)).prefill({0: [5, 6, 7]})
     save_file(load_file(file) | {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, file)

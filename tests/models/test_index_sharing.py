@@ -27,12 +27,12 @@ def test_computing_layers_by_frequency_and_offset_s2_1() -> None:
 
 @pytest.mark.parametrize("frequency", range(1, 6))
 @pytest.mark.parametrize("offset", [None, 1, 2, 3, 5])
-def test_computing_layers_follow_the_rule_s2_1(frequency: int, offset: int | None) -> None:
+def test_computing_layers_follow_the_rule_s2_1_s2_4(frequency: int, offset: int | None) -> None:
     fields = {"index_topk_freq": frequency} | ({} if offset is None else {"index_skip_topk_offset": offset})
     start = 2 if offset is None else offset
     expected = [layer_id for layer_id in range(40) if max(layer_id - start + 1, 0) % frequency == 0]
     assert computing(40, **fields) == expected
-    assert expected[0] == 0  # S2-4
+    assert expected[0] == 0
 
 
 def test_precedence_is_types_then_pattern_then_offset() -> None:
@@ -58,7 +58,7 @@ def test_precedence_is_types_then_pattern_then_offset() -> None:
     ({"indexer_types": ["full"]}, "indexer_types"),
     ({"indexer_types": ["full", "none", "full", "full"]}, "indexer_types"),
 ])
-def test_impossible_sharing_is_refused_at_load_s2_3(fields: dict[str, object], field: str) -> None:
+def test_impossible_sharing_is_refused_at_load_s2_2_s2_3(fields: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
         computing(4, **fields)
     assert caught.value.field == field
@@ -97,13 +97,13 @@ def test_only_computing_layers_keep_index_keys_s2_10(glm_config: dict[str, Any])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_boundaries_that_hand_selections_on_follow_the_rule_s2_5(size: int, glm_config: dict[str, Any]) -> None:
+def test_boundaries_that_hand_selections_on_follow_the_rule_s2_4_s2_5(size: int, glm_config: dict[str, Any]) -> None:
     """78 layers, frequency 4, offset 3: a stage takes a selection iff its first layer shares."""
     model = random_model(glm_config | {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3})
     starts = [get_pp_indices(78, rank, size).start for rank in range(size)]
     takes = [mixers(model)[start].shares_selection for start in starts]
     assert takes == [max(start - 2, 0) % 4 != 0 for start in starts]
-    assert not takes[0]  # S2-4
+    assert not takes[0]
     if size == 2:
         assert (starts[1], takes[1]) == (39, True)
 

@@ -53,8 +53,8 @@ def test_stages_take_every_tensor_once_s4_5(name: str, checkpoint: CheckpointMak
 
 
 @pytest.mark.parametrize("shard_bytes", [0, 60_000])
-def test_a_middle_stage_reads_only_its_own_bytes(shard_bytes: int, checkpoint: CheckpointMaker,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_middle_stage_reads_only_its_own_bytes_s0_9(shard_bytes: int, checkpoint: CheckpointMaker,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint("qwen3", shard_bytes=shard_bytes)
     model = read_model(path)
     assert model.checkpoint is not None

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode
+from engine.memory.layout import CacheKind
+from engine.model import StageOutput
 from engine.numerics import Numerics
 from engine.stages import LayerRange
 from models.loader import ModelDescription, random_model, read_model
@@ -24,6 +26,32 @@ PROMPT = torch.randint(3, 240, (40,), generator=torch.Generator().manual_seed(3)
 def model(checkpoint: CheckpointMaker) -> ModelDescription:
     """Layers 0, 3 and 5 compute; 1, 2 and 4 share."""
     return read_model(checkpoint("glm_moe_dsa_pattern"))
+
+
+@pytest.mark.parametrize("sharing", [
+    {"index_topk_freq": 1}, {"index_topk_freq": 3}, {"index_topk_freq": 2, "index_skip_topk_offset": 3},
+    {"index_topk_freq": 4, "index_skip_topk_offset": 1}, {"index_topk_pattern": "FSSFSS"},
+    {"index_topk_pattern": "FSFFSF"}, {"indexer_types": ["full", "shared", "full", "full", "shared", "shared"]}])
+def test_a_layer_hands_on_what_the_next_one_shares_s2_2(sharing: dict[str, object],
+                                                        checkpoint: CheckpointMaker) -> None:
+    """However a config says it; the last layer hands nothing on."""
+    config = json.loads((checkpoint("glm_moe_dsa") / "config.json").read_text())
+    for name in ("indexer_types", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"):
+        config.pop(name, None)
+    model = random_model(config | sharing)
+    driver = StageDriver(model, cuts=range(1, 6))
+    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20]}, draw=True)
+    output, hands_on = StageOutput(), []
+    for index, (stage, context) in enumerate(zip(driver.stages, driver.contexts, strict=True)):
+        local = batch.clone()
+        if index:
+            local.token_ids = None
+        driver.plan(index, local)
+        output = stage.forward(local, output.hidden, context, selected_keys=output.selected_keys)
+        hands_on.append(output.selected_keys is not None)
+    shares = [layer_id not in {spec.layer_id for spec in model.cache_specs(16) if spec.kind is CacheKind.INDEX_KEY}
+              for layer_id in range(6)]
+    assert hands_on == [*shares[1:], False]
 
 
 def run_first_stage(driver: StageDriver, batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:

@@ -3,10 +3,13 @@
 Caches are compared too, so a difference that the last logits happen to hide is still found.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from engine.stages import get_pp_indices
 from models.loader import ModelDescription, read_model
 from tests.models.conftest import CheckpointMaker
 from tests.support.checkpoints import FAMILY_NAMES
@@ -59,7 +62,9 @@ def test_every_layer_cut_equals_whole_s0_7(model: ModelDescription) -> None:
     reference = StageDriver(model)
     expected = run_alone(reference)
     num_layers = model.facts.num_layers
-    for cuts in [(cut,) for cut in range(1, num_layers)] + [tuple(range(1, num_layers))]:
+    custom = f"1,{num_layers - 2},1"
+    uneven = tuple(get_pp_indices(num_layers, rank, 3, custom).start for rank in (1, 2))
+    for cuts in [*((cut,) for cut in range(1, num_layers)), uneven, tuple(range(1, num_layers))]:
         driver = StageDriver(model, cuts=cuts)
         assert_same(driver, run_alone(driver), reference, expected)
 
@@ -71,6 +76,31 @@ def test_row_in_a_batch_equals_row_alone(model: ModelDescription) -> None:
     for token in CONTINUATION:
         logits.append(driver.decode({3: 9, 2: 11, 0: token, 1: 13})[2:3])
     for step, (ours, theirs) in enumerate(zip(logits, expected, strict=True)):
+        assert torch.equal(ours, theirs), f"step {step}"
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, 1e9])
+def test_free_records_and_the_rest_of_a_page_change_nothing(model: ModelDescription, rubbish: float) -> None:
+    """Before every step, everything that is not the row's own is overwritten, the null records included."""
+    reference, driver = StageDriver(model), StageDriver(model)
+    expected = run_alone(reference)
+    driver.fill_what_nobody_owns(rubbish)
+    steps = [driver.prefill({0: PROMPT})]
+    for token in CONTINUATION:
+        driver.fill_what_nobody_owns(rubbish)
+        steps.append(driver.decode({0: token}))
+    for step, (ours, theirs) in enumerate(zip(steps, expected, strict=True)):
+        assert torch.equal(ours, theirs), f"step {step}"
+
+
+def test_a_used_slot_and_used_pages_are_as_good_as_new(model: ModelDescription) -> None:
+    """A request that gets what another one left behind answers as on fresh pools."""
+    expected = run_alone(StageDriver(model))
+    driver = StageDriver(model)
+    driver.prefill({0: OTHERS[3]})
+    driver.decode({0: 17})
+    driver.forget(0)
+    for step, (ours, theirs) in enumerate(zip(run_alone(driver), expected, strict=True)):
         assert torch.equal(ours, theirs), f"step {step}"
 
 

@@ -1,18 +1,25 @@
 """What a stage does around its layers: first-layer work, signals, captures, empty batches, wrong calls."""
 
 from collections import Counter
+from dataclasses import fields
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardMode
+from engine.batch import ForwardBatch, ForwardMode
+from engine.model import ForwardContext, StageOutput
+from engine.rows import Row, build_batch
 from engine.stages import LayerRange, get_pp_indices
+from engine.trees import SpecRow
 from models.blocks.rotary import Rotary, RotaryTable
 from models.loader import ModelDescription, read_model
 from runtime.errors import ConfigError, InternalError
 from tests.models.conftest import CheckpointMaker
+from tests.support.drafters import CHAINS, OracleDrafter
+from tests.support.local_pool import Speculation, build_executor
 from tests.support.single_stage import StageDriver
+from tests.support.tiny_models import HYBRID, tiny
 
 
 @pytest.fixture(params=["llama", "qwen3_5_text"])
@@ -42,6 +49,47 @@ def test_one_layer_per_stage_does_first_layer_work_s0_5(model: ModelDescription,
     assert len(tables) == 3 * num_stages
     for index, positions in enumerate(tables):
         assert torch.equal(positions, expected[index // num_stages])
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_first_layer_work_is_done_anew_for_every_tree_s0_5(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification: positions go by depth, and each stage makes its table for the tree at hand, once."""
+    tables: list[list[int]] = []
+    original = Rotary.table
+
+    def counting(self: Rotary, positions: Tensor) -> RotaryTable:
+        tables.append(positions.tolist())
+        return original(self, positions)
+
+    speculation = Speculation(drafter=lambda num_pages: OracleDrafter(CHAINS["chain 3"]), num_draft_tokens=3)
+    stages = [build_executor(tiny(HYBRID), get_pp_indices(5, rank, num_stages), page_size=16, num_pages=4, num_slots=2,
+                             speculation=speculation)[0] for rank in range(num_stages)]
+    monkeypatch.setattr(Rotary, "table", counting)
+
+    def run(mode: ForwardMode, num_tokens: int, context_len: int, parents: tuple[int, ...] = ()) -> None:
+        output: StageOutput | None = None
+        for stage in stages:
+            row = Row(1, list(range(3, 3 + num_tokens)), context_len, [1, 2], 1, None, SpecRow(parents))
+            output = stage.run(build_batch(mode, [row]), output)
+
+    run(ForwardMode.PREFILL, 7, 0)
+    run(ForwardMode.VERIFY, 4, 7, (-1, 0, 0, 2))
+    run(ForwardMode.VERIFY, 3, 7, (-1, 0, 1))
+    expected = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 8, 9], [7, 8, 9]]
+    assert tables == [positions for positions in expected for _ in range(num_stages)]
+
+
+@pytest.mark.parametrize("cuts", [(1, 3), (1, 2, 3)])
+def test_start_layer_is_told_at_construction_s0_6(model: ModelDescription, cuts: tuple[int, ...]) -> None:
+    """Nothing a batch or its pools say changes it: stages over pools of the whole model do what they did."""
+    carried = {field.name for type_ in (ForwardBatch, ForwardContext) for field in fields(type_)}
+    assert not {name for name in carried if "start" in name or "layer_range" in name or "pool" in name}
+    driver, other = StageDriver(model, cuts=cuts), StageDriver(model, cuts=cuts)
+    expected = driver.prefill({0: [5, 6, 7]})
+    whole = StageDriver(model).stages[0]
+    other.contexts = [other._context(model, whole, 16) for _ in other.stages]
+    assert torch.equal(other.prefill({0: [5, 6, 7]}), expected)
+    assert [{layer.start_layer for layer in stage.layers} for stage in other.stages] == [{0}, *({cut} for cut in cuts)]
 
 
 def test_layers_report_in_order_once_their_cache_is_complete(model: ModelDescription) -> None:

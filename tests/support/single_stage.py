@@ -33,6 +33,7 @@ class StageDriver:
         self.stages = [model.load_stage(LayerRange(a, b), numerics=numerics, capture_layers=capture_layers)
                        for a, b in pairwise(bounds)]
         self.numerics = numerics
+        self._page_size = page_size
         self._lengths = [0] * num_sequences
         pages_each = -(-max_tokens // page_size)
         shuffled = torch.randperm(num_sequences * pages_each, generator=torch.Generator().manual_seed(1)) + 1
@@ -65,6 +66,25 @@ class StageDriver:
             slot_ids=(index + 1).int(),
             sampling=(drawn,) * len(rows),
         )
+
+    def forget(self, row: int) -> None:
+        """The sequence ends; its pages and slot stay as they are, for the next one."""
+        self._lengths[row] = 0
+
+    def fill_what_nobody_owns(self, value: float) -> None:
+        """Overwrite the null records, those of sequences without tokens, and pages behind a sequence's last token."""
+        page_size = self._page_size
+        for (_, kind), pool in self.pools.items():
+            for index in range(pool.shape[0]):
+                if not kind.is_paged:
+                    owned = index > 0 and self._lengths[index - 1] > 0
+                    pool[index] = pool[index] if owned else value
+                    continue
+                place = (self._tables == index).nonzero().tolist()
+                written = self._lengths[place[0][0]] - page_size * place[0][1] if place else 0
+                kept = min(max(written, 0), page_size)
+                dim = 2 if kind is CacheKind.KV else 0  # K/V pages are [2, heads, page_size, head_dim]
+                pool[index].narrow(dim, kept, page_size - kept).fill_(value)
 
     def run(self, batch: ForwardBatch) -> StageOutput:
         """One batch through all stages."""
