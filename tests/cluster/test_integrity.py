@@ -26,12 +26,14 @@ class FlippingTransport(UcxTransport):
 
     flip_at: int | None = None
     num_sent = 0
+    num_flipped = 0
 
     def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
         cls = FlippingTransport
         position, cls.num_sent = cls.num_sent, cls.num_sent + 1
         if position != cls.flip_at:
             return super().send(peer, tag, buffer)
+        cls.num_flipped += 1
         damaged = bytearray(buffer)
         damaged[len(damaged) // 2] ^= 0x10
         return super().send(peer, tag, memoryview(damaged))
@@ -65,8 +67,10 @@ async def test_a_flipped_byte_is_caught_and_named_wherever_it_is(checkpoint: Pat
         num_messages = FlippingTransport.num_sent
         named = set()
         for position in range(num_messages):
-            FlippingTransport.flip_at, FlippingTransport.num_sent = position, 0
+            FlippingTransport.flip_at, FlippingTransport.num_sent, FlippingTransport.num_flipped = position, 0, 0
             seen, error = await outcome(client, as_query(question))
+            if not FlippingTransport.num_flipped:
+                continue  # other pages, other runs: this time fewer messages were needed
             assert isinstance(error, IntegrityError), error
             named.add(str(error))
             assert seen in ([], [right[0][0]]), "only the first token, which prefill drew, may have been sent"
