@@ -3,7 +3,7 @@
 torch computes fp32 `silu`, `sigmoid`, `softplus` and `pow` (and bf16 `rsqrt`) with two codes: vectors for most of a
 tensor and scalars for its tail, or for the tail of each thread's share. The two differ in the last bit, so a value
 changes with the length of its tensor. `exp`, `log1p`, `tanh`, `sin`, `cos`, fp32 `rsqrt` and plain arithmetic do not
-(measured, x86, 1 to 4 threads), and `silu` is built from those.
+(measured, x86, 1 to 4 threads).
 """
 
 from enum import StrEnum
@@ -50,11 +50,17 @@ def span_terms(dtype: torch.dtype) -> int:
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x) in fp32, returned in x's dtype.
 
-    Tensors of which no thread's share leaves a tail go through torch's own kernel.
+    Rows of whole vectors go through torch's own kernel, in pieces of which every thread's share is whole vectors too;
+    other rows through functions that have one code for all of a tensor. The two differ in the last bit, so the row's
+    width alone decides.
     """
-    num_threads = min(torch.get_num_threads(), -(-x.numel() // _PARALLEL_ELEMENTS))
-    share = -(-x.numel() // max(num_threads, 1))
-    if x.shape[-1] % _VECTOR_PAIR == 0 and share % _VECTOR_PAIR == 0:
+    width = x.shape[-1]
+    if width % _VECTOR_PAIR or width > _PARALLEL_ELEMENTS:
+        wide = x.float()
+        return (wide / (-wide).exp_().add_(1.0)).to(x.dtype)
+    num_threads = max(1, min(torch.get_num_threads(), -(-x.numel() // _PARALLEL_ELEMENTS)))
+    if -(-x.numel() // num_threads) % _VECTOR_PAIR == 0:
         return F.silu(x)
-    wide = x.float()
-    return (wide / (-wide).exp_().add_(1.0)).to(x.dtype)
+    rows = x.reshape(-1, width)
+    half = len(rows) // 2
+    return torch.cat([silu(rows[:half]), silu(rows[half:])]).view(x.shape)

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.batch import ForwardBatch, ForwardMode
 from engine.numerics import Numerics
 from engine.recurrent.cpu import CpuRecurrent
+from engine.recurrent.gated_delta import chunked
 from runtime.errors import InternalError
 from tests.support.batches import Row, make_batch
 
@@ -196,6 +197,15 @@ def test_bf16_channels_are_summed_in_fp32() -> None:
     total = sum(padded[tap : tap + 40] * WEIGHT.bfloat16().float()[:, tap] for tap in range(KERNEL))
     assert isinstance(total, Tensor)
     assert torch.equal(out, torch.nn.functional.silu(total).bfloat16())
+
+
+def test_the_chunked_form_changes_none_of_its_inputs() -> None:
+    shapes = {"q": (2, 3, 64, 4), "k": (2, 3, 64, 4), "v": (2, 3, 64, 5), "g": (2, 3, 64), "beta": (2, 3, 64),
+              "state": (1, 3, 4, 5)}
+    inputs = {name: torch.rand(shape) for name, shape in shapes.items()}
+    before = {name: x.clone() for name, x in inputs.items()}
+    chunked(**inputs, chunk_counts=[2])
+    assert all(torch.equal(inputs[name], before[name]) for name in inputs)
 
 
 def idle() -> ForwardBatch:
