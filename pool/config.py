@@ -15,7 +15,7 @@ class WorkerConfig(Config):
 
     model: Path = Field(description="directory of the checkpoint (config.json, *.safetensors)")
     model_name: str = Field(default="", description="name clients know the model by; default: the directory's name")
-    listen: AddressField = Field(default="127.0.0.1:0", description="HOST:PORT of the gRPC server; port 0: any free one")
+    listen: AddressField = Field(default="127.0.0.1:0", description="HOST:PORT of the gRPC server; port 0: any")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
     metrics_host: str = Field(default="127.0.0.1", description="address /metrics is served on")
     announce: Path | None = Field(default=None, description="file to write addresses to once listening (JSON)")

@@ -32,7 +32,9 @@ class ToyDraft:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._table, self._head = torch.randn(2, VOCAB, HIDDEN, generator=generator)
+        tables = torch.randn(2, VOCAB, HIDDEN, generator=generator)
+        self._table: Tensor = tables[0]
+        self._head: Tensor = tables[1]
         self.forwards: list[tuple[AttentionBackend, bool, int]] = []
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry:
@@ -48,7 +50,7 @@ class ToyDraft:
         self.forwards.append((attention, batch.needs_forward_metadata_init(), batch.num_tokens))
         assert batch.token_ids is not None
         x = (hidden + self._table[batch.token_ids])[:, None]
-        mixed: Tensor = attention.run(0, x.expand(-1, 2, -1).contiguous(), x, x, batch).mean(1)
+        mixed = attention.run(0, x.expand(-1, 2, -1).contiguous(), x, x, batch).mean(1)
         return hidden + mixed
 
     def logits(self, hidden: Tensor) -> Tensor:
