@@ -8,7 +8,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from engine.batch import ForwardBatch, ForwardMode
-from engine.memory.layout import PoolGeometry
+from engine.memory.layout import PoolGeometry, travelling
 from protos import worker_pb2 as pb
 from runtime.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
 
@@ -72,5 +72,5 @@ class LeaderMeters:
 
     def _bytes_by_kind(self, num_tokens: int) -> Iterable[tuple[str, int]]:
         num_pages = -(-num_tokens // self.geometry.page_size)
-        for spec in self.geometry.specs:
+        for spec in travelling(self.geometry.specs):
             yield spec.kind.value, spec.record_bytes * (num_pages if spec.kind.is_paged else 1)

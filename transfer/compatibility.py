@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from engine.memory.layout import CacheSpec
+from engine.memory.layout import CacheSpec, travelling
 from runtime.errors import IncompatiblePeerError
 
 SCHEMA_VERSION = 1
@@ -21,8 +21,9 @@ class Compatibility:
 
 
 def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int) -> Compatibility:
-    """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model."""
-    ordered = sorted(specs, key=lambda spec: (spec.layer_id, spec.kind))
+    """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model; caches that
+    do not travel are a pool's own affair."""
+    ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     lines = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"page_size={page_size}"]
     lines += [f"{spec.layer_id}:{spec.kind}:{spec.record_shape}:{spec.dtype}" for spec in ordered]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from engine.memory.layout import CacheKind, CacheSpec
+from engine.memory.layout import CacheKind, CacheSpec, travelling
 from engine.stages import LayerRange
 from runtime.errors import IncompatiblePeerError
 from transfer.compatibility import SCHEMA_VERSION
@@ -68,11 +68,12 @@ class CopyPlan:
     """All lanes of one handoff, each made when asked for."""
 
     def __init__(self, source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec]) -> None:
-        """`specs` covers the whole model.
+        """`specs` covers the whole model; the plan is made for those that travel.
 
         Raises:
             IncompatiblePeerError: page lists or layer ranges of the two sides do not fit together or the model.
         """
+        specs = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
         _check_pages(source, landing)
         _check_slots(source, landing, specs)
         _check_layers("source", source.stages, specs)
@@ -82,7 +83,7 @@ class CopyPlan:
                                         f"{TAG_OFFSET_BITS} bits to the items")
         self._source = source
         self._landing = landing
-        self._specs = tuple(sorted(specs, key=lambda spec: (spec.layer_id, spec.kind)))
+        self._specs = tuple(specs)
         self._runs: dict[int, tuple[_Run, ...]] = {}
 
     def lanes_to(self, dest_stage: int) -> tuple[Lane, ...]:

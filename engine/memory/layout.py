@@ -30,13 +30,18 @@ class CacheKind(StrEnum):
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One cached tensor of one layer. `record_shape` is the shape of one page or slot, `dtype` torch's name for it."""
+    """One cached tensor of one layer. `record_shape` is the shape of one page or slot, `dtype` torch's name for it.
+
+    A spec that does not travel is memory that nobody reads, kept so that all layers of a pool look alike: index keys of
+    a layer that shares its selection. It is no part of a handoff, so pools with it and pools without it fit together.
+    """
 
     layer_id: int
     kind: CacheKind
     record_shape: tuple[int, ...]
     dtype: str  # "bfloat16", "float32", "float16"
     item_bytes: int  # of one element
+    travels: bool = True
 
     @property
     def record_bytes(self) -> int:
@@ -55,6 +60,11 @@ class PoolGeometry:
 
     def local_specs(self) -> tuple[CacheSpec, ...]:
         return tuple(spec for spec in self.specs if spec.layer_id in self.layers)
+
+
+def travelling(specs: Iterable[CacheSpec]) -> tuple[CacheSpec, ...]:
+    """What both sides of a handoff must have alike, and what moves."""
+    return tuple(spec for spec in specs if spec.travels)
 
 
 def bytes_per_page(specs: Iterable[CacheSpec]) -> int:

@@ -34,6 +34,16 @@ def test_every_difference_is_told(revision: str, specs: tuple[CacheSpec, ...], p
     assert MINE.text != theirs.text
 
 
+def test_index_keys_that_nobody_reads_are_not_compared_s2_10() -> None:
+    """A pool that keeps them for layers that share their selection fits one that leaves them out."""
+    index_keys = CacheSpec(2, CacheKind.INDEX_KEY, (4, 16), "bfloat16", 2)
+    roomy = (*SPECS, replace(index_keys, travels=False))
+    assert compatibility(revision="abcdef0123456789", specs=roomy, page_size=4) == MINE
+    needed = compatibility(revision="abcdef0123456789", specs=(*SPECS, index_keys), page_size=4)
+    with pytest.raises(IncompatiblePeerError, match="index_key"):
+        check_compatible(MINE, needed.digest, needed.text)
+
+
 def test_the_text_groups_equal_layers() -> None:
     assert MINE.text == (
         "schema 1, weights abcdef012345, page size 4, layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "

@@ -67,6 +67,11 @@ def stamp(spec: CacheSpec, index: int) -> bytes:
     return (seed * (spec.record_bytes // len(seed) + 1))[:spec.record_bytes]
 
 
+def blank(spec: CacheSpec, index: int) -> bytes:
+    """What record `index` of the destination holds before."""
+    return bytes([UNTOUCHED]) * spec.record_bytes
+
+
 class StageOfPools:
     """One stage: real pools, an agent over them, and what it reported."""
 
@@ -124,18 +129,17 @@ def assert_placed(dest: list[StageOfPools]) -> None:
     record is as it was."""
     for stage in dest:
         for spec in stage.pools.geometry.local_specs():
-            arrived = dict(zip(DEST_PAGES, SOURCE_PAGES, strict=True)) if spec.kind.is_paged else {
-                DEST_SLOT: SOURCE_SLOT}
+            arrived = dict(zip(DEST_PAGES, SOURCE_PAGES, strict=True) if spec.kind.is_paged
+                           else [(DEST_SLOT, SOURCE_SLOT)]) if spec.travels else {}
             for index in range(NUM_PAGES if spec.kind.is_paged else NUM_SLOTS):
-                expected = stamp(spec, arrived[index]) if index in arrived else bytes([UNTOUCHED]) * spec.record_bytes
+                expected = stamp(spec, arrived[index]) if index in arrived else blank(spec, index)
                 assert bytes(stage.record(spec, index)) == expected, f"layer {spec.layer_id} {spec.kind} {index}"
 
 
 def check(specs: tuple[CacheSpec, ...], prefill: Sequence[LayerRange], decode: Sequence[LayerRange],
           make_transport: MakeTransport) -> None:
     source = build("prefill", specs, prefill, make_transport, stamp)
-    dest = build("decode", specs, decode, make_transport,
-                 lambda spec, index: bytes([UNTOUCHED]) * spec.record_bytes)
+    dest = build("decode", specs, decode, make_transport, blank)
     try:
         hand_over(source, dest, specs)
         assert_placed(dest)
@@ -175,6 +179,27 @@ def test_s4_9_layers_land_in_their_place_under_custom_partitions(model: str, pre
     backwards = ",".join(reversed(front_heavy(num_layers, decode_pp).split(",")))
     check(specs, ranges(specs, prefill_pp, front_heavy(num_layers, prefill_pp)),
           ranges(specs, decode_pp, backwards), memory_transports())
+
+
+@pytest.mark.parametrize(("prefill_pp", "decode_pp"), [(1, 1), (2, 3), (3, 2), (4, 4)])
+@pytest.mark.parametrize("roomy", ["prefill", "decode", "both"])
+def test_s2_10_pools_with_and_without_unread_index_keys_hand_over(roomy: str, prefill_pp: int, decode_pp: int) -> None:
+    """Layers that share their selection keep no index keys; a pool that keeps room for them all the same neither sends
+    nor receives them."""
+    lean = MODELS["DSA of 8"]
+    chosen = {spec.layer_id for spec in lean if spec.kind is CacheKind.INDEX_KEY}
+    unread = [CacheSpec(layer_id, CacheKind.INDEX_KEY, (PAGE_SIZE, 16), "bfloat16", 2, travels=False)
+              for layer_id in range(8) if layer_id not in chosen]
+    both = (*lean, *unread)
+    network = memory_transports()
+    source = build("prefill", lean if roomy == "decode" else both, ranges(lean, prefill_pp), network, stamp)
+    dest = build("decode", lean if roomy == "prefill" else both, ranges(lean, decode_pp), network, blank)
+    try:
+        hand_over(source, dest, lean)
+        assert_placed(dest)
+    finally:
+        drained = [stage.agent.shutdown(5.0) for stage in (*source, *dest)]
+    assert all(drained)
 
 
 @pytest.mark.parametrize("profile", ["shm", "tcp"])
