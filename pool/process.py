@@ -15,6 +15,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from engine.loop import LoopObserver, Scheduler
+from engine.memory.budget import describe_pools
 from engine.pipeline.executor import LayerObserver
 from engine.sampling.sampler import sample
 from pool.config import WorkerConfig
@@ -115,7 +116,8 @@ async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None
     """Until `stop`. Raises ConfigError when checkpoint, flags and memory do not fit together."""
     incarnation, events = secrets.token_hex(8), _SessionEvents()
     plan = plan_stage(config, speculates=role.speculates)
-    _log_plan(config, role, plan.geometry.num_pages, plan.geometry.num_slots, str(plan.geometry.layers))
+    logger.info("%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
+                describe_pools(plan.geometry), config.numerics)
     stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers,
                         speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
@@ -237,10 +239,3 @@ async def _watch_agent(agent: TransferAgent) -> None:
     while agent.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
         await asyncio.sleep(0.5)
     raise InternalError(f"the transfer agent has failed: {agent.failure!r}")
-
-
-def _log_plan(config: WorkerConfig, role: Role, num_pages: int, num_slots: int, layers: str) -> None:
-    logger.info("%s stage %d of %d: layers %s, %d pages of %d tokens, %d state slots, %s numerics", role.name,
-                config.rank, config.world_size, layers, num_pages - 1, config.page_size, max(0, num_slots - 1),
-                config.numerics)
-

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.memory.layout import CacheSpec, bytes_per_page, bytes_per_slot
+from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_page, bytes_per_slot
 from engine.memory.pages import pages_for_tokens
 from engine.stages import LayerRange
 from runtime.errors import ConfigError
@@ -78,6 +78,15 @@ def plan_pools(
         if cost.page_bytes:
             num_pages = min(num_pages, left // cost.page_bytes)
     return PoolBudget(num_pages=num_pages, num_slots=num_slots)
+
+
+def describe_pools(geometry: PoolGeometry) -> str:
+    """What a stage allocates, for its log: counts without the null records, bytes with them."""
+    (cost,) = stage_costs(geometry.specs, [geometry.layers])
+    num_bytes = geometry.num_pages * cost.page_bytes + geometry.num_slots * cost.slot_bytes
+    pages = f"{geometry.num_pages - 1} pages of {geometry.page_size} tokens and {cost.page_bytes} bytes"
+    slots = f"{max(0, geometry.num_slots - 1)} state slots of {cost.slot_bytes} bytes"
+    return f"layers {geometry.layers}, {pages}, {slots}, {num_bytes / (1 << 20):.1f} MiB of cache"
 
 
 def decode_requests(max_running: int, *, num_arriving: int = 0) -> int:

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.memory.budget import PoolBudget, decode_requests, decode_slots, plan_pools, stage_costs
-from engine.memory.layout import CacheKind, CacheSpec
+from engine.memory.budget import (
+    PoolBudget,
+    decode_requests,
+    decode_slots,
+    describe_pools,
+    plan_pools,
+    stage_costs,
+)
+from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.stages import LayerRange, get_pp_indices
 from runtime.errors import ConfigError
 
@@ -96,6 +103,17 @@ def test_s4_2_the_budget_holds_on_every_stage_and_one_more_page_does_not(
     one_more = [used + c.page_bytes for used, c in zip(used, stage_costs(specs, partition), strict=True)]
     assert max(used) <= budget_bytes
     assert max(one_more) > budget_bytes or budget.num_pages == 1 + num_requests * 16
+
+
+def test_s4_1_the_log_shows_what_a_stage_allocates() -> None:
+    """298 pages of 7 layers and 9 slots of 23: 298 * 28672 + 9 * 25208 bytes, 8.4 MiB; the null records are counted in
+    the bytes only."""
+    layers = partition_of(2)[0]
+    assert describe_pools(PoolGeometry(64, 298, 9, layers, tuple(specs_of()))) == (
+        "layers 0-30, 297 pages of 64 tokens and 28672 bytes, 8 state slots of 25208 bytes, 8.4 MiB of cache")
+    plain = tuple(spec for spec in specs_of() if spec.kind is CacheKind.KV)
+    assert describe_pools(PoolGeometry(64, 2, 0, layers, plain)).endswith(
+        "1 pages of 64 tokens and 28672 bytes, 0 state slots of 0 bytes, 0.1 MiB of cache")
 
 
 def test_more_pages_than_the_requests_can_use_are_not_made() -> None:
