@@ -109,7 +109,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
-    for name, default in (("decode-pp", 1), ("topk", 4), ("steps", 4), ("draft-tokens", 15), ("prompts", 16),
+    for name, default in (("decode-pp", 1), ("topk", 1), ("steps", 3), ("draft-tokens", 3), ("prompts", 16),
                           ("output-tokens", 96)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")

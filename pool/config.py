@@ -33,9 +33,9 @@ class WorkerConfig(Config):
     threads: int = Field(default=1, ge=1, le=256, description="compute threads of this process")
     transport: TransportName = Field(default="auto", description="UCX profile: shm within a host, tcp between hosts")
     draft: Path | None = Field(default=None, description="directory of a draft model; a decode pool then speculates")
-    spec_topk: int = Field(default=4, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
-    spec_steps: int = Field(default=4, ge=1, le=16, description="tokens drafted ahead at most")
-    spec_draft_tokens: int = Field(default=15, ge=1, le=128, description="drafted tokens verified per step and request")
+    spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
+    spec_steps: int = Field(default=3, ge=1, le=16, description="tokens drafted ahead at most")
+    spec_draft_tokens: int = Field(default=3, ge=1, le=128, description="drafted tokens verified per step and request")
     spec_prompt: bool = Field(default=True, description="the draft reads prompts too, on prefill pools with the same "
                                                         "--draft; no: decode pools take prompts from any prefill pool")
     spec_adaptive: bool = Field(default=True, description="shorten drafts, or draft nothing, while that yields more")
