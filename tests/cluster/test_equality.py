@@ -26,9 +26,9 @@ def expected(reference: Reference) -> list[Shown]:
 
 
 @pytest.mark.parametrize("decode_pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("prefill_pp", [1, 2, 3])
-async def test_every_split_gives_the_same_bits(checkpoint: Path, expected: list[Shown], prefill_pp: int,
-                                               decode_pp: int) -> None:
+@pytest.mark.parametrize("prefill_pp", [1, 2, 3, 4])
+async def test_every_split_gives_the_same_bits_s0_7_s4_9(checkpoint: Path, expected: list[Shown], prefill_pp: int,
+                                                         decode_pp: int) -> None:
     chunk = 64 if (prefill_pp + decode_pp) % 2 else 128
     async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp,
                                   chunk_tokens=chunk) as client:
