@@ -8,17 +8,17 @@ from typing import Any
 import kubernetes_validate
 from jsonschema import Draft202012Validator
 
-KUBERNETES = "1.31"  # the oldest release the manifests are for
+OLDEST, NEWEST = "1.30", "1.37"  # releases of Kubernetes
 CRDS = Path(__file__).parent / "crds"
 
 
-def problems(document: dict[str, Any]) -> list[str]:
+def problems(document: dict[str, Any], release: str = OLDEST) -> list[str]:
     """What is wrong with a manifest; a kind without a schema is a problem too."""
     validator = _custom(document["apiVersion"], document["kind"])
     if validator is not None:
         return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
     try:
-        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        kubernetes_validate.validate(document, release, strict=True)
     except kubernetes_validate.SchemaNotFoundError as error:
         return [error.message]
     except kubernetes_validate.ValidationError as error:

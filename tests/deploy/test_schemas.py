@@ -6,13 +6,14 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, OVERLAYS, load, of_kind, pod_kinds
-from tests.deploy.schemas import problems
+from tests.deploy.schemas import NEWEST, OLDEST, problems
 
 
+@pytest.mark.parametrize("release", [OLDEST, NEWEST])
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_manifest_fits_its_schema(overlay: str) -> None:
+def test_every_manifest_fits_its_schema(overlay: str, release: str) -> None:
     documents = load(overlay)
-    found = {f"{d['kind']}/{d['metadata']['name']}": problems(d) for d in documents}
+    found = {f"{d['kind']}/{d['metadata']['name']}": problems(d, release) for d in documents}
     assert {name: text for name, text in found.items() if text} == {}
     assert {d["kind"] for d in documents} >= {"Deployment", "StatefulSet", "LeaderWorkerSet", "NetworkPolicy"}
 
