@@ -1,12 +1,16 @@
 """What a stage does around its layers: first-layer work, signals, captures, empty batches, wrong calls."""
 
+import importlib
+import inspect
+import pkgutil
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+import models
 from engine.batch import ForwardBatch, ForwardMode
 from engine.model import ForwardContext, StageOutput
 from engine.rows import Row, build_batch
@@ -154,3 +158,18 @@ def test_a_stage_needs_its_input(model: ModelDescription) -> None:
 def test_impossible_stage_is_refused(model: ModelDescription, layers: LayerRange) -> None:
     with pytest.raises(ConfigError, match="not a stage of a model with 4 layers"):
         model.load_stage(layers, numerics=StageDriver(model).numerics)
+
+
+def test_constructors_take_names_so_that_no_argument_can_slip_s0_8() -> None:
+    """A parameter added between others shifts whoever passes by position; one alone cannot be confused."""
+    modules = [importlib.import_module(module.name)
+               for module in pkgutil.walk_packages(models.__path__, "models.") if "__main__" not in module.name]
+    built = [(cls, parameters) for module in modules for cls in vars(module).values()
+             if inspect.isclass(cls) and cls.__module__ == module.__name__ and not is_dataclass(cls)
+             and {"weights", "files"} & (parameters := inspect.signature(cls).parameters).keys()]
+    assert {"DecoderStage", "DecoderLayer", "Attention", "GatedDeltaNet", "Mla", "Eagle1", "Eagle3"} <= {
+        cls.__name__ for cls, _ in built}
+    for cls, parameters in built:
+        positional = [name for name, parameter in parameters.items()
+                      if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        assert len(positional) < 2, f"{cls.__name__}: {positional}"
