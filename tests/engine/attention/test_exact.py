@@ -13,7 +13,7 @@ from engine.attention.backend import AttentionGeometry
 from engine.attention.cpu import CpuAttention
 from engine.attention.plan import MAX_TILE_TOKENS
 from engine.batch import ForwardMode
-from engine.numerics import Numerics
+from engine.numerics import Numerics, span_terms
 from runtime.errors import InternalError
 from tests.support.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
 
@@ -180,6 +180,17 @@ def test_many_blocks_beside_many_more(dtype: torch.dtype) -> None:
         outputs.append(prompt.output())
     assert torch.equal(*outputs)
     assert torch.equal(outputs[0], whole(geometry, dtype, num_tokens=1500))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_chunks_across_the_span_of_one_product(dtype: torch.dtype, head_dim: int) -> None:
+    geometry = AttentionGeometry(2, 1, head_dim=head_dim, page_size=64, scale=0.25)
+    for edge in (span_terms(torch.float32), span_terms(torch.bfloat16)):
+        prompt, backend = prompt_of(geometry, dtype, num_tokens=edge + 70), backend_of(geometry, dtype)
+        feed(backend, ForwardMode.PREFILL, (prompt, edge - 50))
+        feed(backend, ForwardMode.PREFILL, (prompt, 120))
+        assert torch.equal(prompt.output(), whole(geometry, dtype, num_tokens=edge + 70))
 
 
 @QUICK

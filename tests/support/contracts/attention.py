@@ -106,6 +106,17 @@ class AttentionContract(ABC):
         visible[20:22, 20:22], visible[22:, 20:] = first, second
         close(prompt.output(), dense(prompt, GEOMETRY, visible=visible))
 
+    def test_trees_of_one_size_behind_prefixes_of_different_length(self) -> None:
+        own = torch.eye(4).bool()  # nobody's ancestors: four guesses at the same token
+        prompts = [make_prompt(n, GEOMETRY, pages=range(9 * n, 9 * n + 5), seed=n) for n in (5, 6, 7)]
+        backend = self.build(num_pages=80)
+        feed(backend, ForwardMode.PREFILL, *((prompt, len(prompt.q) - 4) for prompt in prompts))
+        feed(backend, ForwardMode.VERIFY, *((prompt, 4) for prompt in prompts), visible=[own] * 3)
+        for prompt in prompts:
+            visible = torch.ones(len(prompt.q), len(prompt.q), dtype=torch.bool).tril()
+            visible[-4:, -4:] = own
+            close(prompt.output(), dense(prompt, GEOMETRY, visible=visible))
+
     @pytest.mark.parametrize("shape", [(3, 3), (1, 2), (2, 1), (2, 23)])
     def test_a_mask_of_another_shape_is_refused(self, shape: tuple[int, int]) -> None:
         mask = TreeMask((torch.ones(shape, dtype=torch.bool),))
