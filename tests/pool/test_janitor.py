@@ -43,7 +43,7 @@ def make_janitor() -> tuple[Janitor, FakeGroup, list[str]]:
     return Janitor(group, FakeLoop(), told.append), group, told  # type: ignore[arg-type]
 
 
-async def test_memory_is_released_only_when_every_stage_has_drained() -> None:
+async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10() -> None:
     janitor, group, told = make_janitor()
     done: list[str] = []
     session = ReceiveSession("s", num_stages=2, clock=SystemClock())

@@ -164,3 +164,24 @@ def test_started_names_the_pages_in_order_and_the_slot() -> None:
     assert len(client.events[0].page_ids) == 3
     assert client.events[0].slot_id in (1, 2)
     assert not any(isinstance(event, FirstToken) for event in client.events)
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_s4_7_slots_and_pages_return_from_every_step(num_steps: int) -> None:
+    """Aborted while queued, started, in a batch, between chunks, with its first token: nothing is left behind."""
+    scheduler = make(num_slots=2, max_running=2)
+    key, _ = submit(scheduler, 10)
+    batch: ForwardBatch | None = None
+    for step in range(num_steps):
+        if step % 2 == 0:
+            batch = scheduler.next_batch()
+        elif batch is not None:
+            answer(scheduler, batch)
+            batch = None
+    scheduler.release(key)
+    if batch is not None:
+        assert scheduler.slots.num_free < scheduler.slots.num_total, "its batch is still on the way"
+        answer(scheduler, batch)
+    assert (scheduler.pages.num_free, scheduler.slots.num_free) == (
+        scheduler.pages.num_total, scheduler.slots.num_total)
+    scheduler.on_idle()

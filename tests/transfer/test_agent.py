@@ -63,7 +63,7 @@ def source_and_dest(pools: Pools, num_source: int = 1, num_dest: int = 1) -> tup
 
 
 @pytest.mark.parametrize(("num_source", "num_dest"), [(1, 1), (1, 3), (3, 1), (2, 3), (3, 2), (6, 6)])
-def test_any_split_hands_over_to_any_split(pools: Pools, num_source: int, num_dest: int) -> None:
+def test_any_split_hands_over_to_any_split_s4_9(pools: Pools, num_source: int, num_dest: int) -> None:
     source, dest = source_and_dest(pools, num_source, num_dest)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     landing = dest.landing(terms, DEST_PAGES)

@@ -165,7 +165,8 @@ def memory_transports() -> MakeTransport:
 
 @pytest.mark.parametrize(("prefill_pp", "decode_pp"), list(product(range(1, 5), repeat=2)))
 @pytest.mark.parametrize("model", MODELS)
-def test_s4_9_layers_land_in_their_place_under_the_default_split(model: str, prefill_pp: int, decode_pp: int) -> None:
+def test_s4_3_s4_9_layers_land_in_their_place_under_the_default_split(model: str, prefill_pp: int,
+                                                                      decode_pp: int) -> None:
     specs = MODELS[model]
     check(specs, ranges(specs, prefill_pp), ranges(specs, decode_pp), memory_transports())
 

@@ -43,7 +43,7 @@ def all_stages(session: ReceiveSession | SendSession, state: StageSessionState, 
         session.on_stage_event(rank, report(state, epoch, num_bytes=10))
 
 
-def test_receiving_goes_its_way_when_all_stages_have(session: ReceiveSession) -> None:
+def test_receiving_goes_its_way_when_all_stages_have_s4_10(session: ReceiveSession) -> None:
     states = [session.state]
     for state in (OPEN, COMPLETE):
         states += [session.on_stage_event(rank, report(state, num_bytes=5)) for rank in (1, 0)]
@@ -71,7 +71,7 @@ def test_sending_goes_its_way_when_all_stages_have(clock: ManualClock) -> None:
     assert session.drained
 
 
-def test_a_stage_may_complete_before_another_has_opened(session: ReceiveSession) -> None:
+def test_a_stage_may_complete_before_another_has_opened_s4_10(session: ReceiveSession) -> None:
     session.on_stage_event(0, report(OPEN))
     session.on_stage_event(0, report(COMPLETE))
     assert session.state is ReceiveState.RESERVED
@@ -82,8 +82,8 @@ def test_a_stage_may_complete_before_another_has_opened(session: ReceiveSession)
 @pytest.mark.parametrize(("reason", "error"), [
     ("DIGEST_MISMATCH", IntegrityError), ("PEER_LOST", PeerLostError), ("HANDOFF_FAILED", HandoffError),
     ("INTERNAL", InternalError), ("SOMETHING_NEW", HandoffError)])
-def test_one_failing_stage_fails_all_with_its_reason(session: ReceiveSession, reason: str,
-                                                     error: type[Exception]) -> None:
+def test_one_failing_stage_fails_all_with_its_reason_s4_10(session: ReceiveSession, reason: str,
+                                                           error: type[Exception]) -> None:
     session.on_stage_event(0, report(OPEN))
     session.on_stage_event(1, report(StageSessionState.FAILED, reason=reason, text="layer 3 kv page 5"))
     assert session.state is ReceiveState.FAILED
@@ -93,7 +93,7 @@ def test_one_failing_stage_fails_all_with_its_reason(session: ReceiveSession, re
     assert session.state is ReceiveState.FAILED
 
 
-def test_failed_is_drained_only_when_every_stage_is(session: ReceiveSession) -> None:
+def test_failed_is_drained_only_when_every_stage_is_s4_10(session: ReceiveSession) -> None:
     session.on_stage_event(1, report(StageSessionState.FAILED))
     session.on_stage_event(1, report(DRAINED))
     assert not session.drained
