@@ -20,7 +20,7 @@ from baton.conversation import converse
 from baton.demo import run_demo
 from baton.load import LoadPlan, Slo, random_queries, run_load, summarise
 from baton.render import event_json, figures_text, log_printer, status_table
-from baton.values import Chunk, Prompt, Query, Sampling, Stop
+from baton.values import ChatMessage, Chunk, Prompt, Query, Sampling, Stop
 from runtime.errors import BatonError, ConfigError, FieldViolation, InvalidRequestError, RequestAborted
 from runtime.supervision import StopSignal, interruptible, run_process
 
@@ -99,7 +99,7 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
         for name, process in cluster.processes.items():
             if (where := process.announcement) is not None:
                 sink("baton", f"{name}: {where.address}, metrics on port {where.metrics_port}")
-        sink("baton", f'ready: try  baton generate "Count from 3 by 2." --target {cluster.address}')
+        sink("baton", f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}')
         await cluster.wait_ended()
 
 
@@ -130,6 +130,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text, or with --ids token ids like 1,2,3.")],
     target: Target = DEFAULT_TARGET,
     ids: Ids = False,
+    as_chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, to be answered.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
@@ -140,10 +141,10 @@ def generate(
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt and stream the answer."""
+    """Continue a prompt, or with --chat answer it, and stream the text."""
     with _one_line_errors():
         query = Query(
-            prompt=_token_ids(prompt) if ids else prompt,
+            prompt=_prompt(prompt, ids=ids, as_chat=as_chat),
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model)
         with BatonClient(target) as client:
@@ -155,6 +156,14 @@ def generate(
             print(end="" if as_json else "\n")
 
 
+def _prompt(text: str, *, ids: bool, as_chat: bool) -> Prompt:
+    if ids and as_chat:
+        raise InvalidRequestError(FieldViolation("prompt", "--ids and --chat exclude each other"))
+    if as_chat:
+        return (ChatMessage("user", text),)
+    return _token_ids(text) if ids else text
+
+
 def _token_ids(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
@@ -164,7 +173,8 @@ def _token_ids(text: str) -> tuple[int, ...]:
 
 def _spelled_ids(chunk: Chunk, prompt: Prompt) -> str:
     """Ids for a model without a tokenizer, which answers token ids with token ids."""
-    return "" if isinstance(prompt, str) else " ".join(str(token) for token in chunk.token_ids) + " "
+    has_text = isinstance(prompt, str) or isinstance(prompt[0], ChatMessage)
+    return "" if has_text else " ".join(str(token) for token in chunk.token_ids) + " "
 
 
 @app.command()
