@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from engine.memory.layout import CacheKind
 from engine.model import StageOutput
 from engine.numerics import Numerics
 from engine.stages import LayerRange
+from engine.trees import SpecInfo, SpecRow
 from models.loader import ModelDescription, random_model, read_model
 from runtime.errors import ConfigError, InternalError
 from tests.models.conftest import CheckpointMaker
@@ -84,6 +86,34 @@ def test_keys_cross_stages_that_only_share_s2_6(model: ModelDescription) -> None
         driver.prefill({0: PROMPT[:17]}, draw=False)
     assert torch.equal(cut.prefill({0: PROMPT[17:], 1: PROMPT[:5]}), whole.prefill({0: PROMPT[17:], 1: PROMPT[:5]}))
     assert torch.equal(cut.decode({1: 9, 0: 11}), whole.decode({1: 9, 0: 11}))
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2, 4), (1, 2, 3)])
+def test_selections_of_a_tree_cross_stages_s2_6(cuts: tuple[int, ...], model: ModelDescription) -> None:
+    """Verification: every node has the bits of decoding its own path in one process."""
+    tokens, parents, depths = [9, 11, 13, 17], (-1, 0, 0, 2), [0, 1, 1, 2]
+    tree = StageDriver(model, cuts=cuts)
+    tree.prefill({0: PROMPT[:30]}, draw=False)
+    batch = tree.batch(ForwardMode.VERIFY, {0: tokens}, draw=True)
+    batch.positions = torch.tensor([30 + depth for depth in depths])
+    batch.spec_info = SpecInfo(torch.tensor(tokens), (SpecRow(parents),))
+    logits = run_tree(tree, batch)
+    for path in ([0, 1], [0, 2, 3]):
+        plain = StageDriver(model)
+        plain.prefill({0: PROMPT[:30]}, draw=False)
+        for node in path:
+            assert torch.equal(plain.decode({0: tokens[node]})[0], logits[node]), f"node {node}"
+
+
+def run_tree(driver: StageDriver, batch: ForwardBatch) -> Tensor:
+    """As `StageDriver.run`, with the tree on every stage. Logits [nodes, vocab]."""
+    output = StageOutput()
+    for index, (stage, context) in enumerate(zip(driver.stages, driver.contexts, strict=True)):
+        local = replace(batch, token_ids=batch.token_ids if index == 0 else None)
+        driver.plan(index, local)
+        output = stage.forward(local, output.hidden, context, selected_keys=output.selected_keys)
+    assert output.logits is not None
+    return output.logits
 
 
 def test_a_sharing_stage_without_keys_fails_and_never_falls_back_s2_5(model: ModelDescription) -> None:
