@@ -56,8 +56,8 @@ def reference(description: ModelDescription) -> list[list[object]]:
 
 
 @pytest.mark.parametrize(("size", "partition"), [(1, None), (2, None), (3, None), (4, None), (5, None), (3, "1,3,1")])
-def test_batched_and_staged_equals_alone(description: ModelDescription, reference: list[list[object]], size: int,
-                                         partition: str | None) -> None:
+def test_batched_and_staged_equals_alone_s0_7(description: ModelDescription, reference: list[list[object]], size: int,
+                                              partition: str | None) -> None:
     with local_pool(description, size, partition=partition) as pool:
         assert shown(pool.generate(requests())) == reference
 
