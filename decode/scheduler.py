@@ -94,14 +94,16 @@ class _Entry:
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """`depth` is the number of stages; `growth_tokens` are reserved beyond the prompt at admission. A pool that
-    speculates verifies up to `num_draft_tokens` at once; `draft_handed`: the draft's cache lands with the prompt."""
+    """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
+    `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
+    verifies up to `num_draft_tokens` at once; `draft_handed`: the draft's cache lands with the prompt."""
 
     page_size: int
     grid: int
     depth: int
     max_running: int
     max_context_tokens: int
+    max_held: int = 0  # 0: no more than run
     chunk_tokens: int = 512  # of a replay's prefill batches
     growth_tokens: int = 64
     num_draft_tokens: int = 0
@@ -187,7 +189,7 @@ class DecodeScheduler:
         replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
         if replays:
             return self._replay_batch(replays)
-        share = -(-len(self._turns) // self.limits.depth)
+        share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
         rows: list[Row] = []
         for entry in ready:
             if len(rows) == share:
@@ -252,9 +254,10 @@ class DecodeScheduler:
         self._check_fits(request)
         if self._waiting:
             raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
-        if len(self._entries) >= self.limits.max_running:
-            raise CapacityError(f"{len(self._entries)} requests run, the limit is {self.limits.max_running}",
-                                resource="running requests")
+        limit = self.limits.max_held or self.limits.max_running
+        if len(self._entries) >= limit:
+            raise CapacityError(f"{len(self._entries)} requests hold memory, the limit is {limit}",
+                                resource="held requests")
         entry = _Entry(self._next_key, request, emit, joined_s=self.clock.now())
         self._lease(entry)
         self._next_key += 1

@@ -4,6 +4,7 @@ from decode.adaptive import AdaptiveDraft
 from decode.scheduler import DecodeLimits, DecodeScheduler, Event, Failed, Finished
 from decode.service import DecodeParts, DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
+from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
@@ -28,6 +29,10 @@ class DecodeRole:
     service = "baton.v1.Decode"
     speculates = True
 
+    def max_held(self, max_running: int) -> int:
+        """A small pool keeps room for handoffs that are still on their way."""
+        return decode_requests(max_running)
+
     def observe_layers(self, agent: TransferAgent) -> LayerObserver | None:
         return None
 
@@ -37,7 +42,8 @@ class DecodeRole:
         return DecodeLeading(DecodeScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
             limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.world_size,
-                                max_running=config.max_running, max_context_tokens=stage.plan.max_context_tokens,
+                                max_running=config.max_running, max_held=stage.plan.max_held,
+                                max_context_tokens=stage.plan.max_context_tokens,
                                 chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
                                 num_draft_tokens=stage.plan.num_draft_tokens,
                                 draft_handed=stage.plan.speculation is not None and stage.plan.speculation.handed),

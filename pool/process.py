@@ -79,6 +79,10 @@ class Role(Protocol):
     service: str  # full gRPC name, also its health name
     speculates: bool  # whether it verifies drafts, or only lets a draft read prompts
 
+    def max_held(self, max_running: int) -> int:
+        """Requests that may hold memory at the same time, when `max_running` compute."""
+        ...
+
     def observe_layers(self, agent: TransferAgent) -> LayerObserver | None:
         """Who hears of each layer that is done."""
         ...
@@ -115,7 +119,7 @@ class _Process:
 async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None:
     """Until `stop`. Raises ConfigError when checkpoint, flags and memory do not fit together."""
     incarnation, events = secrets.token_hex(8), _SessionEvents()
-    plan = plan_stage(config, speculates=role.speculates)
+    plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
     logger.info("%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
                 describe_pools(plan.geometry), config.numerics)
     stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers,

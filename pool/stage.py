@@ -45,6 +45,7 @@ class StagePlan:
     geometry: PoolGeometry
     compatibility: Compatibility
     max_context_tokens: int
+    max_held: int  # requests that hold memory at the same time
     speculation: SpeculationPlan | None = None
 
     @property
@@ -57,10 +58,11 @@ class StagePlan:
         return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
 
 
-def plan_stage(config: WorkerConfig, *, speculates: bool = False) -> StagePlan:
+def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
-    Roles that do not speculate look at the draft only to hand over its cache of the prompt.
+    `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
+    look at the draft only to hand over its cache of the prompt.
     """
     description = read_model(config.model)
     facts = description.facts
@@ -73,23 +75,24 @@ def plan_stage(config: WorkerConfig, *, speculates: bool = False) -> StagePlan:
         extra = speculation.budget_specs(specs, config.page_size) if speculates else ()
         handed = speculation.handed_specs(config.page_size)
         specs, ranges[-1] = (*specs, *handed), LayerRange(ranges[-1].start, ranges[-1].end + len(handed))
-    sizes = _pool_sizes(config, facts, ranges, (*specs, *extra))
+    held = config.max_running if max_held is None else max_held
+    sizes = _pool_sizes(config, facts, ranges, (*specs, *extra), held)
     geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
     context = min(facts.max_context_tokens, (sizes.num_pages - 1) * config.page_size)
     return StagePlan(description, ranges, geometry,
-                     compatibility(revision=facts.revision, specs=specs, page_size=config.page_size), context,
+                     compatibility(revision=facts.revision, specs=specs, page_size=config.page_size), context, held,
                      speculation)
 
 
 def _pool_sizes(config: WorkerConfig, facts: ModelFacts, ranges: list[LayerRange],
-                specs: tuple[CacheSpec, ...]) -> PoolBudget:
+                specs: tuple[CacheSpec, ...], max_held: int) -> PoolBudget:
     """As many pages as were asked for, or as the memory budget allows."""
     if config.num_pages:
         if config.num_pages < 2:
             raise ConfigError("num_pages must be at least 2: the null page and one to use", field="num_pages")
-        return PoolBudget(config.num_pages, config.max_running + 1 if bytes_per_slot(specs) else 0)
+        return PoolBudget(config.num_pages, max_held + 1 if bytes_per_slot(specs) else 0)
     return plan_pools(specs, ranges, budget_bytes=config.memory_mb << 20, page_size=config.page_size,
-                      max_context_tokens=facts.max_context_tokens, num_requests=config.max_running)
+                      max_context_tokens=facts.max_context_tokens, num_requests=max_held)
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,8 @@ def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
     chunk, tables of all rows, and per row everything sampling may carry (two token histories of the context, biases,
     bans)."""
     facts = plan.description.facts
-    tokens = max(config.chunk_tokens, config.max_running * (1 + plan.num_draft_tokens))
+    tokens = max(config.chunk_tokens, plan.max_held * (1 + plan.num_draft_tokens))
     latent = plan.description.latent_geometry(config.page_size)
     per_token = 4 * facts.hidden_size * 4 + 4 * 8 + 4 * (0 if latent is None else latent.max_selected)
     per_row = 8 * (2 * plan.max_context_tokens + 2 * 1024 + 64 + 32) + 4 * (plan.geometry.num_pages + 1)
-    return tokens * per_token + config.max_running * per_row + (1 << 16)
+    return tokens * per_token + plan.max_held * per_row + (1 << 16)

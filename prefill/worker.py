@@ -26,6 +26,9 @@ class PrefillRole:
     service = "baton.v1.Prefill"
     speculates = False
 
+    def max_held(self, max_running: int) -> int:
+        return max_running
+
     def observe_layers(self, agent: TransferAgent) -> LayerObserver:
         return layer_observer(agent)
 

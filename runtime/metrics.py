@@ -210,9 +210,9 @@ class PoolMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _gauge(registry, "kv_pages_total", "Pages of the pool."),
+            _gauge(registry, "kv_pages", "Pages of the pool."),
             _gauge(registry, "kv_pages_used", "Pages under lease."),
-            _gauge(registry, "state_slots_total", "Recurrent-state slots of the pool."),
+            _gauge(registry, "state_slots", "Recurrent-state slots of the pool."),
             _gauge(registry, "state_slots_used", "Recurrent-state slots under lease."),
             _counter(registry, "kv_imbalances", "Broken invariants, such as pages that nobody owns."),
         )

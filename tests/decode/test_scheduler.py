@@ -6,6 +6,7 @@ import pytest
 
 from decode.scheduler import DecodeLimits, DecodeScheduler, Drawn, Event, Failed, Finished
 from engine.batch import ForwardBatch, ForwardMode
+from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
@@ -222,3 +223,19 @@ def test_every_request_ends_and_memory_returns_under_pressure() -> None:
     assert all(isinstance(client.last, Finished) for client in clients)
     assert scheduler.pages.num_free == scheduler.pages.num_total
     assert scheduler.slots.num_free == scheduler.slots.num_total
+
+
+def test_s4_6_more_may_be_held_than_run_and_all_take_their_turns() -> None:
+    scheduler = DecodeScheduler(
+        pages=PageAllocator(99), slots=SlotAllocator(0),
+        limits=DecodeLimits(page_size=4, grid=1, depth=1, max_running=2, max_held=decode_requests(2),
+                            max_context_tokens=64),
+        clock=ManualClock())
+    clients = [joined(scheduler, request(max_tokens=5))[1] for _ in range(6)]
+    with pytest.raises(CapacityError, match="6 requests hold memory, the limit is 6"):
+        scheduler.reserve(request(), lambda event: None)
+    batches = run(scheduler, 3)
+    assert [batch.num_rows for batch in batches] == [2, 2, 2]
+    assert len({key for batch in batches for key in batch.request_ids}) == 6
+    run(scheduler, 100)
+    assert all(isinstance(client.last, Finished) for client in clients)
