@@ -46,7 +46,8 @@ class Inbox(Generic[MessageT, EventT]):
             DeadlineError: none came in time.
         """
         try:
-            return await asyncio.wait_for(anext(self._stream), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await anext(self._stream)
         except StopAsyncIteration:
             raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
         except TimeoutError:
@@ -81,6 +82,8 @@ class Inbox(Generic[MessageT, EventT]):
             DeadlineError: nothing happened in time; the message says what was waited for.
         """
         try:
-            return await asyncio.wait_for(self._queue.get(), timeout_s)
+            # Not wait_for: before Python 3.12 it loses a cancellation that meets an item.
+            async with asyncio.timeout(timeout_s):
+                return await self._queue.get()
         except TimeoutError:
             raise DeadlineError(f"waited {timeout_s:.1f} s for {waiting_for}") from None

@@ -56,7 +56,8 @@ class Janitor:
 
     async def _finish(self, release: Callable[[], None], session_id: str, drained: asyncio.Event) -> None:
         try:
-            await asyncio.wait_for(drained.wait(), DRAIN_TIMEOUT_S)
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                await drained.wait()
         except TimeoutError:
             self._unhealthy(f"session {session_id} did not drain within {DRAIN_TIMEOUT_S} s")
             return

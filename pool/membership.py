@@ -72,7 +72,9 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
 
     async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
                    context: Context) -> AsyncIterator[pb.JoinResponse]:
-        link = self._welcome(await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT_S))
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            hello = await anext(request_iterator)
+        link = self._welcome(hello)
         reader = asyncio.create_task(self._read(link, request_iterator))
         try:
             while not reader.done():

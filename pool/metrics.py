@@ -12,7 +12,7 @@ from engine.memory.layout import PoolGeometry, travelling
 from protos import worker_pb2 as pb
 from runtime.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
 
-BUBBLE_WINDOW_S = 5.0
+BUBBLE_WINDOW_S = 1.0
 
 
 def observe_forward(metrics: StageMetrics, seconds: float, batch: ForwardBatch) -> None:

@@ -35,7 +35,8 @@ async def run_inside(loop: EngineLoop, submit: Callable[[Callable[[EventT], obje
 
     key = await loop.submit(lambda: submit(lambda event: events.call_soon_threadsafe(settle, event)))
     try:
-        await asyncio.wait_for(done, WARM_UP_TIMEOUT_S)
+        async with asyncio.timeout(WARM_UP_TIMEOUT_S):
+            await done
     except TimeoutError:
         raise DeadlineError(f"the warm-up token did not come within {WARM_UP_TIMEOUT_S:g} s") from None
     return key

@@ -51,6 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             changed = self._changed
             yield pb.WatchResponse(load=await self._load())
             try:
-                await asyncio.wait_for(changed.wait(), interval)
+                async with asyncio.timeout(interval):
+                    await changed.wait()
             except TimeoutError:
                 continue

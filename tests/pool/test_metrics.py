@@ -1,0 +1,54 @@
+"""A leader's instruments move with what they count, also those that a short test cluster leaves at rest."""
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from engine.batch import ForwardMode
+from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
+from engine.rows import Row, build_batch
+from engine.stages import LayerRange
+from pool import metrics as metrics_module
+from pool.metrics import LeaderMeters
+from protos import worker_pb2 as pb
+
+GEOMETRY = PoolGeometry(page_size=4, num_pages=11, num_slots=5, layers=LayerRange(0, 2), specs=(
+    CacheSpec(0, CacheKind.KV, (2, 1, 4, 8), "float32", 4), CacheSpec(1, CacheKind.STATE, (2, 4, 4), "float32", 4)))
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+def test_load_shows_queue_memory_and_sessions() -> None:
+    registry = CollectorRegistry()
+    meters = LeaderMeters.create(registry, GEOMETRY)
+    meters.on_load(pb.WorkerLoad(queued_requests=3, running_requests=2, pages_free=7, slots_free=1, open_sessions=2))
+    assert value(registry, "baton_queue_depth") == 3
+    assert value(registry, "baton_running") == 2
+    assert (value(registry, "baton_kv_pages"), value(registry, "baton_kv_pages_used")) == (10, 3)
+    assert (value(registry, "baton_state_slots"), value(registry, "baton_state_slots_used")) == (4, 3)
+    assert value(registry, "baton_kv_sessions") == 2
+
+
+def test_waiting_is_a_share_of_time() -> None:
+    registry = CollectorRegistry()
+    meters = LeaderMeters.create(registry, GEOMETRY)
+    meters._window_began_s -= 2 * metrics_module.BUBBLE_WINDOW_S
+    meters.on_wait(metrics_module.BUBBLE_WINDOW_S)
+    assert value(registry, "baton_pp_bubble_ratio") == pytest.approx(0.5, abs=0.01)
+
+
+def test_steps_and_handoffs_are_counted() -> None:
+    registry = CollectorRegistry()
+    meters = LeaderMeters.create(registry, GEOMETRY)
+    batch = build_batch(ForwardMode.PREFILL, [Row(1, [5, 6, 7], 0, [1], 0, None)])
+    assert batch.token_ids is not None
+    assert torch.equal(batch.token_ids, torch.tensor([5, 6, 7]))
+    meters.on_step(0.02, batch)
+    meters.on_handoff(num_tokens=9, seconds=0.5)  # three pages of 2 * 4 * 8 floats, one state of 32
+    assert value(registry, "baton_prompt_tokens_total") == 3
+    assert value(registry, "baton_batch_tokens_sum") == 3
+    assert value(registry, "baton_kv_transfer_bytes_total", kind="kv") == 3 * 2 * 4 * 8 * 4
+    assert value(registry, "baton_kv_transfer_bytes_total", kind="state") == 2 * 4 * 4 * 4
+    assert value(registry, "baton_kv_transfer_seconds_sum") == 0.5
