@@ -52,7 +52,7 @@ async def everything(running: RunningCluster) -> dict[str, dict[str, float]]:
 
 
 async def test_every_metric_moves(checkpoint: Path) -> None:
-    async with running_cluster(checkpoint, decode_pp=2) as running:
+    async with running_cluster(checkpoint, decode_pp=2, worker_flags=("--max-running", "4")) as running:
         peaks: dict[str, dict[str, float]] = {}
         load = asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60) for question
                                 in make_questions(40, seed=2, max_prompt=300, max_tokens=100)))
