@@ -140,5 +140,5 @@ class Admission:
 
     def _note_depth(self) -> None:
         self._metrics.queue_depth.set(len(self._waiting))
-        oldest_s = min((waiter.since_s for waiter in self._waiting), default=self._clock.now())
-        self._metrics.queue_oldest_s.set(self._clock.now() - oldest_s)
+        now = self._clock.now()
+        self._metrics.queue_oldest_s.set(max((now - waiter.since_s for waiter in self._waiting), default=0.0))
