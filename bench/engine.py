@@ -1,10 +1,12 @@
-"""`python -m bench.engine`: one stage of a Qwen3-0.6B-shaped model beside transformers' `generate`, in one process.
+"""`python -m bench.engine`: one stage of a Qwen3-0.6B-shaped model beside transformers' `generate`.
 
 Both get the same random bf16 weights, the same prompts and the same threads, and take turns, so that a change of the
-machine's speed meets both. Three cases: prefill of a prompt, decode of 1 row, decode of 8 rows behind that prompt. Ours
-is everything a worker does per step but the scheduling: build the batch, plan, forward, argmax; keys and values lie in
-scattered pages. The reference is greedy `generate` over a static cache. A case's ratio is the median over rounds of
-(reference time / our time). `foreign_cores` says how many cores other processes took: above 0.2 the figures are noise.
+machine's speed meets both. The reference has a process of its own, started as anybody starts it; ours sets huge pages
+for its allocator, as the roles do. Three cases: prefill of a prompt, decode of 1 row, decode of 8 rows behind that
+prompt. Ours is everything a worker does per step but the scheduling: build the batch, plan, forward, argmax; keys and
+values lie in scattered pages. The reference is greedy `generate` over a static cache. A case's ratio is the median over
+rounds of (reference time / our time). `foreign_cores` says how many cores other processes took: above 0.2 the figures
+are noise.
 """
 
 import argparse

@@ -13,15 +13,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StaticCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
 
+from bench.engine_reference import Reference
 from bench.report import Value
 from engine.attention.cpu import CpuAttention
 from engine.batch import ForwardBatch, ForwardMode, SamplingRow
@@ -34,7 +27,6 @@ from engine.recurrent.cpu import CpuRecurrent
 from engine.request import SamplingParams
 from engine.stages import LayerRange
 from models.loader import random_model
-from models.weights import RandomWeights
 
 MODEL: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_size": 1024,
@@ -88,47 +80,6 @@ class OurSide:
         return logits
 
 
-class _Stamps(StoppingCriteria):
-    """Never stops; notes when each token was there."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class Reference:
-    """transformers with the same weights: `generate`, greedy, static cache."""
-
-    def __init__(self, *, max_tokens: int) -> None:
-        config = Qwen3Config.from_dict(MODEL)
-        model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]  # noqa: SLF001
-        self._model = model.eval()
-        source = RandomWeights(seed=0)
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                source.read(name.removeprefix("model."), parameter.data)
-        self._max_tokens = max_tokens
-
-    def new_cache(self) -> StaticCache:
-        return StaticCache(config=self._model.config, max_cache_len=self._max_tokens)
-
-    @torch.inference_mode()
-    def generate(self, token_ids: Tensor, cache: StaticCache, num_tokens: int) -> tuple[Tensor, list[float], Tensor]:
-        """Continue token_ids [rows, n], of which `cache` may hold a beginning. Returns all ids, when each new token
-        was there, and the logits of the last one."""
-        stamps = _Stamps()
-        settings = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, disable_compile=True,
-            return_dict_in_generate=True, output_logits=True)
-        out = self._model.generate(token_ids, generation_config=settings, past_key_values=cache,
-                                   attention_mask=torch.ones_like(token_ids),
-                                   stopping_criteria=StoppingCriteriaList([stamps]))
-        return out.sequences, stamps.times, out.logits[-1]
-
-
 @dataclass
 class Case:
     """Seconds per step of one case, a list per round and side."""
@@ -161,17 +112,18 @@ class EngineBench:
                                             "numerics": numerics}
         max_tokens = context + 2 + (rounds + 1) * (steps + 1)
         self._ours = OurSide(numerics=Numerics(numerics), page_size=page_size, max_tokens=max_tokens)
-        self._reference = Reference(max_tokens=max_tokens)
+        self._reference = Reference(MODEL, max_tokens=max_tokens, threads=threads)
         vocab = MODEL["vocab_size"]
         assert isinstance(vocab, int)
         self._prompts = torch.randint(vocab, (MAX_ROWS, context), generator=torch.Generator().manual_seed(1))
 
     def run(self) -> dict[str, Value]:
         """Every case's medians and ratio, and how alike both sides' logits are behind the prompt (1 is equal)."""
-        with _foreign_cores() as foreign:
+        with _foreign_cores(self._reference.cpu_s) as foreign:
             prefill, cosine = self._prefill()
             cases = [prefill, *(self._decode(rows) for rows in (1, MAX_ROWS))]
         report = {key: value for case in cases for key, value in case.report().items()}
+        self._reference.close()
         return {**self._settings, **report, "logit_cosine": cosine, "foreign_cores": round(foreign(), 2)}
 
     def _prefill(self) -> tuple[Case, float]:
@@ -179,11 +131,10 @@ class EngineBench:
         prompt, cosine = self._prompts[:1], 0.0
         for index in range(self._rounds + 1):
             logits, ours = _timed(lambda: self._ours.step(0, prompt, 0))
-            cache = self._reference.new_cache()
-            (_, _, expected), reference = _timed(lambda: self._reference.generate(prompt, cache, 1))  # noqa: B023
+            _, stamps, expected = self._reference.generate(prompt, 1, afresh=True)
             cosine = float(torch.cosine_similarity(logits.double(), expected.double()))
             if index:  # the first round warms up
-                case.add([ours], [reference])
+                case.add([ours], [stamps[-1]])
         return case, round(cosine, 6)
 
     def _decode(self, rows: int) -> Case:
@@ -191,8 +142,7 @@ class EngineBench:
         case = Case(f"decode_b{rows}", rows)
         for row in range(rows):
             self._ours.step(row, self._prompts[row : row + 1], 0)
-        ids, cache = self._prompts[:rows], self._reference.new_cache()
-        ids, _, _ = self._reference.generate(ids, cache, 1)
+        ids, _, _ = self._reference.generate(self._prompts[:rows], 1, afresh=True)
         context, tokens = self._context, ids[:, -1:]
         for index in range(self._rounds + 1):
             ours: list[float] = []
@@ -200,7 +150,7 @@ class EngineBench:
                 logits, seconds = _timed(lambda: self._ours.step(0, tokens, context))  # noqa: B023
                 tokens, context = logits.argmax(-1, keepdim=True), context + 1
                 ours.append(seconds)
-            ids, stamps, _ = self._reference.generate(ids, cache, self._steps + 1)
+            ids, stamps, _ = self._reference.generate(ids, self._steps + 1, afresh=False)
             if index:
                 case.add(ours, [after - before for before, after in itertools.pairwise(stamps)])
         return case
@@ -213,7 +163,7 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 @contextmanager
-def _foreign_cores() -> Iterator[Callable[[], float]]:
+def _foreign_cores(reference_s: Callable[[], float]) -> Iterator[Callable[[], float]]:
     """While it is open: how many cores everybody else kept busy. To be called after it closed."""
     ticks_per_s = os.sysconf("SC_CLK_TCK")
 
@@ -221,7 +171,7 @@ def _foreign_cores() -> Iterator[Callable[[], float]]:
         user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
         return (user + nice + system + irq + soft_irq + steal) / ticks_per_s
 
-    started, busy, own = time.perf_counter(), busy_s(), time.process_time()
+    started, busy, own = time.perf_counter(), busy_s(), time.process_time() + reference_s()
     result = 0.0
     yield lambda: result
-    result = (busy_s() - busy - (time.process_time() - own)) / (time.perf_counter() - started)
+    result = (busy_s() - busy - (time.process_time() + reference_s() - own)) / (time.perf_counter() - started)
