@@ -1,34 +1,147 @@
-"""`python -m bench.engine`: one stage of a Qwen3-0.6B-shaped model beside transformers' `generate`.
+"""`python -m bench.engine`: a model of Qwen3-0.6B's shape beside transformers' `generate`, on the same cores in turn.
 
-Both get the same random bf16 weights, the same prompts and the same threads, and take turns, so that a change of the
-machine's speed meets both. The reference has a process of its own, started as anybody starts it; ours sets huge pages
-for its allocator, as the roles do. Three cases: prefill of a prompt, decode of 1 row, decode of 8 rows behind that
-prompt. Ours is everything a worker does per step but the scheduling: build the batch, plan, forward, argmax; keys and
-values lie in scattered pages. The reference is greedy `generate` over a static cache. A case's ratio is the median over
-rounds of (reference time / our time). `foreign_cores` says how many cores other processes took: above 0.2 the figures
-are noise.
+Both have the same random bf16 weights, prompts and threads, each in a process of its own, and take turns every few
+steps, so that a change of the machine's speed meets both. Three cases: prefill of a prompt, decode of 1 row and of 8
+rows behind that prompt. The reference is greedy `generate` over a static cache, run as it is installed; huge pages for
+tensors are part of what our roles set up (`--reference-huge-pages` gives them to it too). A case's ratio is the median
+over rounds of reference time / our time. `foreign_cores` says how many cores other processes took: above 0.2 the
+figures are noise.
 """
 
 import argparse
+import json
+import math
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Self
 
-from bench.report import render
+from bench.report import Value, render
+
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
+
+
+class SideProcess:
+    """One side of the comparison. It computes only while it is asked to."""
+
+    def __init__(self, name: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        self.name = name
+        command = [sys.executable, "-m", "bench.engine_sides", name, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                         env=environment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, **command: object) -> dict[str, list[float]]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, list[float]]:
+        """The next answer; the first one says that the model is loaded."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the {self.name} side ended with status {self._process.wait()}")
+        answer: dict[str, list[float]] = json.loads(line)
+        return answer
+
+    def cpu_s(self) -> float:
+        """CPU time it has used so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Case:
+    """Seconds per step of one case, a list per round and side."""
+
+    name: str
+    tokens_per_step: int
+    ours: list[list[float]] = field(default_factory=list)
+    reference: list[list[float]] = field(default_factory=list)
+
+    def add(self, ours: list[float], reference: list[float]) -> None:
+        self.ours.append(ours)
+        self.reference.append(reference)
+        print(f"{self.name}: {median(ours) * 1e3:.0f} ms, reference {median(reference) * 1e3:.0f} ms", file=sys.stderr)
+
+    def report(self) -> dict[str, Value]:
+        def rate(rounds: list[list[float]]) -> float:
+            return round(self.tokens_per_step / median(seconds for one in rounds for seconds in one), 2)
+
+        ratios = [median(theirs) / median(ours) for ours, theirs in zip(self.ours, self.reference, strict=True)]
+        return {f"{self.name}_tokens_per_s": rate(self.ours),
+                f"{self.name}_reference_tokens_per_s": rate(self.reference),
+                f"{self.name}_ratio": round(median(ratios), 3)}
+
+
+def measure(ours: SideProcess, reference: SideProcess, *, rounds: int, steps: int, context: int) -> dict[str, Value]:
+    """Every case's medians and ratio, and how alike both sides' logits behind the prompt are (1 is equal)."""
+    sides = (ours, reference)
+    for side in sides:
+        side.answer()
+    started, busy, own = time.perf_counter(), _busy_s(), sum(side.cpu_s() for side in sides)
+    prefill = Case(f"prefill_{context}", context)
+    answers = [side.ask(do="prefill") for side in sides]  # warms up
+    for _ in range(rounds):
+        answers = [side.ask(do="prefill") for side in sides]
+        prefill.add(*(answer["seconds"] for answer in answers))
+    cases = [prefill]
+    for rows in (1, 8):
+        case = Case(f"decode_b{rows}", rows)
+        for side in sides:
+            side.ask(do="begin", rows=rows)
+            side.ask(do="decode", steps=steps)
+        for _ in range(rounds):
+            case.add(*(side.ask(do="decode", steps=steps)["seconds"] for side in sides))
+        cases.append(case)
+    foreign_s = _busy_s() - busy - (sum(side.cpu_s() for side in sides) - own)
+    return {**{key: value for case in cases for key, value in case.report().items()},
+            "logit_cosine": round(_cosine(answers[0]["logits"], answers[1]["logits"]), 6),
+            "foreign_cores": round(foreign_s / (time.perf_counter() - started), 2)}
+
+
+def _cosine(a: list[float], b: list[float]) -> float:
+    return sum(map(float.__mul__, a, b)) / math.hypot(*a) / math.hypot(*b)
+
+
+def _busy_s() -> float:
+    """CPU time all processes have used so far."""
+    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("threads", 2), ("rounds", 5), ("steps", 6), ("context", 512), ("page-size", 64)):
+    for name, default in (("threads", 2), ("rounds", 6), ("steps", 4), ("context", 512), ("page-size", 64)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="default exact")
+    parser.add_argument("--reference-huge-pages", action="store_true", help="let the reference use huge pages too")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     flags = parser.parse_args()
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for tensors; torch reads it when it loads
-    from bench.engine_cases import EngineBench
-
-    values = EngineBench(threads=flags.threads, rounds=flags.rounds, steps=flags.steps, context=flags.context,
-                         page_size=flags.page_size, numerics=flags.numerics).run()
-    print(render("engine", values, as_json=flags.json))
+    max_tokens = flags.context + 2 + (flags.rounds + 1) * (flags.steps + 1)
+    arguments = [f"--numerics={flags.numerics}", f"--threads={flags.threads}", f"--context={flags.context}",
+                 f"--max-tokens={max_tokens}", f"--page-size={flags.page_size}"]
+    plain = {name: value for name, value in os.environ.items() if name not in HUGE_PAGES}
+    huge = {**plain, **HUGE_PAGES}
+    with (SideProcess("ours", arguments, huge) as ours,
+          SideProcess("reference", arguments, huge if flags.reference_huge_pages else plain) as reference):
+        values = measure(ours, reference, rounds=flags.rounds, steps=flags.steps, context=flags.context)
+    print(render("engine", {"threads": flags.threads, "context": flags.context, "page_size": flags.page_size,
+                            "numerics": flags.numerics, "reference_huge_pages": flags.reference_huge_pages, **values},
+                 as_json=flags.json))
     return 0
 
 

@@ -1,6 +1,6 @@
 """How a case of the engine benchmark sums up its rounds."""
 
-from bench.engine_cases import Case
+from bench.engine import Case
 
 
 def test_a_ratio_is_the_median_of_rounds_and_rates_are_of_all_steps() -> None:
