@@ -9,6 +9,7 @@ because the product kernels regroup longer sums. The tests hold all of this to e
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
@@ -34,7 +35,7 @@ class CpuAttention:
         for layer_id, pool in kv_pools.items():
             if tuple(pool.shape[1:]) != page_shape:
                 raise InternalError(f"layer {layer_id}: pages are {tuple(pool.shape[1:])}, geometry says {page_shape}")
-        key_step(geometry.page_size)  # refuses page sizes that do not fit
+        key_step(geometry.page_size)
         self._pools = dict(kv_pools)
         # As a list of records [num_pages * 2 * num_kv_heads, page_size, head_dim]; values follow their keys.
         self._keys = {layer_id: pool.view(-1, *page_shape[2:]) for layer_id, pool in kv_pools.items()}
@@ -88,19 +89,14 @@ class CpuAttention:
     def _attend(self, layer_id: int, q: Tensor, group: RowGroup) -> Tensor:
         """q: [G * M, num_heads, head_dim] of the group's tokens. Returns the same shape."""
         geometry = self._geometry
-        shape = (group.num_rows, -1, geometry.num_kv_heads, self._share, geometry.head_dim)
-        queries, out = q.view(shape), torch.empty_like(q)
-        keys = self._gather("keys", self._keys[layer_id], group)
-        values: Tensor | None = None
-        for tile in group.tiles:
-            weights = self._weights(queries[:, tile.start : tile.stop], keys, tile)
-            if values is None:
-                # Where no other tile needs the keys, the values take their place, which is still in the cache.
-                values = self._gather("keys" if len(group.tiles) == 1 else "values", self._values[layer_id], group)
-                for row, num_written in enumerate(group.written):
-                    values[row, :, num_written:].zero_()  # they get no weight, but 0 * NaN is NaN
-            self._add_up(weights, values, out.view(shape)[:, tile.start : tile.stop])
-        return out
+        keys, values = (self._gather(name, pools[layer_id], group)
+                        for name, pools in (("keys", self._keys), ("values", self._values)))
+        for row, num_written in enumerate(group.written):
+            values[row, :, num_written:].zero_()  # they get no weight, but 0 * NaN is NaN
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        queries = (q * geometry.scale).view(group.num_rows, -1, geometry.num_kv_heads, self._share, geometry.head_dim)
+        tiles = [self._attend_tile(queries[:, tile.start : tile.stop], keys, values, tile) for tile in group.tiles]
+        return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)).view(q.shape)
 
     def _gather(self, name: str, pages: Tensor, group: RowGroup) -> Tensor:
         """Keys or values of the group's rows in position order, [G, kv, keys, D]."""
@@ -108,26 +104,23 @@ class CpuAttention:
         torch.index_select(pages, 0, group.records, out=found)
         return found.view(group.num_rows, self._geometry.num_kv_heads, -1, self._geometry.head_dim)
 
-    def _weights(self, queries: Tensor, keys: Tensor, tile: QueryTile) -> Tensor:
-        """queries: [G, tokens, kv, heads per kv head, D]; keys: [G, kv, at least the tile's keys, D]. Returns softmax
-        weights [G * kv, rows, keys], a row per token and head, padded."""
-        num_rows, num_tokens, num_kv_heads, share, head_dim = queries.shape
-        num_used, num_keys = num_tokens * share, tile.num_keys
-        rows = padded_rows(num_used, queries.dtype) if self._exact else num_used
-        folded = queries.new_zeros(num_rows, num_kv_heads, rows, head_dim)
-        torch.mul(queries.transpose(1, 2), self._geometry.scale,
-                  out=folded[:, :, :num_used].view(num_rows, num_kv_heads, num_tokens, share, head_dim))
-        scores = self._scratch.take("scores", (num_rows * num_kv_heads, rows, num_keys), queries.dtype)
-        torch.bmm(folded.flatten(0, 1), keys.flatten(0, 1)[:, :num_keys].transpose(1, 2), out=scores)
-        used = scores[:, :num_used].view(num_rows, num_kv_heads, num_tokens, share, num_keys)
+    def _attend_tile(self, queries: Tensor, keys: Tensor, values: Tensor, tile: QueryTile) -> Tensor:
+        """queries: [G, tokens, kv, heads per kv head, D], scaled; keys, values [G * kv, keys, D]. Returns
+        [G, tokens, num_heads * D]."""
+        num_rows, num_tokens, num_kv_heads, share, _ = queries.shape
+        folded = queries.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # queries that share a kv head, in one product
+        folded = self._padded(folded)
+        scores = self._scratch.take("scores", (len(folded), folded.shape[1], tile.num_keys), folded.dtype)
+        torch.bmm(folded, keys[:, : tile.num_keys].transpose(1, 2), out=scores)
+        used = scores[:, : num_tokens * share].view(num_rows, num_kv_heads, num_tokens, share, tile.num_keys)
         used[..., tile.first_masked :].masked_fill_(tile.hidden, float("-inf"))
-        return torch.softmax(scores, -1, out=self._scratch.take("weights", tuple(scores.shape), scores.dtype))
+        weights = torch.softmax(scores, -1, out=self._scratch.take("weights", tuple(scores.shape), scores.dtype))
+        out = _weighted_sum(weights, values)[:, : num_tokens * share]
+        return out.reshape(num_rows, num_kv_heads, num_tokens, -1).transpose(1, 2).flatten(2)
 
-    def _add_up(self, weights: Tensor, values: Tensor, out: Tensor) -> None:
-        """Weighted values into out [G, tokens, kv, heads per kv head, D]."""
-        num_rows, num_tokens, num_kv_heads, share, head_dim = out.shape
-        total = _weighted_sum(weights, values.flatten(0, 1))[:, : num_tokens * share]
-        out.copy_(total.view(num_rows, num_kv_heads, num_tokens, share, head_dim).transpose(1, 2))
+    def _padded(self, rows: Tensor) -> Tensor:
+        missing = padded_rows(rows.shape[1], rows.dtype) - rows.shape[1] if self._exact else 0
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

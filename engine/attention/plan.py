@@ -22,7 +22,7 @@ MAX_TILE_TOKENS = 128
 _MIN_TILE_TOKENS = 16
 _MAX_TILE_SCORES = 1 << 23  # all heads together
 _MAX_GROUPED_TOKENS = 32  # longer rows fill a product on their own
-_MAX_GROUP_KEYS = 5120  # unless one row has more; what is gathered should still be in the cache when it is read
+_MAX_GROUP_KEYS = 2560  # unless one row has more; what is gathered should still be in the cache when it is read
 _MAX_LENGTH_RATIO = 1.5  # of rows in one group: the shorter are gathered as long as the longest
 
 

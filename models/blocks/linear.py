@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine.numerics import Numerics, padded_rows
 
-_MIN_PACKED_ROWS = 5  # one to four rows take a fifth to a half longer than five, and one row alone may change bits
 _ALIGNMENT_BYTES = 64  # two copies of one weight at different alignment give different bits
 
 
@@ -35,15 +34,10 @@ class Linear:
         num_rows = x.shape[0]
         if num_rows == 0:
             return x.new_empty(0, self.out_features)
-        missing = self._num_computed(num_rows) - num_rows
+        missing = padded_rows(num_rows, self.dtype) - num_rows if self._exact else 0
         if missing:
             return self._multiply(F.pad(x, (0, 0, 0, missing)))[:num_rows]
         return self._multiply(x)
-
-    def _num_computed(self, num_rows: int) -> int:
-        if self._packed:
-            return max(num_rows, _MIN_PACKED_ROWS)
-        return padded_rows(num_rows, self.dtype) if self._exact else num_rows
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._packed:

@@ -153,6 +153,6 @@ def test_long_contexts_are_cut_finer_and_gathered_in_smaller_groups() -> None:
     chunk = Row(256, 70_000, tuple(range(1, 1 + 4392)))
     (group,) = build_plan(make_batch(ForwardMode.PREFILL, [chunk]), GEOMETRY).groups
     assert {tile.stop - tile.start for tile in group.tiles} == {29, 24}
-    rows = [Row(1, 2000, tuple(range(1, 127))) for _ in range(5)]
+    rows = [Row(1, 1000, tuple(range(1, 64))) for _ in range(5)]
     groups = build_plan(make_batch(ForwardMode.DECODE, rows), GEOMETRY).groups
     assert [group.num_rows for group in groups] == [2, 2, 1]
