@@ -6,12 +6,15 @@
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from runtime.config import parse_address
 from runtime.errors import UnavailableError
+from runtime.secure_channel import SecureChannel, SecureSyncChannel
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class ChannelOptions:
     max_reconnect_backoff_s: float = 1.0
     max_message_bytes: int = 64 << 20
 
-    def as_grpc(self) -> list[tuple[str, int]]:
+    def as_grpc(self) -> list[tuple[str, Any]]:
         return [
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
@@ -43,14 +46,43 @@ class ChannelOptions:
         ]
 
 
-def open_channel(address: str, options: ChannelOptions = ChannelOptions()) -> grpc.aio.Channel:
-    """An asyncio channel; it connects on first use. Raises ConfigError for an address that is not HOST:PORT."""
-    return grpc.aio.insecure_channel(str(parse_address(address)), options.as_grpc())
+def open_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
+                 security: ChannelSecurity = PLAIN_CHANNEL) -> grpc.aio.Channel:
+    """An asyncio channel; it connects on first use. Raises ConfigError for an address that is not HOST:PORT, and for a
+    token that would travel in plain text."""
+    target, arguments = _target(address, options, security)
+    if security == PLAIN_CHANNEL:
+        return grpc.aio.insecure_channel(target, arguments)
+
+    def dial(credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+        if credentials is None:
+            return grpc.aio.insecure_channel(target, arguments)
+        return grpc.aio.secure_channel(target, credentials, arguments)
+
+    return SecureChannel(security, dial)
 
 
-def open_sync_channel(address: str, options: ChannelOptions = ChannelOptions()) -> grpc.Channel:
+def open_sync_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
+                      security: ChannelSecurity = PLAIN_CHANNEL) -> grpc.Channel:
     """The same for code without an event loop."""
-    return grpc.insecure_channel(str(parse_address(address)), options.as_grpc())
+    target, arguments = _target(address, options, security)
+    if security == PLAIN_CHANNEL:
+        return grpc.insecure_channel(target, arguments)
+
+    def dial(credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+        if credentials is None:
+            return grpc.insecure_channel(target, arguments)
+        return grpc.secure_channel(target, credentials, arguments)
+
+    return SecureSyncChannel(security, dial)
+
+
+def _target(address: str, options: ChannelOptions, security: ChannelSecurity) -> tuple[str, list[tuple[str, Any]]]:
+    target, arguments = str(parse_address(address)), options.as_grpc()
+    security.check_target(target)
+    if security.server_name and security.certificates is not None:
+        arguments = [*arguments, ("grpc.ssl_target_name_override", security.server_name)]
+    return target, arguments
 
 
 async def wait_serving(channel: grpc.aio.Channel, service: str, *, timeout_s: float) -> None:

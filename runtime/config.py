@@ -8,6 +8,7 @@
 The TOML file has one table per role, so that a whole cluster can share it.
 """
 
+import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
@@ -37,6 +38,14 @@ class Address:
 
     host: str
     port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine is there."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -4,6 +4,8 @@
     ├── InvalidRequestError     the client asked for something impossible      INVALID_ARGUMENT
     │   └── UnknownModelError   a model this router does not serve             NOT_FOUND
     ├── DuplicateRequestError   request_id is running already                  ALREADY_EXISTS
+    ├── UnauthenticatedError    no token, or a wrong one                       UNAUTHENTICATED
+    ├── PermissionDeniedError   the caller's role may not do this              PERMISSION_DENIED
     ├── ConfigError             a flag, file or checkpoint cannot work         FAILED_PRECONDITION
     ├── IncompatiblePeerError   two workers that must not be paired            FAILED_PRECONDITION
     ├── CapacityError           a queue or pool is full                        RESOURCE_EXHAUSTED
@@ -51,6 +53,18 @@ class UnknownModelError(InvalidRequestError):
 
 class DuplicateRequestError(BatonError):
     reason = "DUPLICATE_REQUEST_ID"
+
+
+class UnauthenticatedError(BatonError):
+    """The caller has not shown who it is; never says what would have been right."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(BatonError):
+    """The caller is known and may not do this."""
+
+    reason = "PERMISSION_DENIED"
 
 
 class ConfigError(BatonError):

@@ -1,4 +1,5 @@
-"""What happens around every gRPC handler: counting, refusing while draining, and errors becoming statuses.
+"""What happens around every gRPC handler: counting, checking who calls, refusing while draining, and
+errors becoming statuses.
 
 Handlers are async: unary ones return a message, streaming ones are async generators. They raise `BatonError`s and
 never touch status codes. A streaming handler that is cancelled is closed before the call ends, so its `finally` blocks
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from runtime.access import Access, access_to
 from runtime.errors import BatonError, FieldViolation, InternalError, InvalidRequestError, UnavailableError
 from runtime.log import bound_ids
 from runtime.metrics import RpcMetrics
+from runtime.security import ServerSecurity
 from runtime.status import RpcFailure, failure_of
 
 if TYPE_CHECKING:  # generic in the type stubs only
@@ -33,13 +36,15 @@ Behavior = Callable[[Any, Context], Any]
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """One per server. Knows the calls in flight; gRPC's own services (health, reflection) pass untouched.
+    """One per server. Knows the calls in flight; what is open to everybody (health, reflection) passes untouched.
 
     `background_methods` ("/baton.v1.Worker/Watch") are streams without an end of their own: they neither hold up a
     drain nor are refused by it.
     """
 
-    def __init__(self, *, background_methods: frozenset[str], max_message_bytes: int, metrics: RpcMetrics) -> None:
+    def __init__(self, *, background_methods: frozenset[str], max_message_bytes: int, metrics: RpcMetrics,
+                 security: ServerSecurity) -> None:
+        self._security = security
         self._background = background_methods
         self._max_message_bytes = max_message_bytes
         self._metrics = metrics
@@ -72,7 +77,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
     ) -> "Handler[RequestT, ResponseT] | None":
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith("/grpc."):
+        if handler is None or access_to(method) is Access.OPEN:
             return handler
         guarded: Handler[RequestT, ResponseT] = self._guarded(method, handler)
         return guarded
@@ -109,6 +114,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         code, failure = grpc.StatusCode.OK, None
         with self._registered(method):
             try:
+                self._security.check(method, context)
                 if self._refusal and method not in self._background:
                     raise UnavailableError(self._refusal)
                 yield

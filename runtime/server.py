@@ -18,6 +18,7 @@ from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
 from runtime.interceptor import CallGuard
 from runtime.metrics import RpcMetrics
+from runtime.security import OPEN_SERVER, ServerSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +84,13 @@ class GrpcServer:
     `background_methods` are endless streams that a drain does not wait for."""
 
     def __init__(self, options: ServerOptions, *, services: tuple[str, ...], metrics: RpcMetrics,
-                 background_methods: frozenset[str] = frozenset()) -> None:
+                 security: ServerSecurity = OPEN_SERVER, background_methods: frozenset[str] = frozenset()) -> None:
         self._options = options
         self._listen = parse_address(options.listen, field="listen")
         self._services = services
+        self._security = security
         self._guard = CallGuard(background_methods=background_methods, max_message_bytes=options.max_message_bytes,
-                                metrics=metrics)
+                                metrics=metrics, security=security)
         self.health = Health(services)
         self.grpc = grpc.aio.server(interceptors=[self._guard], options=options.as_grpc())
 
@@ -98,8 +100,15 @@ class GrpcServer:
         if self._options.reflection:
             names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self.grpc)
+        if self._security.is_open and not self._listen.is_loopback:
+            logger.warning("%s is open to everybody who can reach it: no certificates and no tokens are asked for",
+                           self._listen)
+        credentials = self._security.credentials()
         try:
-            port = self.grpc.add_insecure_port(str(self._listen))
+            if credentials is None:
+                port = self.grpc.add_insecure_port(str(self._listen))
+            else:
+                port = self.grpc.add_secure_port(str(self._listen), credentials)
         except RuntimeError:
             port = 0
         if port == 0:

@@ -25,6 +25,8 @@ EXPECTED = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
     errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.IncompatiblePeerError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -121,7 +123,9 @@ def test_bugs_show_the_request_id_and_not_their_text(error: Exception) -> None:
     (grpc.StatusCode.UNIMPLEMENTED, errors.ConfigError),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.CapacityError),
     (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequestError),
-    (grpc.StatusCode.PERMISSION_DENIED, errors.InternalError),
+    (grpc.StatusCode.PERMISSION_DENIED, errors.PermissionDeniedError),
+    (grpc.StatusCode.UNAUTHENTICATED, errors.UnauthenticatedError),
+    (grpc.StatusCode.UNKNOWN, errors.InternalError),
 ])
 def test_statuses_of_grpc_itself_become_typed_errors(code: grpc.StatusCode, kind: type[BatonError]) -> None:
     assert type(error_from_rpc(as_rpc_error(RpcFailure(code, "text", ())))) is kind

@@ -1,0 +1,73 @@
+"""The table of who may call what, against the .proto files and against what is written here by hand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from runtime.access import METHODS, Access, PeerRole, access_to, check_role, roles_of
+from runtime.errors import PermissionDeniedError
+
+PROTOS = Path(__file__).resolve().parents[2] / "protos"
+# Method -> roles that a server with certificates lets in; on a pool led by prefill, and on one led by decode.
+ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
+    "/baton.v1.Prefill/Run": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
+    "/baton.v1.Decode/Generate": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
+    "/baton.v1.Worker/Watch": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
+    "/baton.v1.Pipeline/Join": ({PeerRole.PREFILL}, {PeerRole.DECODE}),
+}
+
+
+def declared_methods() -> set[str]:
+    """Full names of every RPC of every .proto file."""
+    found = set()
+    for path in PROTOS.glob("*.proto"):
+        text = re.sub(r"//[^\n]*", "", path.read_text())
+        (package,) = re.findall(r"^package\s+([\w.]+);", text, re.MULTILINE)
+        for service, body in re.findall(r"service\s+(\w+)\s*\{(.*?)\n\}", text, re.DOTALL):
+            found |= {f"/{package}.{service}/{name}" for name in re.findall(r"rpc\s+(\w+)\s*\(", body)}
+    return found
+
+
+def test_every_method_has_a_row_and_every_row_a_method() -> None:
+    assert set(METHODS) == declared_methods()
+    assert len(declared_methods()) >= 8
+
+
+def test_only_the_public_service_is_for_clients() -> None:
+    for method, access in METHODS.items():
+        assert (access is Access.CLIENT) == method.startswith("/baton.v1.Generation/"), method
+        assert access is Access.CLIENT or method in ROLES
+
+
+@pytest.mark.parametrize("method", ROLES)
+@pytest.mark.parametrize("role", PeerRole)
+@pytest.mark.parametrize("pool", [PeerRole.PREFILL, PeerRole.DECODE])
+def test_role_by_method(method: str, role: PeerRole, pool: PeerRole) -> None:
+    if role in ROLES[method][pool is PeerRole.DECODE]:
+        check_role(method, frozenset({role}), pool=pool)
+        return
+    with pytest.raises(PermissionDeniedError, match=f"{method} may be called by .* names {role}"):
+        check_role(method, frozenset({role}), pool=pool)
+
+
+def test_what_nobody_has_thought_of_is_closed() -> None:
+    for method in ("/baton.v1.Prefill/Stop", "/other.Service/Call", "/baton.v1.Generation", "", "/"):
+        assert access_to(method) is Access.NOBODY
+        with pytest.raises(PermissionDeniedError, match="by nobody"):
+            check_role(method, frozenset(PeerRole), pool=PeerRole.DECODE)
+    with pytest.raises(PermissionDeniedError):
+        check_role("/baton.v1.Pipeline/Join", frozenset(PeerRole), pool=None)
+
+
+def test_health_and_reflection_are_open() -> None:
+    assert access_to("/grpc.health.v1.Health/Watch") is Access.OPEN
+    assert access_to("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo") is Access.OPEN
+
+
+def test_roles_are_read_from_verified_names_only() -> None:
+    assert roles_of({"peer_dns": [b"router", b"host-7"], "x509_common_name": [b"decode"]}) == {PeerRole.ROUTER}
+    assert roles_of({"peer_uri": [b"spiffe://a.b/baton/decode"]}) == {PeerRole.DECODE}
+    assert roles_of({"peer_uri": [b"https://a.b/baton/decode", b"spiffe://a.b/baton/decode/"]}) == frozenset()
+    assert roles_of({"x509_subject_alternative_name": [b"router"], "peer_email": [b"router"]}) == frozenset()
+    assert roles_of({}) == frozenset()
