@@ -138,6 +138,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for more.")] = None,
     model: Annotated[str, typer.Option(help="Refuse unless this model is served.")] = "",
+    speculate: Annotated[bool | None, typer.Option("--speculate/--no-speculate", help="Use drafts where there are "
+                                                   "any; the answer is the same.", show_default="yes")] = None,
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
@@ -146,7 +148,8 @@ def generate(
         query = Query(
             prompt=_prompt(prompt, ids=ids, as_chat=as_chat),
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-            stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model)
+            stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model,
+            speculate=speculate)
         with BatonClient(target) as client:
             for event in client.generate(query, timeout_s=timeout):
                 if as_json:

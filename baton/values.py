@@ -45,7 +45,8 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 @dataclass(frozen=True)
 class Query:
-    """One request. An empty `request_id` lets the server choose, an empty `model` takes the one that is served."""
+    """One request. An empty `request_id` lets the server choose, an empty `model` takes the one that is served.
+    `speculate=False` declines drafts, which change its speed and nothing else."""
 
     prompt: Prompt
     sampling: Sampling = Sampling()
@@ -55,6 +56,7 @@ class Query:
     num_top_logprobs: int | None = None
     priority: int = 0
     skip_text: bool = False
+    speculate: bool | None = None
 
 
 class FinishReason(StrEnum):

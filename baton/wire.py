@@ -45,6 +45,7 @@ def request_of(query: Query) -> pb.GenerateRequest:
             num_top_logprobs=query.num_top_logprobs,
             priority=query.priority,
             skip_text=query.skip_text,
+            speculate=query.speculate,
         )
         _set_prompt(request, query.prompt)
     except (ValueError, TypeError) as error:

@@ -223,11 +223,12 @@ class DecodeScheduler:
                 self._append(entry, tokens)
 
     def _note_verified(self, batch: ForwardBatch, result: StepResult) -> None:
-        lengths = [length for length, sampling in zip(batch.query_lens, batch.sampling, strict=True)
-                   if sampling is not None]
-        accepted = tuple(len(row.accepted) - 1 for row in result.verified)
-        self.on_verified(VerifiedStep(sum(lengths) - len(lengths), accepted, self.clock.now() - self._since_s),
-                         len(self._turns))
+        drew = [(self._entries[key].request, length) for key, length, sampling in
+                zip(batch.request_ids, batch.query_lens, batch.sampling, strict=True) if sampling is not None]
+        accepted = tuple(len(row.accepted) - 1 for (request, _), row in zip(drew, result.verified, strict=True)
+                         if request.speculates)
+        self.on_verified(VerifiedStep(sum(length - 1 for _, length in drew), accepted,
+                                      self.clock.now() - self._since_s, len(drew) - len(accepted)), len(self._turns))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
         for entry in list(self._entries.values()):

@@ -11,17 +11,18 @@ MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """One verification that came back. `accepted`: drafted tokens accepted, per row that drew. `seconds`: since the
-    result before it, or since its launch after a pause."""
+    """One verification that came back. `accepted`: drafted tokens accepted, per row that drew and did not decline
+    drafts; `num_declined` rows did. `seconds`: since the result before it, or since its launch after a pause."""
 
     num_drafted: int
     accepted: tuple[int, ...]
     seconds: float
+    num_declined: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Drawn in all: the accepted ones and one more per row."""
-        return sum(self.accepted) + len(self.accepted)
+        return sum(self.accepted) + len(self.accepted) + self.num_declined
 
 
 VerifiedListener = Callable[[VerifiedStep, int], None]  # the step, running requests

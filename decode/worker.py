@@ -72,7 +72,7 @@ class DecodeLeading:
         def on_verified(step: VerifiedStep, num_running: int) -> None:
             parts.meters.work.output_tokens.inc(sum(step.accepted))  # each row's own token is counted with the step
             observe_verified(metrics, step)
-            if self._adaptive is not None:
+            if self._adaptive is not None and step.accepted:  # all declined: nothing to learn
                 self._adaptive.observe(step, num_running)
 
         self.scheduler.on_verified = on_verified

@@ -20,7 +20,7 @@ def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_contex
         sampling=_sampling(message.sampling), min_tokens=message.min_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
-        priority=message.priority)
+        priority=message.priority, speculates=message.speculate or not message.HasField("speculate"))
 
 
 def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:

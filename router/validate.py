@@ -211,6 +211,7 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelFacts, prompt:
         stop_token_ids=sorted({*stop.stop_token_ids, *eos}),
         num_top_logprobs=request.num_top_logprobs if request.HasField("num_top_logprobs") else None,
         priority=request.priority,
+        speculate=request.speculate if request.HasField("speculate") else None,
     )
     return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text)
 

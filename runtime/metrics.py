@@ -192,7 +192,7 @@ class SpeculationMetrics:
         return cls(
             _counter(registry, "spec_drafted_tokens", "Drafted tokens that were verified."),
             _counter(registry, "spec_accepted_tokens", "Drafted tokens that were accepted, by depth.", "depth"),
-            _histogram(registry, "spec_accept_length", "Tokens a request got from one target pass.", ACCEPT_LENGTHS),
+            _histogram(registry, "spec_accept_length", "Tokens a speculating request got from a pass.", ACCEPT_LENGTHS),
             _histogram(registry, "spec_step_seconds", "Time between results of verification steps.", STEP_S, "drafts"),
         )
 

@@ -13,8 +13,13 @@ from tests.support.generation import EchoGeneration, serve_echo
 
 
 @pytest.fixture
-async def address() -> AsyncIterator[str]:
-    server, where = await serve_echo(EchoGeneration())
+def echo() -> EchoGeneration:
+    return EchoGeneration()
+
+
+@pytest.fixture
+async def address(echo: EchoGeneration) -> AsyncIterator[str]:
+    server, where = await serve_echo(echo)
     yield where
     await server.drain(grace_s=0)
 
@@ -32,8 +37,9 @@ async def test_generate_streams_text(address: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "one two \n", "")
 
 
-async def test_generate_json_is_one_object_per_event(address: str) -> None:
-    done = await baton("generate", "4,5", "--ids", "--json", "--target", address)
+async def test_generate_json_is_one_object_per_event(echo: EchoGeneration, address: str) -> None:
+    done = await baton("generate", "4,5", "--ids", "--json", "--no-speculate", "--target", address)
+    assert [(request.HasField("speculate"), request.speculate) for request in echo.requests] == [(True, False)]
     first, second, finish = map(json.loads, done.stdout.splitlines())
     assert (first["event"], first["token_ids"], second["token_ids"]) == ("chunk", [0], [1])
     assert (finish["event"], finish["reason"], finish["timings"]["prefill_s"]) == ("finish", "stop", 0.25)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from baton import wire
 from baton.client import AsyncBatonClient, BatonClient
 from baton.values import ChatMessage, Chunk, Finish, FinishReason, Query, Sampling, Stop, Timings, Usage
 from protos import generation_pb2 as pb
@@ -43,15 +44,16 @@ async def test_sync_client_says_the_same(echo: tuple[EchoGeneration, str]) -> No
 
 async def test_absent_and_zero_differ_on_the_wire(echo: tuple[EchoGeneration, str]) -> None:
     query = Query((4, 5), Sampling(temperature=0.0, logit_bias={3: -1.0}), Stop(max_tokens=2, strings=("x",)),
-                  num_top_logprobs=0, priority=-1, skip_text=True)
+                  num_top_logprobs=0, priority=-1, skip_text=True, speculate=False)
     async with AsyncBatonClient(echo[1]) as client:
         await client.complete(query)
     assert echo[0].requests == [pb.GenerateRequest(
         token_ids=types_pb2.TokenIds(ids=[4, 5]),
         sampling=types_pb2.SamplingParams(temperature=0.0, logit_bias={3: -1.0}),
         stop=types_pb2.StopConditions(max_tokens=2, stop_strings=["x"]),
-        num_top_logprobs=0, priority=-1, skip_text=True)]
+        num_top_logprobs=0, priority=-1, skip_text=True, speculate=False)]
     assert not echo[0].requests[0].sampling.HasField("top_p")
+    assert not wire.request_of(Query((4, 5))).HasField("speculate")
 
 
 async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:

@@ -1,13 +1,15 @@
 """A whole cluster with a draft on its decode pool: the answers of one process without any, bit for bit."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
-from tests.support.clusters import running_cluster
+from tests.cluster.test_metrics import scrape
+from tests.support.clusters import RunningCluster, running_cluster
 from tests.support.eagle import save_draft
 from tests.support.questions import as_query, make_questions, shown
 
@@ -15,6 +17,20 @@ from tests.support.questions import as_query, make_questions, shown
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_draft(tmp_path_factory.mktemp("drafts") / "eagle3", layers=(0, 1, 3))
+
+
+async def assert_declined_drafts_are_not_drafted(running: RunningCluster, expected: list[list[object]]) -> None:
+    """The same answers, and no metric of speculation moves."""
+    leader = next(name for name in running.cluster.processes if name in ("decode-0", "decode-0.0"))
+    port = await running.metrics_port(leader)
+    before = await asyncio.to_thread(scrape, port)
+    completions = await asyncio.gather(*(running.client.complete(replace(
+        as_query(question), speculate=False), timeout_s=60) for question in make_questions(6)))
+    assert [shown(completion) for completion in completions] == expected
+    after = await asyncio.to_thread(scrape, port)
+    assert before["baton_spec_drafted_tokens"] > 0
+    for name in ("baton_spec_drafted_tokens", "baton_spec_accepted_tokens", "baton_spec_accept_length"):
+        assert after[name] == before[name], name
 
 
 @pytest.mark.parametrize(("prefill_pp", "decode_pp", "shape", "more"), [
@@ -29,4 +45,5 @@ async def test_a_draft_changes_nothing(checkpoint: Path, draft: Path, reference:
         completions = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
                                              for question in make_questions(6)))
         assert [shown(completion) for completion in completions] == expected
+        await assert_declined_drafts_are_not_drafted(running, expected)
         await running.until_clean()

@@ -193,6 +193,8 @@ def test_a_request_may_decline(description: ModelDescription, reference: list[An
         pool.scheduler.on_verified = lambda step, num_running: steps.append(step)
         assert shown(pool.generate(wanted)) == shown(reference)
     assert all(step.num_drafted <= 3 * 3 for step in steps), "two of five declined"
+    assert all(len(step.accepted) <= 3 for step in steps)
+    assert any(step.num_declined for step in steps)
     assert sum(step.num_tokens for step in steps) >= sum(len(answer.tokens) - 1 for answer in reference)
     assert sum(sum(step.accepted) for step in steps) == sum(drafter.accepted)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pool.requests import request_from_proto
 from protos import generation_pb2, types_pb2
 from router.model_facts import ServedModel
 from router.tokenise import ChatTemplate, Tokeniser
@@ -174,6 +175,15 @@ async def test_absent_fields_become_defaults_and_zero_stays_zero() -> None:
     engine = (await check(request)).engine
     assert (engine.sampling.temperature, engine.sampling.seed) == (0, 0)
     assert engine.HasField("num_top_logprobs")
+
+
+@pytest.mark.parametrize(("given", "speculates"), [({}, True), ({"speculate": True}, True),
+                                                   ({"speculate": False}, False)])
+async def test_declined_drafts_are_declined_on_the_worker(given: dict[str, bool], speculates: bool) -> None:  # noqa: FBT001
+    request = good()
+    with_fields(**given)(request)
+    heard = request_from_proto((await check(request)).engine, vocab_size=VOCAB_SIZE, max_context_tokens=256)
+    assert heard.speculates is speculates
 
 
 async def test_the_largest_allowed_values_pass() -> None:
