@@ -1,6 +1,7 @@
 """A whole cluster with a draft on its decode pool: the answers of one process without any, bit for bit."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_draft(tmp_path_factory.mktemp("drafts") / "eagle3", layers=(0, 1, 3))
 
 
-async def assert_declined_drafts_are_not_drafted(running: RunningCluster, expected: list[list[object]]) -> None:
+async def assert_declined_drafts_are_not_drafted(running: RunningCluster, expected: Sequence[object]) -> None:
     """The same answers, and no metric of speculation moves."""
     leader = next(name for name in running.cluster.processes if name in ("decode-0", "decode-0.0"))
     port = await running.metrics_port(leader)
