@@ -22,6 +22,7 @@ from engine.pipeline.stages import StepResult
 from engine.request import DrawnToken, FinishReason, Request
 from engine.rows import Row, build_batch, chunk_end, sampling_row
 from engine.trees import Kept, Verified
+from pool.metrics import PoolCensus
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
@@ -76,6 +77,7 @@ class _Entry:
     joined_s: float = 0.0
     first_step_s: float | None = None
     num_preemptions: int = 0
+    preempted_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -180,6 +182,15 @@ class DecodeScheduler:
     def load(self) -> DecodeLoad:
         return DecodeLoad(len(self._entries) - len(self._waiting), len(self._waiting), self.pages.num_free,
                           self.slots.num_free)
+
+    def census(self) -> PoolCensus:
+        """Who holds memory, for bytes that are landing or to run, and how long a preempted request has waited."""
+        landing = [entry for entry in self._entries.values() if not entry.running and entry.pages is not None]
+        running = sum(entry.running for entry in self._entries.values())
+        waiting = [entry.preempted_s for entry in self._waiting]
+        return PoolCensus({"landing": len(landing), "running": running},
+                          sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
+                          self.clock.now() - min(waiting) if waiting else 0.0)
 
     def next_batch(self) -> ForwardBatch | None:
         self._readmit()
@@ -321,6 +332,7 @@ class DecodeScheduler:
         entry.draft = DraftState()
         entry.running = False
         entry.num_preemptions += 1
+        entry.preempted_s = self.clock.now()
         del self._turns[entry.key]
         self._waiting.append(entry)
 

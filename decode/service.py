@@ -26,6 +26,7 @@ from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.clock import SystemClock
 from runtime.errors import (
+    BatonError,
     DeadlineError,
     FieldViolation,
     IntegrityError,
@@ -96,6 +97,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             try:
                 async for response in arrival.run(source):
                     yield response
+            except DeadlineError:
+                parts.meters.handoff.leases_expired.inc()
+                raise
             finally:
                 arrival.end()
 
@@ -118,7 +122,7 @@ class _Arrival:
     async def run(self, source: SourceTerms) -> AsyncIterator[pb.DecodeResponse]:
         offer: SourceTerms | None = source
         while offer is not None:
-            landing = await self._open(offer)
+            landing = await self._shake_hands(offer)
             offer = landing if isinstance(landing, SourceTerms) else None
             if isinstance(landing, Landing):
                 yield pb.DecodeResponse(landing=codec.landing_to_proto(landing))
@@ -137,6 +141,20 @@ class _Arrival:
         self._parts.janitor.end(
             lambda: self._parts.scheduler.release(key), session=session if self._is_open else None,
             close=(lambda: self._parts.leader.group.close_receive(session.session_id)) if self._is_open else None)
+
+    async def _shake_hands(self, source: SourceTerms) -> Landing | SourceTerms:
+        """`_open`, measured."""
+        meters, began_s = self._parts.meters, time.monotonic()
+        try:
+            answer = await self._open(source)
+        except BatonError as error:
+            meters.handshake_failed(error)
+            raise
+        if self._session.error is not None:
+            meters.handshake_failed(self._session.error)
+        elif isinstance(answer, Landing):
+            meters.handoff.handshake_s.observe(time.monotonic() - began_s)
+        return answer
 
     async def _open(self, source: SourceTerms) -> Landing | SourceTerms:
         """Post receives for the session's epoch on all stages; the landing once they are posted, or the source to
@@ -235,6 +253,7 @@ class _Arrival:
                 case Finished():
                     self._parts.meters.work.queue_s.observe(item.queue_s)
                     self._parts.arrivals.preemptions.inc(item.num_preemptions)
+                    self._parts.arrivals.local_prefills.labels("preempted").inc(item.num_preemptions)
                     yield pb.DecodeResponse(finished=_finished_to_proto(item))
                     return
                 case Failed(error):

@@ -10,6 +10,7 @@ from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
 from engine.request import Request, SamplingParams
 from pool.config import WorkerConfig
+from pool.metrics import PoolCensus
 from pool.process import LeaderParts
 from pool.stage import Stage
 from pool.warmup import run_inside
@@ -83,6 +84,9 @@ class DecodeLeading:
                              queued_requests=load.waiting_requests, running_requests=load.running_requests,
                              pages_free=load.pages_free, slots_free=load.slots_free,
                              open_sessions=parts.leader.group.open_sessions)
+
+    async def census(self, parts: LeaderParts) -> PoolCensus:
+        return await parts.leader.loop.submit(self.scheduler.census)
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """Two tokens: a prefill and a decode step."""

@@ -51,7 +51,8 @@ class Scheduler(Protocol):
 class LoopObserver:
     """Where the loop tells what it measures; every field is called from its thread."""
 
-    step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None
+    launched_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # stage 0's own forward
+    step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # launch to result
     waited_s: Callable[[float], object] = lambda seconds: None
     unhealthy: Callable[[str], object] = lambda reason: None
 
@@ -152,8 +153,10 @@ class EngineLoop:
         pipeline = self._pipeline
         if pipeline is not None:
             while len(self._in_flight) < pipeline.depth and (batch := self._scheduler.next_batch()) is not None:
-                self._in_flight.append((batch, time.monotonic()))
+                launched = time.monotonic()
+                self._in_flight.append((batch, launched))
                 pipeline.launch(batch)
+                self._observer.launched_s(time.monotonic() - launched, batch)
                 self._was_busy = True
             if self._in_flight:
                 self._collect(pipeline)

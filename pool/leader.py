@@ -33,7 +33,8 @@ class Leader:
 
     def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: Sampler, *,
                  warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
-                 observer: LoopObserver | None = None) -> None:
+                 observer: LoopObserver | None = None,
+                 on_frame: Callable[[int], object] = lambda num_bytes: None) -> None:
         self._config = config
         self._stage = stage
         self._sampler = sampler
@@ -48,7 +49,7 @@ class Leader:
         self.reason = "starting"
         if config.world_size > 1:
             self._channel = UcxStageChannel(rank=0, max_frame_bytes=max_frame_bytes(config, stage.plan),
-                                            profile=TransportProfile(config.transport))
+                                            profile=TransportProfile(config.transport), on_sent=on_frame)
             self.service = PipelineService(layers=stage.plan.ranges, compatibility=stage.plan.compatibility,
                                            leader_channel=self._channel.address, observer=self)
 

@@ -1,7 +1,7 @@
 """What a pool measures, from the loop's and the scheduler's figures. Any thread; instruments lock themselves."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -10,23 +10,45 @@ from prometheus_client import CollectorRegistry
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry, travelling
 from protos import worker_pb2 as pb
+from runtime.errors import BatonError
 from runtime.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
 
 BUBBLE_WINDOW_S = 1.0
 
 
-def observe_forward(metrics: StageMetrics, seconds: float, batch: ForwardBatch) -> None:
-    """A stage ran its layers on one batch."""
-    metrics.step_s.observe(seconds)
-    metrics.batch_rows.observe(batch.num_rows)
-    metrics.batch_tokens.observe(batch.num_tokens)
+@dataclass(frozen=True)
+class PoolCensus:
+    """Requests that hold memory by what they hold it for, the pages of those whose bytes are on their way, and the age
+    of the request that waits longest."""
+
+    leases: Mapping[str, int]
+    num_pages_held: int
+    oldest_s: float
+
+
+@dataclass(frozen=True)
+class StageMeters:
+    """The forwards of one stage and the frames it passes on."""
+
+    metrics: StageMetrics
+    rank: int
+
+    def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
+        """The stage ran its layers on one batch."""
+        self.metrics.step_s.labels(str(self.rank)).observe(seconds)
+        self.metrics.batch_rows.observe(batch.num_rows)
+        self.metrics.batch_tokens.observe(batch.num_tokens)
+
+    def on_frame(self, num_bytes: int) -> None:
+        """A frame went to the next stage."""
+        self.metrics.link_bytes.labels(str(self.rank)).inc(num_bytes)
 
 
 @dataclass
 class LeaderMeters:
     """The instrument sets of a leader and how they move."""
 
-    stage: StageMetrics
+    stage: StageMeters
     work: LeaderMetrics
     pool: PoolMetrics
     handoff: HandoffMetrics
@@ -35,16 +57,27 @@ class LeaderMeters:
     _window_began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry) -> Self:
-        meters = cls(StageMetrics.create(registry), LeaderMetrics.create(registry), PoolMetrics.create(registry),
-                     HandoffMetrics.create(registry), geometry)
-        meters.pool.pages_total.set(geometry.num_pages - 1)
-        meters.pool.slots_total.set(max(0, geometry.num_slots - 1))
+    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, compatibility: str = "") -> Self:
+        meters = cls(StageMeters(StageMetrics.create(registry), 0), LeaderMetrics.create(registry),
+                     PoolMetrics.create(registry), HandoffMetrics.create(registry), geometry)
+        num_pages, num_slots = geometry.num_pages - 1, max(0, geometry.num_slots - 1)
+        meters.pool.pages_total.set(num_pages)
+        meters.pool.slots_total.set(num_slots)
+        meters.pool.cache_config.info({"page_size": str(geometry.page_size), "num_pages": str(num_pages),
+                                       "num_slots": str(num_slots)})
+        meters.pool.compat.info({"hash": compatibility})
         return meters
 
+    def on_launch(self, seconds: float, batch: ForwardBatch) -> None:
+        """Stage 0 ran its layers on one batch and passed it on."""
+        self.stage.on_forward(seconds, batch)
+
+    def on_frame(self, num_bytes: int) -> None:
+        self.stage.on_frame(num_bytes)
+
     def on_step(self, seconds: float, batch: ForwardBatch) -> None:
-        """One batch came back to stage 0."""
-        observe_forward(self.stage, seconds, batch)
+        """One batch came back to stage 0, `seconds` after it was launched."""
+        self.work.step_s.observe(seconds)
         if batch.mode is ForwardMode.PREFILL:
             self.work.prompt_tokens.inc(batch.num_tokens)
         self.work.output_tokens.inc(sum(row is not None for row in batch.sampling))
@@ -60,9 +93,22 @@ class LeaderMeters:
     def on_load(self, load: pb.WorkerLoad) -> None:
         self.work.queue_depth.set(load.queued_requests)
         self.work.running.set(load.running_requests)
-        self.pool.pages_used.set(self.geometry.num_pages - 1 - load.pages_free)
+        num_pages = self.geometry.num_pages - 1
+        self.pool.pages_used.set(num_pages - load.pages_free)
+        self.pool.usage_ratio.set(1 - load.pages_free / num_pages)
         self.pool.slots_used.set(max(0, self.geometry.num_slots - 1 - load.slots_free))
         self.handoff.sessions.set(load.open_sessions)
+
+    def on_census(self, census: PoolCensus, *, num_draining: int) -> None:
+        for state, count in census.leases.items():
+            self.pool.leases.labels(state).set(count)
+        self.pool.leases.labels("draining").set(num_draining)
+        self.pool.pages_held.set(census.num_pages_held)
+        self.work.queue_oldest_s.set(census.oldest_s)
+
+    def handshake_failed(self, error: BatonError) -> None:
+        """A session failed before every stage was ready for it."""
+        self.handoff.handshake_failures.labels(error.reason.lower()).inc()
 
     def on_handoff(self, num_tokens: int, seconds: float) -> None:
         """A prompt of this length has crossed: count its bytes by kind, over all stages."""

@@ -22,7 +22,7 @@ from pool.config import WorkerConfig
 from pool.follower import Follower, FollowerEngine
 from pool.janitor import Janitor
 from pool.leader import Leader
-from pool.metrics import LeaderMeters, observe_forward
+from pool.metrics import LeaderMeters, PoolCensus, StageMeters
 from pool.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, worker_info
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
@@ -66,6 +66,10 @@ class LeadingRole(Protocol):
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
 
     async def load(self, parts: LeaderParts) -> pb.WorkerLoad: ...
+
+    async def census(self, parts: LeaderParts) -> PoolCensus:
+        """What memory is held for, for the gauges."""
+        ...
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """One token through all stages of the pool."""
@@ -134,7 +138,7 @@ async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None
 
 async def _lead(process: _Process) -> None:
     config, role, stage = process.config, process.role, process.stage
-    meters = LeaderMeters.create(process.registry, stage.plan.geometry)
+    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.plan.compatibility.digest)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -149,10 +153,10 @@ async def _lead(process: _Process) -> None:
         leader.unhealthy(reason)
 
     loop = asyncio.get_running_loop()
-    observer = LoopObserver(step_s=meters.on_step, waited_s=meters.on_wait,
+    observer = LoopObserver(launched_s=meters.on_launch, step_s=meters.on_step, waited_s=meters.on_wait,
                             unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
     leader = Leader(config, stage, leading.scheduler, sample, warm_up=lambda: leading.warm_up(parts),
-                    on_serving=on_serving, observer=observer)
+                    on_serving=on_serving, observer=observer, on_frame=meters.on_frame)
     janitor = Janitor(leader.group, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, janitor, meters, process.registry)
     worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
@@ -174,12 +178,12 @@ async def _lead(process: _Process) -> None:
 
 async def _follow(process: _Process) -> None:
     config, stage = process.config, process.stage
-    metrics = StageMetrics.create(process.registry)
+    meters = StageMeters(StageMetrics.create(process.registry), config.rank)
     server = _server(process, (PIPELINE_SERVICE,))
     channel = UcxStageChannel(rank=config.rank, max_frame_bytes=max_frame_bytes(config, stage.plan),
-                              profile=TransportProfile(config.transport))
+                              profile=TransportProfile(config.transport), on_sent=meters.on_frame)
     engine = FollowerEngine(stage, sample, channel, rank=config.rank, size=config.world_size,
-                            on_step=lambda seconds, batch: observe_forward(metrics, seconds, batch))
+                            on_step=meters.on_forward)
     follower = Follower(config, stage, engine, channel.address)
     process.events.listener = follower.on_stage_event
     async with _listening(process, server):
@@ -235,6 +239,7 @@ async def _refresh(leading: LeadingRole, parts: LeaderParts) -> None:
     """Keep the gauges current."""
     while True:
         parts.meters.on_load(await leading.load(parts))
+        parts.meters.on_census(await leading.census(parts), num_draining=parts.janitor.open_tasks)
         await asyncio.sleep(0.25)
 
 

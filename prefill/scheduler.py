@@ -18,6 +18,7 @@ from engine.pipeline.stages import StepResult
 from engine.request import DrawnToken, Request
 from engine.rows import Row, build_batch, chunk_end, sampling_row
 from engine.trees import SpecRow
+from pool.metrics import PoolCensus
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
@@ -139,6 +140,15 @@ class PrefillScheduler:
         tokens = sum(entry.remaining for entry in [*queued, *self._running])
         return PrefillLoad(len(queued), tokens, len(self._entries) - len(queued), self.pages.num_free,
                            self.slots.num_free)
+
+    def census(self) -> PoolCensus:
+        """Who holds memory, for computing a prompt or for its handoff, and how old the queue is."""
+        started = [entry for entry in self._entries.values() if entry.pages is not None]
+        handing = [entry for entry in started if not entry.remaining and not entry.in_flight]
+        queued = [entry.arrived_s for entry in self._entries.values() if entry.pages is None]
+        return PoolCensus({"computing": len(started) - len(handing), "handoff": len(handing)},
+                          sum(entry.pages.num_pages for entry in handing if entry.pages is not None),
+                          self.clock.now() - min(queued) if queued else 0.0)
 
     def next_batch(self) -> ForwardBatch | None:
         rows: list[Row] = []

@@ -23,6 +23,8 @@ from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import (
+    BatonError,
+    DeadlineError,
     FieldViolation,
     InternalError,
     InvalidRequestError,
@@ -78,6 +80,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             try:
                 async for response in departure.run():
                     yield response
+            except DeadlineError:
+                parts.meters.handoff.leases_expired.inc()
+                raise
             finally:
                 departure.end()
 
@@ -95,6 +100,7 @@ class _Departure:
         self._has_first_token = False
         self._opened_s = 0.0
         self._told_sent = False
+        self._has_shaken_hands = False
 
     async def run(self) -> AsyncIterator[pb.RunResponse]:
         while True:
@@ -131,6 +137,7 @@ class _Departure:
         session = self._session
         if session is None:
             return None
+        self._note_handshake(session)
         if session.error is not None:
             self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
             raise session.error
@@ -139,6 +146,16 @@ class _Departure:
         self._told_sent = True
         self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s)
         return pb.PrefillSent(num_bytes=session.num_bytes)
+
+    def _note_handshake(self, session: SendSession) -> None:
+        """Measure once how long it took every stage to be ready, or why one never was."""
+        if self._has_shaken_hands or session.state is SendState.PLANNED:
+            return
+        self._has_shaken_hands = True
+        if session.error is not None:
+            self._parts.meters.handshake_failed(session.error)
+        else:
+            self._parts.meters.handoff.handshake_s.observe(time.monotonic() - self._opened_s)
 
     def end(self) -> None:
         """Close what is open and give the memory back once nothing can read it."""
@@ -164,7 +181,11 @@ class _Departure:
         if message.WhichOneof("input") != "landing" or self._source is None or self._session is not None:
             raise InvalidRequestError(FieldViolation("input", "expected one landing, after started"))
         landing = codec.landing_from_proto(message.landing)
-        check_plan(self._source, landing, self._parts.plan.geometry.specs)
+        try:
+            check_plan(self._source, landing, self._parts.plan.geometry.specs)
+        except BatonError as error:
+            self._parts.meters.handshake_failed(error)
+            raise
         session = SendSession(landing.session_id, epoch=landing.epoch, num_stages=len(self._parts.plan.ranges),
                               clock=SystemClock())
 

@@ -6,6 +6,7 @@ from engine.pipeline.executor import LayerObserver
 from engine.request import Request, SamplingParams
 from pool.config import WorkerConfig
 from pool.layers import layer_observer
+from pool.metrics import PoolCensus
 from pool.process import LeaderParts
 from pool.stage import Stage
 from pool.warmup import run_inside
@@ -63,6 +64,9 @@ class PrefillLeading:
                              queued_requests=load.queued_requests, queued_tokens=load.queued_tokens,
                              running_requests=load.running_requests, pages_free=load.pages_free,
                              slots_free=load.slots_free, open_sessions=parts.leader.group.open_sessions)
+
+    async def census(self, parts: LeaderParts) -> PoolCensus:
+        return await parts.leader.loop.submit(self.scheduler.census)
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """One prompt token, one drawn."""

@@ -208,9 +208,11 @@ class Flow:
             case "committed":
                 self._is_committed = True
                 self._decode.committed()
+                self._timeline.committed()
                 self._timeline.timings.transfer_exposed_s = response.committed.transfer_exposed_s
                 self._let_prefill_go()
             case "tokens":
+                self._timeline.decoded()
                 await self._emit_tokens(response.tokens)
             case "finished":
                 self._finished(response.finished)

@@ -29,6 +29,8 @@ class Timeline:
     num_tokens: int = 0
     _first_token_at_s: float | None = None
     _last_tokens_at_s: float = 0.0
+    _committed_at_s: float | None = None
+    _decoded_at_s: float | None = None
 
     def __post_init__(self) -> None:
         self._received_at_s = self.clock.now()
@@ -43,6 +45,15 @@ class Timeline:
 
     def reserved(self) -> None:
         self.timings.reserve_s = self.clock.now() - self._reserving_at_s
+
+    def committed(self) -> None:
+        """The decode pool has everything."""
+        self._committed_at_s = self.clock.now()
+
+    def decoded(self) -> None:
+        """Tokens came from the decode pool; only the first call counts."""
+        if self._decoded_at_s is None:
+            self._decoded_at_s = self.clock.now()
 
     def tokens(self, count: int) -> None:
         """`count` tokens go to the client now."""
@@ -70,3 +81,6 @@ class Timeline:
         for stage, name in STAGES.items():
             if self.timings.HasField(name):
                 self.metrics.stage_s.labels(stage).observe(getattr(self.timings, name))
+        if self._committed_at_s is not None and self._decoded_at_s is not None:
+            first_step_s = self._decoded_at_s - self._committed_at_s - self.timings.decode_queue_s
+            self.metrics.stage_s.labels("first_step").observe(max(0.0, first_step_s))

@@ -57,6 +57,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
     def refuse_new(self, reason: str) -> None:
         """From now on new calls end with UNAVAILABLE and this reason."""
         self._refusal = reason
+        self._metrics.draining.set(1)
 
     async def wait_quiet(self, *, timeout_s: float) -> bool:
         """Whether all calls that count have ended within the time."""

@@ -81,6 +81,7 @@ class RpcMetrics:
     requests: Counter
     seconds: Histogram
     running: Gauge
+    draining: Gauge
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -88,6 +89,7 @@ class RpcMetrics:
             _counter(registry, "requests", "gRPC calls that ended, by status code.", "method", "grpc_code"),
             _histogram(registry, "request_seconds", "Length of gRPC calls.", E2E_S, "method"),
             _gauge(registry, "requests_in_flight", "gRPC calls now open.", "method"),
+            _gauge(registry, "draining", "1 from the moment this process refuses new calls because it stops."),
         )
 
     def ended(self, method: str, code: str, seconds: float) -> None:
@@ -139,19 +141,20 @@ class RouterMetrics:
 
 @dataclass(frozen=True)
 class StageMetrics:
-    """The forwards of one stage of a pool, whichever."""
+    """The forwards of one stage of a pool, whichever; the label `stage` is its rank."""
 
     batch_rows: Histogram
     batch_tokens: Histogram
     step_s: Histogram
+    link_bytes: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
             _histogram(registry, "batch_rows", "Requests per forward.", ROWS),
             _histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
-            _histogram(registry, "pp_stage_step_seconds",
-                       "One forward of this stage; on stage 0 until the last stage has answered.", STEP_S),
+            _histogram(registry, "pp_stage_step_seconds", "One forward of this stage alone.", STEP_S, "stage"),
+            _counter(registry, "pp_link_bytes", "Bytes of the frames this stage sent to the next.", "stage"),
         )
 
 
@@ -160,20 +163,24 @@ class LeaderMetrics:
     """The work of a pool, as its leader sees it."""
 
     queue_depth: Gauge
+    queue_oldest_s: Gauge
     queue_s: Histogram
     running: Gauge
     prompt_tokens: Counter
     output_tokens: Counter
+    step_s: Histogram
     idle_ratio: Gauge
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
             _gauge(registry, "queue_depth", "Requests waiting on this worker."),
+            _gauge(registry, "queue_oldest_seconds", "Age of the request that waits longest on this worker."),
             _histogram(registry, "queue_seconds", "Time a request waited on this worker.", STAGE_S),
             _gauge(registry, "running", "Requests that hold memory."),
             _counter(registry, "prompt_tokens", "Prompt tokens computed."),
             _counter(registry, "output_tokens", "Tokens drawn."),
+            _histogram(registry, "pp_step_seconds", "One batch through all stages, launch to result.", STEP_S),
             _gauge(registry, "pp_bubble_ratio", "Share of recent time stage 0 had work in flight but none to do."),
         )
 
@@ -205,7 +212,12 @@ class PoolMetrics:
     pages_used: Gauge
     slots_total: Gauge
     slots_used: Gauge
+    usage_ratio: Gauge
+    pages_held: Gauge
+    leases: Gauge
     imbalances: Counter
+    cache_config: Info
+    compat: Info
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -214,7 +226,13 @@ class PoolMetrics:
             _gauge(registry, "kv_pages_used", "Pages under lease."),
             _gauge(registry, "state_slots", "Recurrent-state slots of the pool."),
             _gauge(registry, "state_slots_used", "Recurrent-state slots under lease."),
+            _gauge(registry, "kv_usage_ratio", "Share of the pages that is under lease."),
+            _gauge(registry, "kv_pages_held_for_transfer", "Pages leased for bytes on their way, not for computing."),
+            _gauge(registry, "kv_leases", "Requests that hold memory, by what for; those draining are counted twice.",
+                   "state"),
             _counter(registry, "kv_imbalances", "Broken invariants, such as pages that nobody owns."),
+            _info(registry, "cache_config", "Geometry of the pool's memory.", "page_size", "num_pages", "num_slots"),
+            _info(registry, "compat", "What must be equal on both sides of a handoff, as a digest.", "hash"),
         )
 
 
@@ -226,6 +244,9 @@ class HandoffMetrics:
     transfer_s: Histogram
     bytes_moved: Counter
     failures: Counter
+    handshake_s: Histogram
+    handshake_failures: Counter
+    leases_expired: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -234,6 +255,10 @@ class HandoffMetrics:
             _histogram(registry, "kv_transfer_seconds", "Session opened to everything moved.", TRANSFER_S),
             _counter(registry, "kv_transfer_bytes", "Bytes moved.", "kind"),
             _counter(registry, "kv_transfer_failures", "Sessions that failed.", "reason"),
+            _histogram(registry, "handshake_seconds", "Session opened to every stage ready to send or receive.",
+                       TRANSFER_S),
+            _counter(registry, "handshake_failures", "Sessions that failed before every stage was ready.", "reason"),
+            _counter(registry, "kv_lease_expired", "Requests ended because a handoff took longer than it may."),
         )
 
 
@@ -244,6 +269,7 @@ class ArrivalMetrics:
     exposed_s: Histogram
     integrity_failures: Counter
     preemptions: Counter
+    local_prefills: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -252,6 +278,7 @@ class ArrivalMetrics:
                        "First token known to everything landed and checked.", TRANSFER_S),
             _counter(registry, "kv_integrity_failures", "Items whose digest did not match."),
             _counter(registry, "preemptions", "Requests set back because pages ran out."),
+            _counter(registry, "local_prefill", "Prompts computed here instead of on a prefill pool.", "reason"),
         )
 
 
@@ -261,6 +288,13 @@ def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) ->
 
 def _gauge(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Gauge:
     return Gauge(f"baton_{name}", text, labels, registry=registry)
+
+
+def _info(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Info:
+    """Facts rather than figures; all `labels` are given at once, by `info`."""
+    info = Info(f"baton_{name}", text, registry=registry)
+    info.info(dict.fromkeys(labels, ""))
+    return info
 
 
 def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runtime.errors import DeadlineError, InternalError, PeerLostError
 from transfer.ucx_address import frame_address, unframe_address
@@ -31,9 +31,11 @@ _EPOCH_LIMIT = 1 << (64 - _RANK_BITS)
 class UcxStageChannel:
     """See `engine.pipeline.channel.StageChannel`. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
 
-    def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile, spin_s: float = SPIN_S) -> None:
-        """Raises ConfigError when UCX cannot work here."""
+    def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile, spin_s: float = SPIN_S,
+                 on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
+        """`on_sent` hears of the bytes of each frame that left. Raises ConfigError when UCX cannot work here."""
         self._rank = rank
+        self._on_sent = on_sent
         self._max_frame_bytes = max_frame_bytes
         self._spin_s = spin_s
         self._ucx = UcxLibrary()
@@ -101,6 +103,7 @@ class UcxStageChannel:
                 time.sleep(SEND_WAIT_S)
                 self._check(rank)
         self._check_request(rank, request)
+        self._on_sent(len(frame))
 
     def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
         """The next frame from `rank`, valid until the next call; None when none came in time or `wake` was called.

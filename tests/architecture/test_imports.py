@@ -33,6 +33,7 @@ ALLOWED = {
     "baton": ("protos", "runtime"),
     "demo": ("engine", "models", "runtime"),
     "bench": ("baton", "demo", "engine", "models", "pool", "protos", "runtime", "transfer"),
+    "tools": ("baton", "pool", "protos", "router", "runtime"),
 }  # fmt: skip
 TORCH_FREE = ("baton", "protos", "router", "runtime", "transfer")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.values import Query, Stop
+from runtime.catalogue import families
 from runtime.errors import BatonError
 from tests.support.clusters import RunningCluster, running_cluster
 from tests.support.questions import as_query, make_questions
@@ -17,18 +18,22 @@ from tests.support.questions import as_query, make_questions
 AT_REST = {
     "baton_queue_depth", "baton_queue_oldest_seconds", "baton_router_running", "baton_requests_in_flight",
     "baton_running", "baton_kv_pages_used", "baton_state_slots_used", "baton_kv_sessions",
-    "baton_pp_bubble_ratio",
+    "baton_pp_bubble_ratio", "baton_kv_usage_ratio", "baton_kv_pages_held_for_transfer",
+    "baton_kv_leases", "baton_draining",
 }
 FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where they are
     "baton_preemptions", "baton_kv_transfer_failures", "baton_kv_integrity_failures", "baton_router_retries",
-    "baton_kv_imbalances",
+    "baton_kv_imbalances", "baton_handshake_failures", "baton_kv_lease_expired", "baton_local_prefill",
+    "baton_draining",
 }
 
 
 # What a cluster that is not short of anything does not move: see tests/pool/test_metrics.py.
 SHOWN_ELSEWHERE = {
     ("prefill-0", "baton_queue_depth"), ("decode-0.0", "baton_queue_depth"),
-    ("prefill-0", "baton_pp_bubble_ratio"),  # one stage has nobody to wait for
+    ("prefill-0", "baton_queue_oldest_seconds"), ("decode-0.0", "baton_queue_oldest_seconds"),
+    # One stage has nobody to wait for and nobody to send to.
+    ("prefill-0", "baton_pp_bubble_ratio"), ("prefill-0", "baton_pp_link_bytes"),
     ("decode-0.1", "baton_requests"), ("decode-0.1", "baton_request_seconds"),  # a follower serves health alone
     ("decode-0.1", "baton_requests_in_flight"),
 }
@@ -72,6 +77,11 @@ async def test_every_metric_moves(checkpoint: Path) -> None:
         await running.until_clean()
         await asyncio.sleep(0.6)
         rest = await everything(running)
+    for name, role in (("router", "router"), ("prefill-0", "prefill"), ("decode-0.0", "decode"),
+                       ("decode-0.1", "follower")):
+        known = {family.name.removesuffix("_total") for family in families()
+                 if role in family.roles and not family.name.startswith("baton_spec_")}
+        assert set(rest[name]) == known, f"{name}: what it exports is not what the catalogue says of a {role}"
     for name, values in rest.items():
         for metric, value in values.items():
             assert re.fullmatch(r"baton(_[a-z0-9]+)+", metric), metric

@@ -3,13 +3,15 @@ what must be free after it ended, however it did."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
+from decode import service
 from engine.batch import ForwardMode
 from engine.pipeline.stages import StepFailed, StepResult
 from engine.request import DrawnToken
-from runtime.errors import BatonError, IntegrityError
+from runtime.errors import BatonError, DeadlineError, IncompatiblePeerError, IntegrityError
 from tests.support.arrivals import NUM_LAYERS, Arrivals, Stream, arrivals, first_token, state_bytes
 from tests.support.local_pool import call
 from transfer.memory_transport import Fault
@@ -75,6 +77,7 @@ async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(p
     with pytest.raises(IntegrityError, match=f"stage {layer_id // 2}: layer {layer_id} state slot {landing.slot_id}"):
         await stream.ended()
     assert pools.next_batch() is None
+    assert pools.metric("baton_kv_integrity_failures_total") == 1
     await assert_gone(pools, landing.session_id)
     pools.network.fault = None
     pools.source.close(landing.session_id)
@@ -160,8 +163,33 @@ async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and
         run_step(pools)
     assert pools.scheduler.slots.num_free == pools.scheduler.slots.num_total
     assert pools.scheduler.pages.num_free == pools.scheduler.pages.num_total - others.num_pages
+    census = await pools.loop.submit(pools.scheduler.census)
+    assert census.leases == {"landing": 0, "running": 0}
+    assert census.oldest_s > 0
     others.end()
     while pools.scheduler.load().running_requests or pools.scheduler.load().waiting_requests:
         run_step(pools)
     await stream.ended()
+    assert pools.metric("baton_preemptions_total") == 1
+    assert pools.metric("baton_local_prefill_total", reason="preempted") == 1
+    await assert_gone(pools, landing.session_id)
+
+
+async def test_terms_that_do_not_fit_are_a_handshake_that_failed(pools: Arrivals) -> None:
+    pools.terms = replace(pools.terms, compatibility="another")
+    with pytest.raises(IncompatiblePeerError):
+        await pools.begin().ended()
+    assert pools.metric("baton_handshake_failures_total", reason=IncompatiblePeerError.reason.lower()) == 1
+    assert pools.metric("baton_handshake_seconds_count") == 0
+    await pools.until(lambda: pools.is_free)
+
+
+async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.05)
+    stream, landing = await pools.open()
+    assert (await pools.loop.submit(pools.scheduler.census)).leases == {"landing": 1, "running": 0}
+    with pytest.raises(DeadlineError):
+        await stream.ended()
+    assert pools.metric("baton_handshake_seconds_count") == 1
+    assert pools.metric("baton_kv_lease_expired_total") == 1
     await assert_gone(pools, landing.session_id)

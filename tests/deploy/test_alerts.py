@@ -7,28 +7,17 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
 
-from runtime import metrics
+from runtime.catalogue import families
 from tests.deploy.manifests import DEPLOY, load, of_kind
 
 ALERTS = DEPLOY / "alerts"
-SETS = (metrics.RpcMetrics, metrics.RouterMetrics, metrics.StageMetrics, metrics.LeaderMetrics,
-        metrics.SpeculationMetrics, metrics.PoolMetrics, metrics.HandoffMetrics, metrics.ArrivalMetrics)
-SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "info": ("_info",)}
 
 
 def _exported() -> dict[str, set[str]]:
     """Labels by the name of the series, over all roles."""
-    found: dict[str, set[str]] = {"baton_build_info": {"role", "version"}}
-    for kind in SETS:
-        instruments = kind.create(CollectorRegistry())
-        for instrument in vars(instruments).values():
-            (family,) = instrument.describe()
-            for suffix in SUFFIXES[family.type]:
-                labels = {*instrument._labelnames, *(("le",) if suffix == "_bucket" else ())}
-                found.setdefault(family.name + suffix, set()).update(labels)
-    return found
+    return {series: {*family.labels, *(("le",) if series.endswith("_bucket") else ())}
+            for family in families() for series in family.series}
 
 
 def _rules() -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.rows import Row, build_batch
 from engine.stages import LayerRange
 from pool import metrics as metrics_module
-from pool.metrics import LeaderMeters
+from pool.metrics import LeaderMeters, PoolCensus
 from protos import worker_pb2 as pb
 
 GEOMETRY = PoolGeometry(page_size=4, num_pages=11, num_slots=5, layers=LayerRange(0, 2), specs=(
@@ -29,6 +29,19 @@ def test_load_shows_queue_memory_and_sessions() -> None:
     assert (value(registry, "baton_kv_pages"), value(registry, "baton_kv_pages_used")) == (10, 3)
     assert (value(registry, "baton_state_slots"), value(registry, "baton_state_slots_used")) == (4, 3)
     assert value(registry, "baton_kv_sessions") == 2
+    assert value(registry, "baton_kv_usage_ratio") == pytest.approx(0.3)
+
+
+def test_a_census_shows_what_memory_is_held_for() -> None:
+    registry = CollectorRegistry()
+    meters = LeaderMeters.create(registry, GEOMETRY, "abc")
+    meters.on_census(PoolCensus({"computing": 2, "handoff": 1}, num_pages_held=5, oldest_s=1.5), num_draining=1)
+    states = {"computing": 2, "handoff": 1, "draining": 1}
+    assert {state: value(registry, "baton_kv_leases", state=state) for state in states} == states
+    assert value(registry, "baton_kv_pages_held_for_transfer") == 5
+    assert value(registry, "baton_queue_oldest_seconds") == 1.5
+    assert value(registry, "baton_compat_info", hash="abc") == 1
+    assert value(registry, "baton_cache_config_info", page_size="4", num_pages="10", num_slots="4") == 1
 
 
 def test_waiting_is_a_share_of_time() -> None:
@@ -45,10 +58,15 @@ def test_steps_and_handoffs_are_counted() -> None:
     batch = build_batch(ForwardMode.PREFILL, [Row(1, [5, 6, 7], 0, [1], 0, None)])
     assert batch.token_ids is not None
     assert torch.equal(batch.token_ids, torch.tensor([5, 6, 7]))
+    meters.on_launch(0.01, batch)
+    meters.on_frame(100)
     meters.on_step(0.02, batch)
     meters.on_handoff(num_tokens=9, seconds=0.5)  # three pages of 2 * 4 * 8 floats, one state of 32
     assert value(registry, "baton_prompt_tokens_total") == 3
     assert value(registry, "baton_batch_tokens_sum") == 3
+    assert value(registry, "baton_pp_stage_step_seconds_sum", stage="0") == 0.01
+    assert value(registry, "baton_pp_link_bytes_total", stage="0") == 100
+    assert value(registry, "baton_pp_step_seconds_sum") == 0.02
     assert value(registry, "baton_kv_transfer_bytes_total", kind="kv") == 3 * 2 * 4 * 8 * 4
     assert value(registry, "baton_kv_transfer_bytes_total", kind="state") == 2 * 4 * 4 * 4
     assert value(registry, "baton_kv_transfer_seconds_sum") == 0.5

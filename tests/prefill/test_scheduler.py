@@ -185,3 +185,20 @@ def test_s4_7_slots_and_pages_return_from_every_step(num_steps: int) -> None:
     assert (scheduler.pages.num_free, scheduler.slots.num_free) == (
         scheduler.pages.num_total, scheduler.slots.num_total)
     scheduler.on_idle()
+
+
+def test_a_census_tells_prompts_that_run_from_those_held_for_their_handoff() -> None:
+    scheduler = make(max_running=2)
+    done, _ = submit(scheduler, 6)
+    submit(scheduler, 20)
+    submit(scheduler, 4)
+    first = scheduler.next_batch()
+    assert first is not None
+    answer(scheduler, first)
+    assert isinstance(scheduler.clock, ManualClock)
+    scheduler.clock.advance(3.0)
+    census = scheduler.census()
+    assert census.leases == {"computing": 1, "handoff": 1}
+    assert (census.num_pages_held, census.oldest_s) == (2, 3.0)  # six tokens on pages of four; the third one waits
+    scheduler.release(done)
+    assert scheduler.census().leases == {"computing": 1, "handoff": 0}

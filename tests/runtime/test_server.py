@@ -100,7 +100,9 @@ async def test_calls_are_counted() -> None:
     labels = {"method": "/baton.v1.Generation/GetModelInfo", "grpc_code": "OK"}
     assert registry.get_sample_value("baton_requests_total", labels) == 1
     assert registry.get_sample_value("baton_requests_in_flight", {"method": labels["method"]}) == 0
+    assert registry.get_sample_value("baton_draining") == 0
     await server.drain(grace_s=0)
+    assert registry.get_sample_value("baton_draining") == 1
 
 
 async def test_health_watch_follows_and_drain_says_not_serving_first() -> None:

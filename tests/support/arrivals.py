@@ -143,19 +143,29 @@ class Arrivals:
     service: DecodeService
     loop: EngineLoop
     complaints: list[str]
+    registry: CollectorRegistry
     terms: SourceTerms = field(init=False)
 
     def __post_init__(self) -> None:
         self.terms = self.source.terms(SOURCE_PAGES, len(PROMPT))
 
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample; 0 for one that never moved."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
     async def open(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = ()) -> tuple[Stream, Landing]:
         """A request up to its landing."""
+        stream = self.begin(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        response = await stream.next()
+        return stream, codec.landing_from_proto(response.landing)
+
+    def begin(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = ()) -> Stream:
+        """A request whose reservation is asked for."""
         stream = Stream(self.service)
         request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=max_tokens,
                                           stop_token_ids=stop_token_ids)
         stream.send(pb.DecodeRequest(open=pb.DecodeOpen(request=request, source=codec.source_to_proto(self.terms))))
-        response = await stream.next()
-        return stream, codec.landing_from_proto(response.landing)
+        return stream
 
     def deliver(self, landing: Landing, *, layers: Callable[[int], bool] = lambda layer_id: True) -> None:
         """The source has computed these layers."""
@@ -211,7 +221,7 @@ async def arrivals() -> AsyncIterator[Arrivals]:
         janitor=Janitor(cast(StageGroup, group), loop, complaints.append),
         meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry))
     try:
-        yield Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints)
+        yield Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints, registry)
     finally:
         await asyncio.to_thread(source.shutdown)
         await asyncio.to_thread(dest.shutdown)

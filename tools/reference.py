@@ -1,0 +1,45 @@
+"""Writes the reference pages that are made from the code: `python -m tools.reference` after changing what they show.
+
+    docs/metrics.md        from runtime.catalogue
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from runtime.catalogue import Family, families
+
+ROOT = Path(__file__).parent.parent
+
+_METRICS_HEAD = """# Metrics
+
+<!-- Made from the code by `python -m tools.reference`; edit the texts in runtime/metrics.py. -->
+
+Every process serves these at `/metrics` (`--metrics-port`). Names, types, labels and units are fixed at 0.1
+(`deploy/metrics.yaml`). Histograms also have `_bucket`, `_sum` and `_count`. A *follower* is a stage behind its pool's
+leader. Labels never hold anything a client chose. Besides these there are the usual `process_*` and `python_*` figures.
+
+| Name | Type | Unit | Labels | Exported by | Meaning |
+|---|---|---|---|---|---|
+"""
+
+
+def metrics_page() -> str:
+    return _METRICS_HEAD + "".join(_metric_row(family) for family in families())
+
+
+def _metric_row(family: Family) -> str:
+    labels = ", ".join(f"`{label}`" for label in family.labels)
+    return (f"| `{family.name}` | {family.kind} | {family.unit} | {labels} | {', '.join(family.roles)} | "
+            f"{family.text} |\n")
+
+
+PAGES: Mapping[str, Callable[[], str]] = {"docs/metrics.md": metrics_page}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (ROOT / name).write_text(page())
+
+
+if __name__ == "__main__":
+    main()
