@@ -133,13 +133,13 @@ def _rows(batch: ForwardBatch) -> list[_Row]:
         if query_len:
             width = query_len - 1
             if mask is not None:
-                width = _checked_width(mask.visible[index], index, query_len, context_len)
+                width = checked_width(mask.visible[index], index, query_len, context_len)
             rows.append(_Row(index, first_token, context_len, query_len, context_len + query_len - width))
         first_token += query_len
     return rows
 
 
-def _checked_width(visible: Tensor, row: int, query_len: int, context_len: int) -> int:
+def checked_width(visible: Tensor, row: int, query_len: int, context_len: int) -> int:
     """The number of keys a row's tree mask speaks about."""
     width = visible.shape[1]
     if visible.shape[0] != query_len or not query_len <= width <= context_len + query_len:

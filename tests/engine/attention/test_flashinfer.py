@@ -1,0 +1,127 @@
+"""The FlashInfer adapter keeps the contract over wrappers that can be computed by hand."""
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionGeometry
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.wrappers import FlashInferWrappers
+from engine.batch import ForwardBatch, ForwardMode
+from engine.trees import SpecInfo, SpecRow
+from runtime.errors import ConfigError, StalePlanError
+from tests.support.attention import LAYER, dense, feed, make_prompt, poisoned_pool
+from tests.support.batches import Row, make_batch
+from tests.support.contracts.attention import GEOMETRY, AttentionContract, close
+from tests.support.flashinfer import FakeDecode, FakeRagged, FakeWrappers
+
+CPU = torch.device("cpu")
+
+
+def scatter(pool: Tensor, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    pool[pages, 0, :, offsets], pool[pages, 1, :, offsets] = k, v
+
+
+def make(geometry: AttentionGeometry, pool: Tensor, wrappers: FakeWrappers | None = None) -> FlashInferAttention:
+    return FlashInferAttention(kv_pools={LAYER: pool}, geometry=geometry, wrappers=wrappers or FakeWrappers(),
+                               device=CPU, write_kv=scatter)
+
+
+class TestFlashInfer(AttentionContract):
+    def make(self, geometry: AttentionGeometry, pool: Tensor) -> FlashInferAttention:
+        return make(geometry, pool)
+
+
+def decode_batch(*contexts: int) -> ForwardBatch:
+    return make_batch(ForwardMode.DECODE, [Row(1, context, (row + 1,)) for row, context in enumerate(contexts)])
+
+
+def run(backend: FlashInferAttention, batch: ForwardBatch) -> Tensor:
+    count = batch.num_tokens
+    kv = torch.ones(count, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
+    return backend.run(LAYER, torch.ones(count, GEOMETRY.num_heads, GEOMETRY.head_dim), kv, kv, batch)
+
+
+def test_a_batch_may_be_planned_while_the_one_before_it_still_runs() -> None:
+    pool = torch.zeros(9, 2, GEOMETRY.num_kv_heads, GEOMETRY.page_size, GEOMETRY.head_dim)
+    backend = make(GEOMETRY, pool)
+    first, second = decode_batch(3), decode_batch(5, 7)
+    backend.plan(first)
+    backend.plan(second)
+    assert run(backend, first).shape[0] == 1
+    assert run(backend, second).shape[0] == 2
+
+
+def test_a_wrapper_that_was_planned_for_another_batch_is_never_run() -> None:
+    backend = make(GEOMETRY, poisoned_pool(9, GEOMETRY))
+    first, *others = (decode_batch(3) for _ in range(3))
+    for batch in (first, *others):
+        backend.plan(batch)
+    with pytest.raises(StalePlanError, match="another batch since"):
+        run(backend, first)
+
+
+def test_kinds_do_not_disturb_each_other() -> None:
+    backend = make(GEOMETRY, torch.zeros(9, 2, GEOMETRY.num_kv_heads, GEOMETRY.page_size, GEOMETRY.head_dim))
+    first = decode_batch(3)
+    backend.plan(first)
+    for _ in range(3):
+        backend.plan(make_batch(ForwardMode.PREFILL, [Row(4, 0, (2,))]))
+    assert run(backend, first).shape[0] == 1
+
+
+def test_decode_takes_the_decode_wrapper_and_layers_share_one_plan() -> None:
+    wrappers = FakeWrappers()
+    pools = {layer: torch.zeros(4, 2, GEOMETRY.num_kv_heads, GEOMETRY.page_size, GEOMETRY.head_dim)
+             for layer in range(3)}
+    backend = FlashInferAttention(kv_pools=pools, geometry=GEOMETRY, wrappers=wrappers, device=CPU, write_kv=scatter)
+    batch = decode_batch(3)
+    backend.plan(batch)
+    kv = torch.ones(1, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
+    for layer in pools:
+        backend.run(layer, torch.ones(1, GEOMETRY.num_heads, GEOMETRY.head_dim), kv, kv, batch)
+    planned = [made for made in wrappers.made if isinstance(made, FakeDecode | FakeRagged) and made.num_plans]
+    assert [type(wrapper) for wrapper in planned] == [FakeDecode]
+    assert planned[0].num_plans == 1
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 1), (-1, 0, 1, 0, 2, 3)])
+def test_trees_of_a_batch_become_the_mask(parents: tuple[int, ...]) -> None:
+    prompt = make_prompt(20 + len(parents), GEOMETRY, pages=(1, 2, 3), seed=5)
+    backend = make(GEOMETRY, poisoned_pool(9, GEOMETRY))
+    feed(backend, ForwardMode.PREFILL, (prompt, 20))
+    info = SpecInfo(torch.zeros(len(parents), dtype=torch.long), (SpecRow(parents),))
+    batch = make_batch(ForwardMode.VERIFY, [Row(len(parents), 20, prompt.pages)], spec_info=info)
+    backend.plan(batch)
+    out = backend.run(LAYER, prompt.q[20:], prompt.k[20:], prompt.v[20:], batch)
+    visible = torch.ones(len(prompt.q), len(prompt.q), dtype=torch.bool).tril()
+    for node in range(len(parents)):
+        ancestor, path = node, set[int]()
+        while ancestor >= 0:
+            path.add(ancestor)
+            ancestor = parents[ancestor]
+        for other in range(len(parents)):
+            visible[20 + node, 20 + other] = other in path
+    close(out, dense(prompt, GEOMETRY, visible=visible)[20:])
+
+
+def test_rows_without_tokens_are_not_planned() -> None:
+    prompt = make_prompt(10, GEOMETRY, pages=(1,), seed=5)
+    backend = make(GEOMETRY, poisoned_pool(9, GEOMETRY))
+    batch = make_batch(ForwardMode.PREFILL, [Row(0, 12, (3,)), Row(10, 0, (1,)), Row(0, 0)])
+    backend.plan(batch)
+    close(backend.run(LAYER, prompt.q, prompt.k, prompt.v, batch), dense(prompt, GEOMETRY))
+
+
+def test_without_a_cuda_device_the_way_out_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"needs a CUDA device.*device cpu"):
+        FlashInferWrappers(CPU)
+
+
+def test_without_flashinfer_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match=r"needs FlashInfer.*extra `gpu`"):
+        FlashInferWrappers(torch.device("cuda"))
