@@ -28,9 +28,10 @@ async def pools() -> AsyncIterator[Arrivals]:
 
 
 async def assert_gone(pools: Arrivals, session_id: str) -> None:
-    """Every page and slot is free, and no stage can still write any."""
+    """Every page and slot is free, given back when no stage could still write any, and every stage drains."""
     await pools.until(lambda: pools.is_free)
-    assert all(stage.log.states(session_id)[-1] is DRAINED for stage in pools.dest.stages)
+    assert all(stage.log.states(session_id)[-1] in (COMPLETE, DRAINED) for stage in pools.dest.stages)
+    await pools.until(lambda: all(stage.log.states(session_id)[-1] is DRAINED for stage in pools.dest.stages))
     call(pools.loop, pools.scheduler.on_idle)
 
 
