@@ -4,7 +4,6 @@
 stores its schedule in the wrapper. `run` is device work only and is called once per layer.
 """
 
-import importlib
 from typing import Protocol
 
 import torch
@@ -84,10 +83,11 @@ class FlashInferWrappers:
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(f"attention by FlashInfer needs a CUDA device, got {device}; {_HINT}", field="device")
         try:
-            self._library = importlib.import_module("flashinfer")
-            self._mla = importlib.import_module("flashinfer.mla")
+            import flashinfer
+            import flashinfer.mla
         except ImportError as error:
             raise ConfigError(f"attention on {device} needs FlashInfer ({error}); {_HINT}", field="device") from error
+        self._library = flashinfer
         # One for all wrappers: what runs on the same stream runs one after the other.
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
@@ -102,5 +102,5 @@ class FlashInferWrappers:
         return made
 
     def latent(self) -> LatentWrapper:
-        made: LatentWrapper = self._mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2")
+        made: LatentWrapper = self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2")
         return made
