@@ -1,0 +1,59 @@
+"""Writes Grafana's JSON of all dashboards: `python -m tools.dashboards` after changing `tools.panels`."""
+
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import dashboard as models
+
+from tools.panels import DASHBOARDS, WIDTH, Dashboard, Panel
+
+FOLDER = Path(__file__).parent.parent / "deploy" / "dashboards"
+HEIGHT, COLUMNS = 8, 24
+_SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+
+def build_json(spec: Dashboard) -> str:
+    """One dashboard as Grafana imports it."""
+    builder = (dashboard.Dashboard(spec.title).uid(spec.uid).description(spec.text).tags(["baton"]).editable()
+               .time("now-1h", "now").refresh("30s").timezone("browser")
+               .tooltip(models.DashboardCursorSync.CROSSHAIR)
+               .with_variable(dashboard.DatasourceVariable("datasource").type("prometheus").label("Prometheus"))
+               .with_variable(_namespaces())
+               .link(dashboard.DashboardLink("Baton").type(models.DashboardLinkType.DASHBOARDS).tags(["baton"])
+                     .as_dropdown(True).include_vars(True).keep_time(True)))  # noqa: FBT003 - the SDK's signature
+    for index, panel in enumerate(spec.panels):
+        builder = builder.with_panel(_panel(panel, index))
+    return JSONEncoder(indent=2, sort_keys=True).encode(builder.build()) + "\n"
+
+
+def _namespaces() -> dashboard.QueryVariable:
+    """Nothing chosen matches everything, also where scrapes give no namespace."""
+    return (dashboard.QueryVariable("namespace").label("Namespace").datasource(_SOURCE)
+            .query("label_values(baton_build_info, namespace)").refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .include_all(True).all_value(".*").multi(True)  # noqa: FBT003
+            .current(models.VariableOption(selected=True, text="All", value="$__all")))
+
+
+def _panel(spec: Panel, index: int) -> timeseries.Panel:
+    per_row = COLUMNS // WIDTH
+    panel = (timeseries.Panel().id(index + 1).title(spec.title).description(spec.text).unit(spec.unit).min(0)
+             .datasource(_SOURCE).show_points(common_models.VisibilityMode.NEVER).fill_opacity(10)
+             .grid_pos(models.GridPos(x=index % per_row * WIDTH, y=index // per_row * HEIGHT, w=WIDTH, h=HEIGHT))
+             .legend(common.VizLegendOptions().show_legend(True)  # noqa: FBT003
+                     .display_mode(common_models.LegendDisplayMode.LIST)
+                     .placement(common_models.LegendPlacement.BOTTOM)))
+    for letter, query in zip("ABCDEF", spec.queries, strict=False):
+        panel = panel.with_target(prometheus.Dataquery().ref_id(letter).expr(query.expr).range()
+                                  .legend_format(query.legend))
+    return panel
+
+
+def main() -> None:
+    for spec in DASHBOARDS:
+        (FOLDER / f"{spec.uid}.json").write_text(build_json(spec))
+
+
+if __name__ == "__main__":
+    main()
