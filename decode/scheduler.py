@@ -7,10 +7,11 @@
 Pages run out in mid-stream: the least urgent, youngest request gives its memory back and waits. It comes back before
 anything new is admitted and is replayed: the prompt in prefill chunks, then its own output one token at a time
 without drawing. That repeats exactly the arithmetic of the first time, so its stream continues with the same bits; it
-never ends with an error. Belongs to the engine thread.
+never ends with an error. A request that moves here from another pool joins with what it has drawn there and is
+replayed in the same way. Belongs to the engine thread.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
@@ -136,14 +137,15 @@ class DecodeScheduler:
     _next_key: int = 1
     _since_s: float = 0.0  # the last result, or the first launch after a pause
 
-    def reserve(self, request: Request, emit: Emit) -> Reservation:
-        """Memory for the prompt and some growth, at once or not at all.
+    def reserve(self, request: Request, emit: Emit, *, replayed: Sequence[int] = ()) -> Reservation:
+        """Memory for the prompt and some growth, at once or not at all. `replayed`: output tokens after the first that
+        another pool drew already; this one computes them again, as after a preemption, and draws what follows.
 
         Raises:
             CapacityError: no room now, or a preempted request waits for it first.
             InvalidRequestError: the request could never fit.
         """
-        entry = self._admit(request, emit)
+        entry = self._admit(request, emit, replayed)
         assert entry.pages is not None
         assert entry.slot is not None
         prompt_pages = pages_for_tokens(len(request.prompt_token_ids), self.limits.page_size)
@@ -155,7 +157,7 @@ class DecodeScheduler:
         entry = self._entries.get(key)
         if entry is None or entry.released:
             return
-        entry.outputs.append(first_token)
+        entry.outputs.insert(0, first_token)
         entry.computed = len(entry.request.prompt_token_ids)
         entry.draft.followed = self.limits.draft_handed
         self._run(entry)
@@ -262,7 +264,7 @@ class DecodeScheduler:
             return 0
         return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
 
-    def _admit(self, request: Request, emit: Emit) -> _Entry:
+    def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = ()) -> _Entry:
         self._check_fits(request)
         if self._waiting:
             raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
@@ -270,7 +272,7 @@ class DecodeScheduler:
         if len(self._entries) >= limit:
             raise CapacityError(f"{len(self._entries)} requests hold memory, the limit is {limit}",
                                 resource="held requests")
-        entry = _Entry(self._next_key, request, emit, joined_s=self.clock.now())
+        entry = _Entry(self._next_key, request, emit, outputs=list(replayed), joined_s=self.clock.now())
         self._lease(entry)
         self._next_key += 1
         self._entries[entry.key] = entry

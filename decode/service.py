@@ -3,6 +3,7 @@
     open ─▶ reserve on all stages, post receives ─▶ landing ─▶ … bytes land, digests match …
          first_token ─────────────────────────────────────────▶ committed ─▶ tokens … ─▶ finished
          new_source (the prefill worker died) ─▶ landing of the next epoch, same memory
+    open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new one is drawn
 """
 
 import logging
@@ -90,9 +91,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         request = request_from_proto(opening.open.request, vocab_size=parts.plan.description.facts.vocab_size,
                                      max_context_tokens=parts.plan.max_context_tokens)
         source = codec.source_from_proto(opening.open.source)
+        replayed = _replayed(opening.open, request, vocab_size=parts.plan.description.facts.vocab_size)
         with bind(request_id=request.request_id), inbox:
-            reservation = await parts.leader.loop.submit(lambda: parts.scheduler.reserve(request, inbox.emit),
-                                                         undo=lambda taken: parts.scheduler.release(taken.key))
+            reservation = await parts.leader.loop.submit(
+                lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed),
+                undo=lambda taken: parts.scheduler.release(taken.key))
             arrival = _Arrival(parts, inbox, request, reservation)
             try:
                 async for response in arrival.run(source):
@@ -261,6 +264,18 @@ class _Arrival:
                 case SessionChanged() | StreamEnded() | pb.DecodeRequest():
                     # A router with nothing more to say may half-close; an offer that crossed the commit is needless.
                     continue
+
+
+def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:
+    """Raises InvalidRequestError for tokens that this request cannot have drawn."""
+    replayed = tuple(opening.replayed_token_ids)
+    if len(replayed) >= request.max_tokens:
+        raise InvalidRequestError(FieldViolation(
+            "replayed_token_ids", f"{len(replayed)} and a first one are more than max_tokens, {request.max_tokens}"))
+    if replayed and max(replayed) >= vocab_size:
+        raise InvalidRequestError(FieldViolation(
+            "replayed_token_ids", f"token id {max(replayed)} is outside the vocabulary of {vocab_size}"))
+    return replayed
 
 
 def _finished_to_proto(event: Finished) -> pb.DecodeFinished:

@@ -1,19 +1,22 @@
 from protos import transfer_pb2 as _transfer_pb2
 from protos import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeOpen(_message.Message):
-    __slots__ = ("request", "source")
+    __slots__ = ("request", "source", "replayed_token_ids")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request: _types_pb2.EngineRequest
     source: _transfer_pb2.SourceTerms
-    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ...) -> None: ...
+    replayed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., replayed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("open", "new_source", "first_token")

@@ -41,7 +41,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     admission = Admission(directory, limits, metrics, clock)
     services = Services(admission, directory,
                         FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=config.peer_wait_s,
-                                   capacity_wait_s=config.max_wait_s), metrics)
+                                   capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics)
     server = GrpcServer(ServerOptions(listen=config.listen), services=(SERVICE,), metrics=RpcMetrics.create(registry))
     request_limits = RequestLimits(config.max_request_s, config.client_stall_s)
     generation_pb2_grpc.add_GenerationServicer_to_server(

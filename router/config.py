@@ -29,6 +29,7 @@ class RouterConfig(Config):
     max_wait_s: float = Field(default=60.0, gt=0)
     peer_wait_s: float = Field(default=4.0, gt=0)
     prefill_attempts: int = Field(default=3, ge=1)
+    migrations: int = Field(default=3, ge=0)
     max_request_s: float = Field(default=3600.0, gt=0)
     client_stall_s: float = Field(default=60.0, gt=0)
     warm_up_s: float = Field(default=60.0, gt=0)

@@ -146,6 +146,23 @@ class Directory:
         fitting = (w for w in self._usable(Role.DECODE) if w.compatibility == compatibility)
         return self._book(fitting, prompt_token_ids, tried, Room.ANY)
 
+    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str) -> Placement | None:
+        """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
+        again and there is no other."""
+        prefill = self.book_prefill(prompt_token_ids, compatibility, tried=frozenset())
+        if prefill is None:
+            return None
+        decode = (self.book_decode(prompt_token_ids, compatibility, tried=frozenset({lost}))
+                  or self.book_decode(prompt_token_ids, compatibility, tried=frozenset()))
+        if decode is None:
+            prefill.release()
+            return None
+        return Placement(prefill, decode)
+
+    def has_pair(self, compatibility: str) -> bool:
+        """Whether workers of both roles that fit are alive, with room or without."""
+        return compatibility in self._digests(Role.PREFILL) & self._digests(Role.DECODE)
+
     def has_decode(self, compatibility: str) -> bool:
         """Whether a decode pool that fits is alive, with room or without."""
         return compatibility in self._digests(Role.DECODE)

@@ -15,10 +15,11 @@ Life of a request:
     closing the streams is the abort.
 
 Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new one's terms go to
-the same reservation, which lands again under its next epoch, and its first token must be the one already sent. A
-decode pool that is lost after it landed ends the request with one status (`_decode_lost` is the seam where moving to
-another pool comes in). Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves
-through `_serve`'s end, where both streams are closed and both bookings released.
+the same reservation, which lands again under its next epoch, and its first token must be the one already sent. When
+a decode pool is lost or drains after it landed, the request moves (`router.migration`): another pair starts over at 2,
+the tokens already sent are computed again over there without being drawn or sent again, and the stream goes on.
+Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through `_serve`'s end,
+where both streams are closed and both bookings released.
 
 One task owns the state; each stream has a reader task, and a search for another worker has one. Their task group ends
 with the request.
@@ -33,13 +34,14 @@ from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.admission import Admission
 from router.directory import Directory, Placement
 from router.legs import DecodeLeg, Event, FlowLimits, Leg, PrefillLeg
+from router.migration import Migrations
 from router.output import Output
 from router.scope import task_scope
 from router.streams import Ended
 from router.timeline import Timeline
 from router.validate import AdmissibleRequest
 from router.worker import Role
-from runtime.errors import BatonError, DeadlineError, InternalError, PeerLostError, RequestAborted, UnavailableError
+from runtime.errors import BatonError, DeadlineError, InternalError, PeerLostError
 from runtime.metrics import RouterMetrics
 
 INBOX_EVENTS = 64
@@ -77,6 +79,8 @@ class Flow:
         self._is_aborted = False
         self._inbox: asyncio.Queue[Event] = asyncio.Queue(INBOX_EVENTS)
         self._first_token: types_pb2.TokenChunk | None = None
+        self._token_ids: list[int] = []  # all that the client was sent
+        self._migrations = Migrations(services.directory, services.limits, services.metrics)
         self._is_committed = False
         self._finish: generation_pb2.GenerateFinish | None = None
         self._is_finish_sent = False
@@ -129,10 +133,9 @@ class Flow:
 
     async def _serve(self, placement: Placement) -> None:
         async with task_scope() as group:
-            leg = Leg(self._request.engine, self._services.directory, self._services.limits, self._inbox, group,
-                      self._ends_at)
-            self._prefill = PrefillLeg(leg, placement.prefill)
-            self._decode = DecodeLeg(leg, placement.decode)
+            self._leg = Leg(self._request.engine, self._services.directory, self._services.limits, self._inbox, group,
+                            self._ends_at)
+            self._start(placement)
             try:
                 while self._finish is None:
                     await self._handle(await self._next_event())
@@ -142,6 +145,13 @@ class Flow:
             finally:
                 self._prefill.close()
                 self._decode.close()
+                self._migrations.ended()
+
+    def _start(self, placement: Placement) -> None:
+        """Give the request to this pair, with what its client has already."""
+        self._is_committed = False
+        self._prefill = PrefillLeg(self._leg, placement.prefill)
+        self._decode = DecodeLeg(self._leg, placement.decode, self._token_ids[1:])
 
     async def _next_event(self) -> Event:
         """What a worker said; saying nothing when it owes an answer is an event too."""
@@ -159,7 +169,7 @@ class Flow:
                 await self._prefill_said(event.message)
         elif event.stream is self._decode.stream:
             if isinstance(event, Ended):
-                self._decode_ended(event.error)
+                await self._decode_ended(event.error)
             elif isinstance(event.message, decode_pb2.DecodeResponse):
                 await self._decode_said(event.message)
         # Otherwise a stream that was given up: nobody wants to know.
@@ -185,7 +195,9 @@ class Flow:
             self._first_token = token
             self._decode.first_token(token)
             await self._emit_tokens(token)
-        elif list(token.token_ids) != list(self._first_token.token_ids):
+        elif list(token.token_ids) == list(self._first_token.token_ids):
+            self._decode.first_token(token)
+        else:
             raise InternalError(f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
                                 f"{list(self._first_token.token_ids)}")
 
@@ -209,6 +221,7 @@ class Flow:
                 self._is_committed = True
                 self._decode.committed()
                 self._timeline.committed()
+                self._migrations.resumed()
                 self._timeline.timings.transfer_exposed_s = response.committed.transfer_exposed_s
                 self._let_prefill_go()
             case "tokens":
@@ -217,18 +230,20 @@ class Flow:
             case "finished":
                 self._finished(response.finished)
 
-    def _decode_ended(self, error: BatonError | None) -> None:
+    async def _decode_ended(self, error: BatonError | None) -> None:
         error = error or PeerLostError(f"decode worker {self._decode.address} ended its stream too early")
         if self._decode.has_landed:
-            self._decode_lost(error)
-        self._decode.move_on(error)
+            await self._decode_lost(error)
+        else:
+            self._decode.move_on(error)
         self._timeline.retried(Role.DECODE, error.reason)
 
-    def _decode_lost(self, error: BatonError) -> None:
-        """The pool that held the state is gone, or gave up on it."""
-        if isinstance(error, UnavailableError | RequestAborted):
-            raise PeerLostError(str(error))
-        raise error
+    async def _decode_lost(self, error: BatonError) -> None:
+        """The pool that held the state is gone, or gave up on it: go on with another pair."""
+        self._prefill.close()
+        self._decode.close()
+        self._start(await self._migrations.another_pair(self._decode.booking, error,
+                                                        self._request.engine.prompt_token_ids))
 
     def _let_prefill_go(self) -> None:
         if not self._is_committed or self._first_token is None:
@@ -247,6 +262,7 @@ class Flow:
 
     async def _emit_tokens(self, tokens: types_pb2.TokenChunk) -> None:
         chunk = self._output.add(tokens)
+        self._token_ids.extend(chunk.token_ids)
         self._timeline.tokens(len(chunk.token_ids))
         await self._emit(generation_pb2.GenerateResponse(request_id=self.request_id, chunk=chunk))
         if self._output.stop_string is not None:

@@ -5,7 +5,7 @@ the flow through the inbox; a search that finds nobody in time raises in the flo
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,6 +38,7 @@ class FlowLimits:
     capacity_wait_s: float = 60.0  # for room in a decode pool, when all refused
     reserve_s: float = 4.0  # a decode stream opened to its landing
     commit_s: float = 30.0  # the last byte sent to its commit
+    migrations: int = 3  # decode pools that may be lost under one request
     linger_s: float = 1.0  # the last message to the end of the workers' streams
 
 
@@ -127,9 +128,11 @@ class DecodeLeg:
     `due_at` is the loop time by which the pool owes an answer, None while it owes none.
     """
 
-    def __init__(self, leg: Leg, booking: Booking) -> None:
+    def __init__(self, leg: Leg, booking: Booking, replayed: Sequence[int] = ()) -> None:
+        """`replayed`: output tokens after the first that the client has, of a request that moves here."""
         self._leg = leg
         self._booking = booking
+        self._replayed = tuple(replayed)
         self._search: asyncio.Task[None] | None = None
         self._tried: frozenset[str] = frozenset()
         self._refused_since: float | None = None
@@ -143,6 +146,10 @@ class DecodeLeg:
     @property
     def address(self) -> str:
         return self._booking.worker.address
+
+    @property
+    def booking(self) -> Booking:
+        return self._booking
 
     @property
     def compatibility(self) -> str:
@@ -164,7 +171,10 @@ class DecodeLeg:
             self.due_at = None
 
     def first_token(self, token: types_pb2.TokenChunk) -> None:
-        """Sent when the pool has landed: what is sent to a pool that refuses would hide why it did."""
+        """Sent when the pool has landed: what is sent to a pool that refuses would hide why it did. Only the first call
+        counts."""
+        if self._first_token is not None:
+            return
         self._first_token = token
         if self.has_landed:
             self._send_first_token(token)
@@ -244,8 +254,8 @@ class DecodeLeg:
         self.stream = WorkerStream(stub.Generate, self.address, self._leg.inbox.put, self._leg.group,
                                    self._leg.time_left_s())
         self._landings_due = 0
-        self.stream.send(decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(request=self._leg.request,
-                                                                             source=source)))
+        self.stream.send(decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(
+            request=self._leg.request, source=source, replayed_token_ids=self._replayed)))
         self._expect_landing()
 
     def _send_first_token(self, token: types_pb2.TokenChunk) -> None:

@@ -10,6 +10,7 @@
     ├── IncompatiblePeerError   two workers that must not be paired            FAILED_PRECONDITION
     ├── CapacityError           a queue or pool is full                        RESOURCE_EXHAUSTED
     ├── UnavailableError        draining, or no worker that could serve        UNAVAILABLE
+    │   ├── DrainingError       leaves on purpose, hands its requests back     UNAVAILABLE
     │   └── PeerLostError       a process died in the middle of a request      ABORTED
     ├── HandoffError            a transfer failed and no retry is left         ABORTED
     │   └── IntegrityError      bytes arrived that are not the bytes sent      DATA_LOSS
@@ -100,6 +101,12 @@ class UnavailableError(BatonError):
     def __init__(self, message: str, *, retry_after_s: float | None = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DrainingError(UnavailableError):
+    """The process is leaving: what it refuses or hands back can go on elsewhere."""
+
+    reason = "DRAINING"
 
 
 class PeerLostError(UnavailableError):

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import Message
 
 from runtime.access import Access, access_to
-from runtime.errors import BatonError, FieldViolation, InternalError, InvalidRequestError, UnavailableError
+from runtime.errors import BatonError, DrainingError, FieldViolation, InternalError, InvalidRequestError
 from runtime.log import bound_ids
 from runtime.metrics import RpcMetrics
 from runtime.security import ServerSecurity
@@ -117,13 +117,13 @@ class CallGuard(grpc.aio.ServerInterceptor):
             try:
                 self._security.check(method, context)
                 if self._refusal and method not in self._background:
-                    raise UnavailableError(self._refusal)
+                    raise DrainingError(self._refusal)
                 yield
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
                 if not self._expelling:
                     raise
-                failure = failure_of(UnavailableError("the server is stopping"))
+                failure = failure_of(DrainingError("the server is stopping"))
             except grpc.aio.AbortError:
                 code = grpc.StatusCode.UNKNOWN
                 raise

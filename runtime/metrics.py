@@ -117,6 +117,7 @@ class RouterMetrics:
     decisions: Counter
     pick_s: Histogram
     retries: Counter
+    migrations: Counter
     workers: Gauge
 
     @classmethod
@@ -135,6 +136,8 @@ class RouterMetrics:
             _counter(registry, "router_decisions", "Choices of a worker.", "policy", "result"),
             _histogram(registry, "router_pick_seconds", "Time one choice took.", PICK_S),
             _counter(registry, "router_retries", "Requests given to another worker.", "role", "reason"),
+            _counter(registry, "migrations", "Requests that moved to another decode pool after theirs was lost.",
+                     "type", "outcome"),
             _gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
         )
 

@@ -92,6 +92,25 @@ def test_a_first_token_that_ends_the_request_never_runs() -> None:
     scheduler.on_idle()
 
 
+@pytest.mark.parametrize("num_replayed", [0, 1, 5, 8])
+def test_what_another_pool_drew_is_computed_again_and_not_told_again(num_replayed: int) -> None:
+    """A request moves here after its first token and `num_replayed` more; the eighth of nine ends it elsewhere, too."""
+    scheduler, wanted = make(), request(prompt=5, max_tokens=9)
+    client = Client()
+    replayed = [106 + i for i in range(num_replayed)]
+    key = scheduler.reserve(wanted, client.events.append, replayed=replayed).key
+    scheduler.join(key, 105)
+    batches = run(scheduler, 20)
+    assert client.tokens == [106 + i for i in range(num_replayed, 8)]
+    assert isinstance(client.last, Finished)
+    assert client.last.reason is FinishReason.LENGTH
+    draws = [batch.sampling[0] is not None for batch in batches]
+    assert draws == [False] * min(num_replayed, len(batches)) + [True] * (8 - num_replayed)
+    assert [batch.token_ids.tolist() for batch in batches if batch.token_ids is not None] \
+        == [[105 + i] for i in range(len(batches))]
+    scheduler.on_idle()
+
+
 def test_reserving_takes_prompt_and_growth_or_nothing() -> None:
     scheduler = make(num_pages=5)  # four usable pages of four tokens
     reservation = scheduler.reserve(request(prompt=5), lambda event: None)

@@ -227,7 +227,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     async def Generate(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
                        context: Context) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        request = (await anext(request_iterator)).open.request
+        opening = (await anext(request_iterator)).open
+        request = opening.request
         await self.reached(Point.RESERVE, request)
         if len(self.open_requests) >= self.max_running:
             self.refused[request.request_id] += 1
@@ -236,15 +237,15 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             inputs: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
             reader = asyncio.create_task(_read_into(request_iterator, inputs))
             try:
-                async for response in self._receive_and_decode(request, inputs):
+                async for response in self._receive_and_decode(opening, inputs):
                     yield response
             finally:
                 reader.cancel()
 
-    async def _receive_and_decode(self, request: types_pb2.EngineRequest,
+    async def _receive_and_decode(self, opening: decode_pb2.DecodeOpen,
                                   inputs: "asyncio.Queue[decode_pb2.DecodeRequest]",
                                   ) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        session_id, first_token = uuid.uuid4().hex, None
+        session_id, first_token, request = uuid.uuid4().hex, None, opening.request
         for epoch in itertools.count():
             yield decode_pb2.DecodeResponse(landing=transfer_pb2.Landing(session_id=session_id, epoch=epoch))
             await self.reached(Point.LANDED, request)
@@ -253,13 +254,15 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if delivered.is_set():
                 break
         assert first_token is not None
-        async for response in self._decode(request, first_token):
+        async for response in self._decode(request, [first_token, *opening.replayed_token_ids]):
             yield response
 
-    async def _decode(self, request: types_pb2.EngineRequest, first: int) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    async def _decode(self, request: types_pb2.EngineRequest,
+                      known: list[int]) -> AsyncIterator[decode_pb2.DecodeResponse]:
         await self.reached(Point.COMMIT, request)
         yield decode_pb2.DecodeResponse(committed=decode_pb2.DecodeCommitted(transfer_exposed_s=0.0625, num_bytes=1))
-        tokens = [first]
+        tokens = list(known)
+        assert tokens == expected_tokens(list(request.prompt_token_ids), len(tokens)), "what it gets is what was drawn"
         while (reason := _finish_reason(request, tokens)) is None:
             if self.token_pause_s:
                 await asyncio.sleep(self.token_pause_s)
