@@ -220,8 +220,8 @@ class Flow:
             case "committed":
                 self._is_committed = True
                 self._decode.committed()
-                self._timeline.committed()
                 self._migrations.resumed()
+                self._timeline.committed()
                 self._timeline.timings.transfer_exposed_s = response.committed.transfer_exposed_s
                 self._let_prefill_go()
             case "tokens":

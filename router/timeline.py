@@ -47,8 +47,8 @@ class Timeline:
         self.timings.reserve_s = self.clock.now() - self._reserving_at_s
 
     def committed(self) -> None:
-        """The decode pool has everything."""
-        self._committed_at_s = self.clock.now()
+        """The decode pool has everything; after a move, another one has."""
+        self._committed_at_s, self._decoded_at_s = self.clock.now(), None
 
     def decoded(self) -> None:
         """Tokens came from the decode pool; only the first call counts."""
