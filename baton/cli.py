@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,7 @@ from baton.conversation import converse
 from baton.demo import run_demo
 from baton.load import LoadPlan, Slo, random_queries, run_load, summarise
 from baton.render import event_json, figures_text, log_printer, status_table
-from baton.values import ChatMessage, Chunk, Prompt, Query, Sampling, Stop
+from baton.values import ChatMessage, Chunk, Event, Prompt, Query, Sampling, Stop
 from runtime.errors import BatonError, ConfigError, FieldViolation, InvalidRequestError, RequestAborted
 from runtime.supervision import StopSignal, interruptible, run_process
 
@@ -137,6 +137,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set with this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for more.")] = None,
+    num_choices: Annotated[int | None, typer.Option("--n", help="Answers to draw, shown when they are whole.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: logprobs, and so many alternatives.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="With --json: the same of the prompt's tokens.")] = None,
     model: Annotated[str, typer.Option(help="Refuse unless this model is served.")] = "",
     speculate: Annotated[bool | None, typer.Option("--speculate/--no-speculate", help="Use drafts where there are "
                                                    "any; the answer is the same.", show_default="yes")] = None,
@@ -148,15 +151,30 @@ def generate(
         query = Query(
             prompt=_prompt(prompt, ids=ids, as_chat=as_chat),
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-            stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model,
-            speculate=speculate)
+            stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
+            num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate)
         with BatonClient(target) as client:
-            for event in client.generate(query, timeout_s=timeout):
-                if as_json:
+            events = client.generate(query, timeout_s=timeout)
+            if as_json:
+                for event in events:
                     print(event_json(event), flush=True)
-                elif isinstance(event, Chunk):
-                    print(event.text or _spelled_ids(event, query.prompt), end="", flush=True)
-            print(end="" if as_json else "\n")
+            else:
+                _print_text(events, query)
+
+
+def _print_text(events: Iterable[Event], query: Query) -> None:
+    """As it arrives; of several choices each when it is whole, in the order in which they end."""
+    whole: dict[int, str] = {}
+    for event in events:
+        if isinstance(event, Chunk):
+            text = event.text or _spelled_ids(event, query.prompt)
+            if (query.n or 1) == 1:
+                print(text, end="", flush=True)
+            else:
+                whole[event.index] = whole.get(event.index, "") + text
+        elif event.index in whole:
+            print(f"[{event.index}] {whole[event.index]}", flush=True)
+    print(end="" if whole else "\n")
 
 
 def _prompt(text: str, *, ids: bool, as_chat: bool) -> Prompt:

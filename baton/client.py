@@ -70,7 +70,12 @@ class BatonClient:
                 call.cancel()
 
     def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
-        return wire.completion_of(self.generate(query, timeout_s=timeout_s))
+        """The whole answer; of several choices the first."""
+        return self.choices(query, timeout_s=timeout_s)[0]
+
+    def choices(self, query: Query, *, timeout_s: float | None = None) -> tuple[Completion, ...]:
+        """The whole answers, one per choice."""
+        return wire.completions_of(self.generate(query, timeout_s=timeout_s))
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """End requests; returns those that were running."""
@@ -117,7 +122,12 @@ class AsyncBatonClient:
                 call.cancel()
 
     async def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
-        return wire.completion_of([event async for event in self.generate(query, timeout_s=timeout_s)])
+        """The whole answer; of several choices the first."""
+        return (await self.choices(query, timeout_s=timeout_s))[0]
+
+    async def choices(self, query: Query, *, timeout_s: float | None = None) -> tuple[Completion, ...]:
+        """The whole answers, one per choice."""
+        return wire.completions_of([event async for event in self.generate(query, timeout_s=timeout_s)])
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """End requests; returns those that were running."""

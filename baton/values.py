@@ -54,6 +54,8 @@ class Query:
     request_id: str = ""
     model: str = ""
     num_top_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    n: int | None = None  # choices; each has a seed of its own, see protos/generation.proto
     priority: int = 0
     skip_text: bool = False
     speculate: bool | None = None
@@ -80,6 +82,15 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class PromptLogprobs:
+    """What the model made of prompt tokens, from `first_position` on; the first token of a prompt has none."""
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
 class Timings:
     """Seconds per part of the request's life; None where the part did not happen."""
 
@@ -102,11 +113,13 @@ class Chunk:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    index: int = 0  # of the choice
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The last event of a stream; `stop_string` or `stop_token_id` say what ended it, if one of them did."""
+    """The last event of a choice; `stop_string` or `stop_token_id` say what ended it, if one of them did."""
 
     request_id: str
     reason: FinishReason
@@ -114,6 +127,7 @@ class Finish:
     stop_token_id: int | None
     usage: Usage
     timings: Timings
+    index: int = 0  # of the choice
 
 
 Event = Chunk | Finish
@@ -121,12 +135,13 @@ Event = Chunk | Finish
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer. `prompt_logprobs` are those of positions 1 and up, if they were asked for and it is choice 0."""
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish: Finish
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from baton.values import (
     FinishReason,
     ModelInfo,
     Prompt,
+    PromptLogprobs,
     Query,
     Timings,
     TokenLogprobs,
@@ -43,6 +44,8 @@ def request_of(query: Query) -> pb.GenerateRequest:
                                           stop_strings=stop.strings, stop_token_ids=stop.token_ids,
                                           ignore_eos=stop.ignore_eos),
             num_top_logprobs=query.num_top_logprobs,
+            num_prompt_logprobs=query.num_prompt_logprobs,
+            n=query.n,
             priority=query.priority,
             skip_text=query.skip_text,
             speculate=query.speculate,
@@ -71,24 +74,28 @@ def event_of(response: pb.GenerateResponse) -> Event:
     if kind == "chunk":
         chunk = response.chunk
         return Chunk(response.request_id, tuple(chunk.token_ids), chunk.text,
-                     tuple(_logprobs_of(item) for item in chunk.logprobs), _usage_of(chunk.usage))
+                     tuple(_logprobs_of(item) for item in chunk.logprobs), _usage_of(chunk.usage),
+                     _prompt_logprobs_of(chunk.prompt_logprobs) if chunk.HasField("prompt_logprobs") else None,
+                     response.index)
     if kind == "finish":
-        return _finish_of(response.request_id, response.finish)
+        return _finish_of(response)
     raise InternalError(f"the server sent an event this client does not know: {kind}")
 
 
-def _finish_of(request_id: str, finish: pb.GenerateFinish) -> Finish:
+def _finish_of(response: pb.GenerateResponse) -> Finish:
+    finish = response.finish
     matched = finish.WhichOneof("matched")
     timings = {f.name: getattr(finish.timings, f.name) for f in fields(Timings) if finish.timings.HasField(f.name)}
     if finish.reason not in _REASONS:
         raise InternalError(f"the server sent a finish reason this client does not know: {finish.reason}")
     return Finish(
-        request_id=request_id,
+        request_id=response.request_id,
         reason=_REASONS[finish.reason],
         stop_string=finish.stop_string if matched == "stop_string" else None,
         stop_token_id=finish.stop_token_id if matched == "stop_token_id" else None,
         usage=_usage_of(finish.usage),
         timings=Timings(**timings),
+        index=response.index,
     )
 
 
@@ -100,8 +107,23 @@ def _logprobs_of(item: types_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(item.logprob, tuple((top.token_id, top.logprob) for top in item.top))
 
 
+def _prompt_logprobs_of(item: types_pb2.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(item.first_position, tuple(item.token_ids),
+                          tuple(_logprobs_of(logprobs) for logprobs in item.logprobs))
+
+
+def completions_of(events: Iterable[Event]) -> tuple[Completion, ...]:
+    """Every choice from the events of a stream, by index. Raises InternalError when one ended without a finish."""
+    by_index: dict[int, list[Event]] = {}
+    for event in events:
+        by_index.setdefault(event.index, []).append(event)
+    if not by_index:
+        raise InternalError("the stream ended without a finish")
+    return tuple(completion_of(by_index[index]) for index in sorted(by_index))
+
+
 def completion_of(events: Iterable[Event]) -> Completion:
-    """A whole answer from its events. Raises InternalError when the stream ended without a finish."""
+    """A whole answer from the events of its choice. Raises InternalError when the stream ended without a finish."""
     events = list(events)
     chunks = [event for event in events if isinstance(event, Chunk)]
     if not events or not isinstance(events[-1], Finish):
@@ -111,6 +133,8 @@ def completion_of(events: Iterable[Event]) -> Completion:
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(item for chunk in chunks for item in chunk.logprobs),
         finish=events[-1],
+        prompt_logprobs=tuple(item for chunk in chunks if chunk.prompt_logprobs is not None
+                              for item in chunk.prompt_logprobs.logprobs),
     )
 
 

@@ -54,6 +54,14 @@ class SamplingRow:
     banned_before: int = 0
 
 
+@dataclass(frozen=True)
+class ScoringRow:
+    """Known tokens of one row to be scored: token i of the row against `next_token_ids[i]`, which follows it."""
+
+    next_token_ids: tuple[int, ...]
+    num_top: int  # most likely alternatives to report with each
+
+
 @dataclass
 class ForwardBatch:
     """Rows of requests with their new tokens.
@@ -69,6 +77,7 @@ class ForwardBatch:
     page_tables        [R, P] int32 page ids in position order, padded with the null page 0
     slot_ids           [R] int32 state slots, 0 (the null slot) for models without recurrent state
     sampling           per row, or None where no token is to be drawn (prompt not finished by this chunk)
+    scoring            per row, or None where no token is to be scored; empty where no row scores
     spec_info          what a verify or draft forward needs beyond this; opaque here
     """
 
@@ -81,6 +90,7 @@ class ForwardBatch:
     page_tables: Tensor = field(metadata=_RECOMPUTED)
     slot_ids: Tensor = field(metadata=_RECOMPUTED)
     sampling: tuple[SamplingRow | None, ...] = field(metadata=_RECOMPUTED)
+    scoring: tuple[ScoringRow | None, ...] = field(default=(), metadata=_RECOMPUTED)
     spec_info: object | None = field(default=None, metadata=_DROPPED)
     # The plan marker.
     forward_metadata_ready: bool = field(default=False, metadata=_DROPPED)
@@ -140,6 +150,7 @@ class ForwardBatch:
             page_tables=self.page_tables[row_index],
             slot_ids=self.slot_ids[row_index],
             sampling=tuple(self.sampling[row] for row in rows),
+            scoring=tuple(self.scoring[row] for row in rows) if self.scoring else (),
         )
 
     def split(self, at: int) -> tuple["ForwardBatch", "ForwardBatch"]:
@@ -176,4 +187,9 @@ def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
         page_tables=torch.cat(tables),
         slot_ids=torch.cat([first.slot_ids, second.slot_ids]),
         sampling=first.sampling + second.sampling,
+        scoring=_all_scoring(first) + _all_scoring(second) if first.scoring or second.scoring else (),
     )
+
+
+def _all_scoring(batch: ForwardBatch) -> tuple[ScoringRow | None, ...]:
+    return batch.scoring or (None,) * batch.num_rows

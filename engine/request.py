@@ -41,6 +41,7 @@ class Request:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     num_top_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     priority: int = 0
     speculates: bool = True  # drafts for it where the pool has a draft; never changes its output
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow
 from engine.request import Request
 from engine.trees import SpecInfo, SpecRow, node_depths
 
@@ -21,6 +21,7 @@ class Row:
     slot_id: int
     sampling: SamplingRow | None  # None: no token is drawn
     spec: SpecRow | None = None  # on a pool that speculates; then every row has one
+    scoring: ScoringRow | None = None
 
     @property
     def positions(self) -> Sequence[int]:
@@ -47,6 +48,7 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
         page_tables=torch.tensor(tables, dtype=torch.int32).view(len(rows), width),
         slot_ids=torch.tensor([row.slot_id for row in rows], dtype=torch.int32),
         sampling=tuple(row.sampling for row in rows),
+        scoring=tuple(row.scoring for row in rows) if any(row.scoring is not None for row in rows) else (),
         spec_info=SpecInfo(token_ids, specs) if specs else None,
     )
 
@@ -59,6 +61,13 @@ def sampling_row(request: Request, output_token_ids: Sequence[int]) -> SamplingR
     position = len(request.prompt_token_ids) + len(output_token_ids)
     banned_before = len(request.prompt_token_ids) + request.min_tokens if banned else 0
     return SamplingRow(params, position, request.num_top_logprobs, history, banned, banned_before)
+
+
+def scoring_row(request: Request, start: int, end: int) -> ScoringRow | None:
+    """How the prompt tokens `start` to `end` are scored against those after them; None if nobody asked."""
+    if request.num_prompt_logprobs is None:
+        return None
+    return ScoringRow(request.prompt_token_ids[start + 1:end + 1], request.num_prompt_logprobs)
 
 
 def chunk_end(context_len: int, total: int, budget: int, grid: int) -> int:

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode
+from engine.batch import ForwardBatch
 from engine.model import ForwardContext, ModelFacts, StageOutput
+from engine.scoring import wanted_tokens
 from engine.stages import LayerRange
 from models.blocks.rotary import Rotary
 from models.spec import DecoderSpec, LayerSpec, StagePass
@@ -100,7 +101,7 @@ class DecoderStage:
         if not self._is_last:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
-        rows = hidden[_drawing_tokens(batch)]
+        rows = hidden[torch.tensor(wanted_tokens(batch), dtype=torch.long)]
         return StageOutput(logits=self._head(self._norm.forward(rows)).float(), aux_hidden=captured)
 
     def _stage_selection(self, batch: ForwardBatch, selected_keys: Tensor | None) -> Tensor | None:
@@ -120,15 +121,3 @@ class DecoderStage:
         if batch.token_ids is None:
             raise InternalError(f"stage {self._layer_range} needs token ids")
         return F.embedding(batch.token_ids, self._embedding)
-
-
-def _drawing_tokens(batch: ForwardBatch) -> Tensor:
-    """Indices of the tokens whose logits are wanted, in batch order: of each row that draws its last token, of a tree
-    under verification all of them."""
-    wanted: list[int] = []
-    end = 0
-    for length, sampling in zip(batch.query_lens, batch.sampling, strict=True):
-        end += length
-        if sampling is not None and length:
-            wanted += range(end - length, end) if batch.mode is ForwardMode.VERIFY else [end - 1]
-    return torch.tensor(wanted, dtype=torch.long)

@@ -2,6 +2,7 @@
 is checked again here, because anybody can reach its port."""
 
 import math
+from collections.abc import Iterator, Sequence
 
 from engine.request import DrawnToken, Request, SamplingParams
 from protos import types_pb2 as pb
@@ -20,18 +21,26 @@ def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_contex
         sampling=_sampling(message.sampling), min_tokens=message.min_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         priority=message.priority, speculates=message.speculate or not message.HasField("speculate"))
 
 
 def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:
     """The tokens of one step: several where drafted ones were accepted."""
-    chunk = pb.TokenChunk(token_ids=[token.token_id for token in tokens])
+    return pb.TokenChunk(token_ids=[token.token_id for token in tokens], logprobs=_logprobs_to_proto(tokens))
+
+
+def scores_to_proto(first_position: int, tokens: Sequence[DrawnToken]) -> pb.PromptLogprobs:
+    """Scored tokens of a prompt, the first of them at `first_position`."""
+    return pb.PromptLogprobs(first_position=first_position, token_ids=[token.token_id for token in tokens],
+                             logprobs=_logprobs_to_proto(tokens))
+
+
+def _logprobs_to_proto(tokens: Sequence[DrawnToken]) -> Iterator[pb.TokenLogprobs]:
     for token in tokens:
-        if token.logprobs is None:
-            continue
-        top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in token.logprobs.top]
-        chunk.logprobs.append(pb.TokenLogprobs(logprob=token.logprobs.logprob, top=top))
-    return chunk
+        if token.logprobs is not None:
+            top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in token.logprobs.top]
+            yield pb.TokenLogprobs(logprob=token.logprobs.logprob, top=top)
 
 
 def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: int) -> list[FieldViolation]:
@@ -47,15 +56,19 @@ def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: 
     if len(prompt) + message.max_tokens > max_context_tokens:
         found.append(FieldViolation("prompt_token_ids", f"{len(prompt)} tokens and max_tokens {message.max_tokens} "
                                                         f"are over the context limit of {max_context_tokens}"))
-    if message.num_top_logprobs > MAX_TOP_LOGPROBS:
-        found.append(FieldViolation("num_top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}"))
-    sampling = message.sampling
+    for field, count in (("num_top_logprobs", message.num_top_logprobs),
+                         ("num_prompt_logprobs", message.num_prompt_logprobs)):
+        if count > MAX_TOP_LOGPROBS:
+            found.append(FieldViolation(field, f"must be at most {MAX_TOP_LOGPROBS}"))
+    return [*found, *_sampling_violations(message.sampling)]
+
+
+def _sampling_violations(sampling: pb.SamplingParams) -> Iterator[FieldViolation]:
     for descriptor, value in sampling.ListFields():
         if isinstance(value, float) and not math.isfinite(value):
-            found.append(FieldViolation(f"sampling.{descriptor.name}", f"must be a finite number, got {value}"))
+            yield FieldViolation(f"sampling.{descriptor.name}", f"must be a finite number, got {value}")
     if sampling.temperature < 0:
-        found.append(FieldViolation("sampling.temperature", f"must not be negative, got {sampling.temperature}"))
-    return found
+        yield FieldViolation("sampling.temperature", f"must not be negative, got {sampling.temperature}")
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:

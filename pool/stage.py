@@ -151,11 +151,11 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
 
 def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
     """An upper bound for a batch between stages: hidden states (and three captured ones) and selected keys of a full
-    chunk, tables of all rows, and per row everything sampling may carry (two token histories of the context, biases,
-    bans)."""
+    chunk with its scores, tables of all rows, and per row everything sampling may carry (two token histories of the
+    context, biases, bans)."""
     facts = plan.description.facts
     tokens = max(config.chunk_tokens, plan.max_held * (1 + plan.num_draft_tokens))
     latent = plan.description.latent_geometry(config.page_size)
-    per_token = 4 * facts.hidden_size * 4 + 4 * 8 + 4 * (0 if latent is None else latent.max_selected)
+    per_token = 4 * facts.hidden_size * 4 + 50 * 8 + 4 * (0 if latent is None else latent.max_selected)
     per_row = 8 * (2 * plan.max_context_tokens + 2 * 1024 + 64 + 32) + 4 * (plan.geometry.num_pages + 1)
     return tokens * per_token + plan.max_held * per_row + (1 << 16)

@@ -16,7 +16,8 @@ from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
 from engine.memory.slots import SlotAllocator, SlotLease
 from engine.pipeline.stages import StepResult
 from engine.request import DrawnToken, Request
-from engine.rows import Row, build_batch, chunk_end, sampling_row
+from engine.rows import Row, build_batch, chunk_end, sampling_row, scoring_row
+from engine.scoring import Scores
 from engine.trees import SpecRow
 from pool.metrics import PoolCensus
 from runtime.clock import Clock
@@ -33,6 +34,14 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """What the model made of one chunk's tokens, the first of which stands at `first_position` of the prompt."""
+
+    first_position: int
+    tokens: Scores
+
+
+@dataclass(frozen=True)
 class FirstToken:
     token: DrawnToken
     prefill_s: float
@@ -43,7 +52,7 @@ class Failed:
     error: BatonError
 
 
-Event = Started | FirstToken | Failed
+Event = Started | Scored | FirstToken | Failed
 Emit = Callable[[Event], object]
 
 
@@ -160,17 +169,21 @@ class PrefillScheduler:
         return build_batch(ForwardMode.PREFILL, rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        drawn = iter(result.tokens)
-        for key, sampling in zip(batch.request_ids, batch.sampling, strict=True):
+        drawn, scores = iter(result.tokens), iter(result.scores)
+        for row, (key, sampling) in enumerate(zip(batch.request_ids, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
+            scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
             token = next(drawn) if sampling is not None and result.error is None else None
             if entry.released:
                 if entry.in_flight == 0:
                     self._forget(entry)
-            elif result.error is not None:
+                continue
+            if result.error is not None:
                 self._fail(entry, result.error)
-            elif token is not None:
+            if scored:
+                entry.emit(Scored(batch.context_lens[row] + 1, scored))
+            if token is not None:
                 entry.emit(FirstToken(token, self.clock.now() - entry.started_s))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
@@ -217,7 +230,7 @@ class PrefillScheduler:
         if self.limits.drafts:
             spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)
         rows.append(Row(entry.key, prompt[entry.launched:end], entry.launched, entry.pages.page_ids,
-                        entry.slot.slot_id, sampling, spec))
+                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.launched, end)))
         taken, entry.launched = end - entry.launched, end
         entry.in_flight += 1
         if end == len(prompt):

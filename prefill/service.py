@@ -16,9 +16,9 @@ from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor
 from pool.leader import Leader
 from pool.metrics import LeaderMeters
-from pool.requests import chunk_to_proto, request_from_proto
+from pool.requests import chunk_to_proto, request_from_proto, scores_to_proto
 from pool.stage import StagePlan
-from prefill.scheduler import Event, Failed, FirstToken, PrefillScheduler, Started
+from prefill.scheduler import Event, Failed, FirstToken, PrefillScheduler, Scored, Started
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
@@ -108,6 +108,8 @@ class _Departure:
             match await self._inbox.get(timeout_s, "the router to confirm the handoff"):
                 case Started() as started:
                     yield pb.RunResponse(started=self._started(started))
+                case Scored(first_position, tokens):
+                    yield pb.RunResponse(scored=scores_to_proto(first_position, tokens))
                 case FirstToken(token, prefill_s):
                     self._has_first_token = True
                     yield pb.RunResponse(first_token=pb.PrefillFirstToken(token=chunk_to_proto(token),

@@ -62,8 +62,8 @@ class GenerationServicer:
     """
 
     def Generate(self, request, context):
-        """Streams tokens as they are drawn. Ends after exactly one `finish`, or with an error status. Cancelling the call
-        aborts the request on every worker.
+        """Streams tokens as they are drawn. Ends after exactly one `finish` per choice, or with an error status, which ends all
+        choices. Cancelling the call aborts the request on every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,8 +34,8 @@ class GenerationStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Streams tokens as they are drawn. Ends after exactly one `finish`, or with an error status. Cancelling the call
-    aborts the request on every worker.
+    """Streams tokens as they are drawn. Ends after exactly one `finish` per choice, or with an error status, which ends all
+    choices. Cancelling the call aborts the request on every worker.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends requests by id; unknown ids are not an error. Their streams finish with FINISH_REASON_ABORTED."""
@@ -50,8 +50,8 @@ class GenerationAsyncStub(GenerationStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams tokens as they are drawn. Ends after exactly one `finish`, or with an error status. Cancelling the call
-    aborts the request on every worker.
+    """Streams tokens as they are drawn. Ends after exactly one `finish` per choice, or with an error status, which ends all
+    choices. Cancelling the call aborts the request on every worker.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests by id; unknown ids are not an error. Their streams finish with FINISH_REASON_ABORTED."""
@@ -69,8 +69,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Streams tokens as they are drawn. Ends after exactly one `finish`, or with an error status. Cancelling the call
-        aborts the request on every worker.
+        """Streams tokens as they are drawn. Ends after exactly one `finish` per choice, or with an error status, which ends all
+        choices. Cancelling the call aborts the request on every worker.
         """
 
     @_abc_1.abstractmethod

@@ -38,11 +38,13 @@ class PrefillSent(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class RunResponse(_message.Message):
-    __slots__ = ("started", "first_token", "sent")
+    __slots__ = ("started", "first_token", "sent", "scored")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     first_token: PrefillFirstToken
     sent: PrefillSent
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ...) -> None: ...
+    scored: _types_pb2.PromptLogprobs
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ..., scored: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...

@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 
 from protos import generation_pb2, generation_pb2_grpc
+from router.choices import choice_of, emit_into, run_together
 from router.flow import Flow, Services
 from router.model_facts import ModelFacts, ServedModel
 from router.outbox import Outbox
@@ -39,7 +40,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._services = services
         self._limits = limits
         self._clock = clock
-        self._running: dict[str, Flow] = {}
+        self._running: dict[str, tuple[Flow, ...]] = {}  # a flow per choice
 
     async def Generate(self, request: generation_pb2.GenerateRequest,
                        context: Context) -> AsyncIterator[generation_pb2.GenerateResponse]:
@@ -47,10 +48,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         rebind(request_id=request.request_id)
         checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed)
         outbox = Outbox(self._limits.client_stall_s)
-        flow = self._register(checked, outbox, timeline, context)
-        task = asyncio.create_task(flow.run())
+        request_id = self._register(checked, outbox, timeline, context)
+        task = asyncio.create_task(run_together(self._running[request_id]))
         # By callback, because this handler may be cancelled at any await, more than once.
-        task.add_done_callback(lambda _: self._ended(flow, outbox))
+        task.add_done_callback(lambda _: self._ended(request_id, outbox))
         try:
             async for response in outbox:
                 yield response
@@ -64,7 +65,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                     context: Context) -> generation_pb2.AbortResponse:
         known = [request_id for request_id in dict.fromkeys(request.request_ids) if request_id in self._running]
         for request_id in known:
-            self._running[request_id].abort()
+            for flow in self._running[request_id]:
+                flow.abort()
         return generation_pb2.AbortResponse(aborted=known)
 
     async def GetModelInfo(self, request: generation_pb2.GetModelInfoRequest,
@@ -80,30 +82,38 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def GetClusterStatus(self, request: generation_pb2.GetClusterStatusRequest,
                                context: Context) -> generation_pb2.GetClusterStatusResponse:
         num_waiting = self._services.admission.num_waiting
+        num_flows = sum(len(flows) for flows in self._running.values())
         return generation_pb2.GetClusterStatusResponse(
             model=self._model.facts.name, waiting_requests=num_waiting,
-            running_requests=max(0, len(self._running) - num_waiting), workers=self._services.directory.status())
+            running_requests=max(0, num_flows - num_waiting), workers=self._services.directory.status())
 
     def _facts(self) -> ModelFacts:
         return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)
 
-    def _register(self, checked: AdmissibleRequest, outbox: Outbox, timeline: Timeline, context: Context) -> Flow:
-        engine, tokeniser = checked.engine, self._model.tokeniser
+    def _register(self, checked: AdmissibleRequest, outbox: Outbox, timeline: Timeline, context: Context) -> str:
+        """Make a flow per choice; returns the id they run under."""
+        engine = checked.engine
         engine.request_id = engine.request_id or uuid.uuid4().hex
         rebind(request_id=engine.request_id)
         if engine.request_id in self._running:
             raise DuplicateRequestError(f"request_id: {engine.request_id!r} is running already")
-        self._services.metrics.prompt_tokens.inc(len(engine.prompt_token_ids))
-        detokeniser = tokeniser.detokenisers.new() if tokeniser is not None and checked.wants_text else None
+        self._services.metrics.prompt_tokens.inc(checked.num_choices * len(engine.prompt_token_ids))
         remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
         limit_s = self._limits.max_request_s
-        flow = Flow(checked, Output(engine, checked.stop_strings, detokeniser), outbox.put, timeline, self._services,
-                    limit_s if remaining_s is None else min(remaining_s, limit_s))
-        self._running[flow.request_id] = flow
-        return flow
+        limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
+        self._running[engine.request_id] = tuple(
+            Flow(choice_of(checked, index), self._output(checked), emit_into(outbox, engine.request_id, index),
+                 timeline.sibling() if index else timeline, self._services, limit_s)
+            for index in range(checked.num_choices))
+        return engine.request_id
 
-    def _ended(self, flow: Flow, outbox: Outbox) -> None:
-        del self._running[flow.request_id]
+    def _output(self, checked: AdmissibleRequest) -> Output:
+        tokeniser = self._model.tokeniser
+        detokeniser = tokeniser.detokenisers.new() if tokeniser is not None and checked.wants_text else None
+        return Output(checked.engine, checked.stop_strings, detokeniser)
+
+    def _ended(self, request_id: str, outbox: Outbox) -> None:
+        del self._running[request_id]
         outbox.close()
 
 

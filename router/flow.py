@@ -186,6 +186,8 @@ class Flow:
                 self._prefill.computed()
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
+            case "scored":
+                await self._emit_scores(response.scored)
             case "sent":
                 if not self._is_committed:
                     self._decode.expect_commit()
@@ -267,6 +269,13 @@ class Flow:
         await self._emit(generation_pb2.GenerateResponse(request_id=self.request_id, chunk=chunk))
         if self._output.stop_string is not None:
             self._finish = self._stopped_by_string()
+
+    async def _emit_scores(self, scores: types_pb2.PromptLogprobs) -> None:
+        """A prefill worker that takes over begins with what the client has already: the same bits, so they are left
+        out."""
+        if unseen := self._output.unseen(scores):
+            chunk = generation_pb2.GenerateChunk(prompt_logprobs=unseen, usage=self._output.usage())
+            await self._emit(generation_pb2.GenerateResponse(request_id=self.request_id, chunk=chunk))
 
     async def _emit_rest(self, finish: generation_pb2.GenerateFinish) -> None:
         """Text that was held back, and the finish."""

@@ -17,6 +17,7 @@ class Output:
         self._stop_token_ids = frozenset(engine.stop_token_ids)
         self._detokeniser = detokeniser
         self._stops = StopMatcher(stop_strings)
+        self._num_scored = 1  # the first token of a prompt has no score
         self.num_tokens = 0
         self.stop_string: str | None = None  # the one that ended the request
 
@@ -31,6 +32,15 @@ class Output:
                 break
         return generation_pb2.GenerateChunk(token_ids=tokens.token_ids[:used], text=text,
                                             logprobs=tokens.logprobs[:used], usage=self.usage())
+
+    def unseen(self, scores: types_pb2.PromptLogprobs) -> types_pb2.PromptLogprobs | None:
+        """What of `scores` follows the positions that came before; None if nothing does."""
+        skipped = self._num_scored - scores.first_position
+        if skipped >= len(scores.token_ids):
+            return None
+        self._num_scored = scores.first_position + len(scores.token_ids)
+        return types_pb2.PromptLogprobs(first_position=scores.first_position + skipped,
+                                        token_ids=scores.token_ids[skipped:], logprobs=scores.logprobs[skipped:])
 
     def finish(self) -> str:
         """Text that was held back, now that no token follows."""

@@ -36,6 +36,12 @@ class Timeline:
         self._received_at_s = self.clock.now()
         self._reserving_at_s = self._received_at_s
 
+    def sibling(self) -> "Timeline":
+        """For another choice of the same request: received when this one was."""
+        other = Timeline(self.clock, self.metrics)
+        other._received_at_s = other._reserving_at_s = self._received_at_s
+        return other
+
     def placed(self) -> None:
         self.timings.router_queue_s = self.clock.now() - self._received_at_s
 

@@ -14,6 +14,7 @@ from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelErro
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 16
 MAX_PRIORITY = 100
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 16
@@ -52,11 +53,12 @@ SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
 
 @dataclass(frozen=True)
 class AdmissibleRequest:
-    """A request that can succeed. `engine.request_id` is empty if the client chose none."""
+    """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none."""
 
     engine: types_pb2.EngineRequest
     stop_strings: tuple[str, ...]
     wants_text: bool
+    num_choices: int = 1
 
 
 async def admissible(request: generation_pb2.GenerateRequest, facts: ModelFacts, tokeniser: Tokeniser | None,
@@ -86,8 +88,11 @@ def _identity(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolatio
         yield FieldViolation("request_id", f"has {size} bytes, the limit is {MAX_REQUEST_ID_BYTES}")
     if abs(request.priority) > MAX_PRIORITY:
         yield FieldViolation("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {request.priority}")
-    if request.num_top_logprobs > MAX_TOP_LOGPROBS:
-        yield FieldViolation("num_top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}, got {request.num_top_logprobs}")
+    for name in ("num_top_logprobs", "num_prompt_logprobs"):
+        if (count := getattr(request, name)) > MAX_TOP_LOGPROBS:
+            yield FieldViolation(name, f"must be at most {MAX_TOP_LOGPROBS}, got {count}")
+    if request.HasField("n") and not 1 <= request.n <= MAX_CHOICES:
+        yield FieldViolation("n", f"must be between 1 and {MAX_CHOICES}, got {request.n}")
 
 
 def _prompt(request: generation_pb2.GenerateRequest, facts: ModelFacts,
@@ -210,10 +215,12 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelFacts, prompt:
         min_tokens=stop.min_tokens,
         stop_token_ids=sorted({*stop.stop_token_ids, *eos}),
         num_top_logprobs=request.num_top_logprobs if request.HasField("num_top_logprobs") else None,
+        num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
         priority=request.priority,
         speculate=request.speculate if request.HasField("speculate") else None,
     )
-    return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text)
+    return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
+                             num_choices=request.n if request.HasField("n") else 1)
 
 
 def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], int]) -> types_pb2.SamplingParams:

@@ -14,15 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow
 from engine.model import StageOutput
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.scoring import Scores
 from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
 from runtime.errors import InternalError
 
 _HEADER = struct.Struct("<4sBBHQ")  # magic, schema, kind, number of arrays, sequence number
 _ENTRY = struct.Struct("<BBxxIQQ")  # dtype code, dims, first three extents (0 where absent)
-_MAGIC, _SCHEMA = b"BATN", 2
+_MAGIC, _SCHEMA = b"BATN", 3
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "float64")
 _TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _MODES = tuple(ForwardMode)
@@ -103,7 +104,8 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> bytea
     arrays: list[Array] = [
         head, np.array(batch.request_ids, np.int64), np.array(batch.query_lens, np.int64),
         np.array(batch.context_lens, np.int64), batch.positions.numpy(), batch.page_tables.numpy(),
-        batch.slot_ids.numpy(), *_pack_sampling(batch.sampling), *(_pack_spec(spec) if spec else ())]
+        batch.slot_ids.numpy(), *_pack_sampling(batch.sampling), *_pack_scoring(batch.scoring),
+        *(_pack_spec(spec) if spec else ())]
     for tensor in tensors:
         arrays += _tensor_arrays(tensor)
     return pack(FrameKind.BATCH, sequence, arrays)
@@ -113,6 +115,7 @@ def unpack_batch(frame: Frame) -> StageInput:
     head, request_ids, query_lens, context_lens, positions, page_tables, slot_ids, *rest = frame.arrays
     _, has_hidden, has_selected_keys, has_spec, *aux_layers = head.tolist()
     sampling, rest = _unpack_sampling(rest[:_SAMPLING_ARRAYS]), rest[_SAMPLING_ARRAYS:]
+    scoring, rest = _unpack_scoring(*rest[:_SCORING_ARRAYS]), rest[_SCORING_ARRAYS:]
     spec = None
     if has_spec:
         spec, rest = _unpack_spec(rest[:_SPEC_ARRAYS]), rest[_SPEC_ARRAYS:]
@@ -120,29 +123,46 @@ def unpack_batch(frame: Frame) -> StageInput:
     batch = ForwardBatch(
         mode=_MODES[int(head[0])], request_ids=tuple(request_ids.tolist()), query_lens=tuple(query_lens.tolist()),
         context_lens=tuple(context_lens.tolist()), token_ids=None, positions=_owned(positions),
-        page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, spec_info=spec)
+        page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, scoring=scoring, spec_info=spec)
     hidden = tensors.pop(0) if has_hidden else None
     selected_keys = tensors.pop(0) if has_selected_keys else None
     aux_hidden = dict(zip(aux_layers, tensors, strict=True))
     return StageInput(batch, StageOutput(hidden=hidden, aux_hidden=aux_hidden, selected_keys=selected_keys))
 
 
-def pack_result(sequence: int, tokens: Sequence[DrawnToken], verified: Sequence[Verified] = ()) -> bytearray:
-    """The tokens of the rows that draw, in row order: one each, or as many as `verified` accepted nodes."""
+def pack_result(sequence: int, tokens: Sequence[DrawnToken], verified: Sequence[Verified] = (),
+                scores: Sequence[Scores] = ()) -> bytearray:
+    """The tokens of the rows that draw, in row order: one each, or as many as `verified` accepted nodes; and those of
+    the rows that score."""
+    return pack(FrameKind.RESULT, sequence, [
+        *_pack_tokens(tokens), _ragged([row.accepted for row in verified]),
+        _ragged([row.draft.token_ids for row in verified]), _ragged([row.draft.parents for row in verified]),
+        np.array([len(row) for row in scores], np.int64), *_pack_tokens([token for row in scores for token in row])])
+
+
+def _pack_tokens(tokens: Sequence[DrawnToken]) -> list[Array]:
     ids = np.array([token.token_id for token in tokens], np.int64)
     chosen = np.array([np.nan if token.logprobs is None else token.logprobs.logprob for token in tokens], np.float64)
     tops = [() if token.logprobs is None else token.logprobs.top for token in tokens]
     lens = np.array([len(top) for top in tops], np.int64)
     flat = [pair for top in tops for pair in top]
-    return pack(FrameKind.RESULT, sequence, [
-        ids, chosen, lens, np.array([pair[0] for pair in flat], np.int64),
-        np.array([pair[1] for pair in flat], np.float64),
-        _ragged([row.accepted for row in verified]), _ragged([row.draft.token_ids for row in verified]),
-        _ragged([row.draft.parents for row in verified])])
+    return [ids, chosen, lens, np.array([pair[0] for pair in flat], np.int64),
+            np.array([pair[1] for pair in flat], np.float64)]
 
 
 def unpack_result(frame: Frame) -> list[DrawnToken]:
-    ids, chosen, lens, top_ids, top_values = (array.tolist() for array in frame.arrays[:_TOKEN_ARRAYS])
+    return _unpack_tokens(frame.arrays[:_TOKEN_ARRAYS])
+
+
+def unpack_scores(frame: Frame) -> list[Scores]:
+    """One entry per row that scores."""
+    counts, *arrays = frame.arrays[_TOKEN_ARRAYS + _VERIFIED_ARRAYS:]
+    tokens = iter(_unpack_tokens(arrays))
+    return [tuple(next(tokens) for _ in range(count)) for count in counts.tolist()]
+
+
+def _unpack_tokens(arrays: Sequence[Array]) -> list[DrawnToken]:
+    ids, chosen, lens, top_ids, top_values = (array.tolist() for array in arrays)
     tokens, start = [], 0
     for token_id, logprob, count in zip(ids, chosen, lens, strict=True):
         top = tuple(zip(top_ids[start:start + count], top_values[start:start + count], strict=True))
@@ -153,7 +173,7 @@ def unpack_result(frame: Frame) -> list[DrawnToken]:
 
 def unpack_verified(frame: Frame) -> list[Verified]:
     """What a result says about trees; empty on a pool that does not speculate."""
-    accepted, tokens, parents = (_unragged(array) for array in frame.arrays[_TOKEN_ARRAYS:])
+    accepted, tokens, parents = (_unragged(array) for array in frame.arrays[_TOKEN_ARRAYS:][:_VERIFIED_ARRAYS])
     return [Verified(nodes, TokenTree(*tree))
             for nodes, *tree in zip(accepted, tokens, parents, strict=True)]
 
@@ -183,6 +203,8 @@ def _array_tensor(code: Array, data: Array) -> Tensor:
 
 
 _TOKEN_ARRAYS = 5
+_VERIFIED_ARRAYS = 3
+_SCORING_ARRAYS = 2
 _SAMPLING_ARRAYS = 8
 _SPEC_ARRAYS = 4
 
@@ -220,6 +242,16 @@ def _unragged(array: Array) -> list[tuple[int, ...]]:
         lists.append(tuple(values[start:start + length]))
         start += length
     return lists
+
+
+def _pack_scoring(rows: Sequence[ScoringRow | None]) -> list[Array]:
+    return [np.array([-1 if row is None else row.num_top for row in rows], np.int64),
+            _ragged([() if row is None else row.next_token_ids for row in rows])]
+
+
+def _unpack_scoring(num_top: Array, next_token_ids: Array) -> tuple[ScoringRow | None, ...]:
+    return tuple(None if count < 0 else ScoringRow(tokens, count)
+                 for count, tokens in zip(num_top.tolist(), _unragged(next_token_ids), strict=True))
 
 
 def _pack_sampling(rows: Sequence[SamplingRow | None]) -> list[Array]:

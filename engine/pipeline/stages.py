@@ -20,6 +20,7 @@ from engine.pipeline.channel import StageChannel
 from engine.pipeline.executor import StageExecutor
 from engine.request import DrawnToken
 from engine.sampling.sampler import Sampler
+from engine.scoring import Scores, score
 from engine.speculative.drafter import Drafter
 from engine.speculative.verify import draw_runs
 from engine.trees import SpecInfo, TokenTree, Verified
@@ -36,14 +37,15 @@ class StepFailed(InternalError):
 class StepResult:
     """What came back for one launched batch: a token per row that draws, in row order, or why there is none.
 
-    On a pool that speculates `verified` has one entry per row that draws, and the row as many tokens as that entry has
-    accepted nodes.
+    `scores` has one entry per row that scores, in row order. On a pool that speculates `verified` has one entry per row
+    that draws, and the row as many tokens as that entry has accepted nodes.
     """
 
     sequence: int
     tokens: list[DrawnToken]
     error: BatonError | None = None
     verified: list[Verified] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
 
 
 class Pipeline(Protocol):
@@ -64,6 +66,16 @@ class Pipeline(Protocol):
 
 
 @dataclass(frozen=True)
+class StageResult:
+    """What the last stage made of a batch: tokens of the rows that draw, in row order, what came of their trees, and
+    the scores of the rows that score."""
+
+    tokens: list[DrawnToken]
+    verified: list[Verified] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class LastStage:
     """What the last stage does with its logits: draws, and drafts what to verify next.
 
@@ -73,14 +85,15 @@ class LastStage:
     sampler: Sampler
     drafter: Drafter | None = None
 
-    def finish(self, batch: ForwardBatch, output: StageOutput) -> tuple[list[DrawnToken], list[Verified]]:
-        """Tokens of the rows that draw, in row order, and what came of their trees."""
-        runs = draw_runs(output.logits, batch, self.sampler)
+    def finish(self, batch: ForwardBatch, output: StageOutput) -> StageResult:
+        scored = score(output.logits, batch)
+        runs = draw_runs(scored.drawing, batch, self.sampler)
         tokens = [token for run in runs for token in run.tokens]
         if not isinstance(batch.spec_info, SpecInfo):
-            return tokens, []
+            return StageResult(tokens, scores=scored.scores)
         trees = self.drafter.propose(batch, output, runs) if self.drafter is not None else [TokenTree()] * len(runs)
-        return tokens, [Verified(tuple(run.accepted), tree) for run, tree in zip(runs, trees, strict=True)]
+        verified = [Verified(tuple(run.accepted), tree) for run, tree in zip(runs, trees, strict=True)]
+        return StageResult(tokens, verified, scored.scores)
 
 
 class SingleStage:
@@ -97,8 +110,9 @@ class SingleStage:
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
         try:
-            tokens, verified = self._last.finish(batch, self._executor.run(batch))
-            self._results.append(StepResult(self._sequence, tokens, verified=verified))
+            result = self._last.finish(batch, self._executor.run(batch))
+            self._results.append(StepResult(self._sequence, result.tokens, verified=result.verified,
+                                            scores=result.scores))
         except (RuntimeError, ValueError, BatonError) as error:
             self._results.append(StepResult(self._sequence, [], StepFailed(f"stage 0: {error}")))
 
@@ -132,7 +146,8 @@ class HeadStage:
         frame = frames.unpack(raw)
         if frame.kind is frames.FrameKind.ERROR:
             return StepResult(frame.sequence, [], StepFailed(frames.unpack_error(frame)))
-        return StepResult(frame.sequence, frames.unpack_result(frame), verified=frames.unpack_verified(frame))
+        return StepResult(frame.sequence, frames.unpack_result(frame), verified=frames.unpack_verified(frame),
+                          scores=frames.unpack_scores(frame))
 
     def wake(self) -> None:
         self._channel.wake()
@@ -185,6 +200,7 @@ class FollowerStage:
         batch = stage_input.batch
         try:
             output = self._executor.run(batch, stage_input.incoming)
-            return frames.pack_result(sequence, *self._last_stage.finish(batch, output))
+            result = self._last_stage.finish(batch, output)
+            return frames.pack_result(sequence, result.tokens, result.verified, result.scores)
         except (RuntimeError, ValueError, BatonError) as error:
             return frames.pack_error(sequence, f"stage {self._rank}: {error}")

@@ -50,7 +50,7 @@ def draw(logits: Floats, row: SamplingRow) -> DrawnToken:
         token_id = int(ids[_inverse(weights, uniform(row.params.seed, row.position))])
     if row.num_top_logprobs is None:
         return DrawnToken(token_id)
-    return DrawnToken(token_id, _logprobs(logits, token_id, row.num_top_logprobs))
+    return DrawnToken(token_id, token_logprobs(logits, token_id, row.num_top_logprobs))
 
 
 def _takes_raw_maximum(row: SamplingRow) -> bool:
@@ -75,7 +75,8 @@ def _inverse(weights: Floats, point: float) -> int:
     return int(sums.searchsorted(point * sums[-1], side="right"))
 
 
-def _logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
+def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
+    """What one row of logits [vocab] says of a token, and of the `num_top` most likely ones."""
     peak = logits.max()
     logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
     top = largest(logprobs, num_top)

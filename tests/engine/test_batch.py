@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import FieldRule, ForwardBatch, ForwardMode, SamplingRow, merge
+from engine.batch import FieldRule, ForwardBatch, ForwardMode, SamplingRow, ScoringRow, merge
 from engine.request import SamplingParams
 
 PLANNER, PLAN = object(), object()
@@ -34,6 +34,7 @@ def build(lens: list[int], *, first_id: int = 0, mode: ForwardMode = ForwardMode
         page_tables=torch.tensor([[row * 2 + 1, row * 2 + 2] for row in rows], dtype=torch.int32).reshape(-1, 2),
         slot_ids=torch.tensor([row + 1 for row in rows], dtype=torch.int32),
         sampling=tuple(SamplingRow(SamplingParams(seed=row), position=row) for row in rows),
+        scoring=tuple(ScoringRow((row,), num_top=row) for row in rows),
         spec_info=object(),
     )
 

@@ -103,6 +103,9 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "stop strings without text": (both(with_stop(stop_strings=["a"]), with_fields(skip_text=True)), "stop.stop_strings",
                                   "skip_text"),
     "stop token": (with_stop(stop_token_ids=[1, VOCAB_SIZE]), "stop.stop_token_ids[1]", "not in the vocabulary"),
+    "no choices": (with_fields(n=0), "n", "between 1 and 16, got 0"),
+    "many choices": (with_fields(n=17), "n", "between 1 and 16, got 17"),
+    "many prompt logprobs": (with_fields(num_prompt_logprobs=21), "num_prompt_logprobs", "at most 20, got 21"),
     "many stop tokens": (with_stop(stop_token_ids=[1] * 65), "stop.stop_token_ids", "65 entries, the limit is 64"),
 }
 

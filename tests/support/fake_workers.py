@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -183,6 +183,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     role = "prefill"
     service = "baton.v1.Prefill"
     first_token_offset = 0  # a wrong one, if not 0
+    scored_chunks: tuple[int, ...] = (1000,)  # tokens scored per message; position p scores -p
 
     def register(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
@@ -194,6 +195,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             await self.reached(Point.QUEUED, request)
             yield prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
             await self.reached(Point.STARTED, request)
+            for scored in self._scores(request):
+                yield prefill_pb2.RunResponse(scored=scored)
             await self.reached(Point.COMPUTED, request)
             token = (expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset) % VOCAB_SIZE
             yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
@@ -208,6 +211,15 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             async for _ in request_iterator:
                 raise AssertionError("a prefill stream gets a request and a landing, nothing else")
             await self.reached(Point.RELEASED, request)
+
+    def _scores(self, request: types_pb2.EngineRequest) -> Iterator[types_pb2.PromptLogprobs]:
+        prompt, start = request.prompt_token_ids, 1
+        for count in self.scored_chunks if request.HasField("num_prompt_logprobs") else ():
+            token_ids = prompt[start:start + count]
+            yield types_pb2.PromptLogprobs(
+                first_position=start, token_ids=token_ids,
+                logprobs=[types_pb2.TokenLogprobs(logprob=-float(start + i)) for i in range(len(token_ids))])
+            start += count
 
     def _terms(self, request: types_pb2.EngineRequest) -> transfer_pb2.SourceTerms:
         return transfer_pb2.SourceTerms(compatibility=self.compatibility, page_size=16,

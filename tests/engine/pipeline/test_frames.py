@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow
 from engine.model import StageOutput
 from engine.pipeline import frames
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
@@ -34,7 +34,8 @@ TREES = st.lists(st.integers(0, 99), max_size=4).map(
 def batches() -> st.SearchStrategy[ForwardBatch]:
     row = st.builds(Row, key=st.integers(1, 2**40), token_ids=st.lists(st.integers(0, 99), min_size=1, max_size=5),
                     context_len=st.integers(0, 70), page_ids=st.lists(st.integers(1, 50), min_size=1, max_size=4),
-                    slot_id=st.integers(0, 9), sampling=SAMPLING)
+                    slot_id=st.integers(0, 9), sampling=SAMPLING,
+                    scoring=st.none() | st.builds(ScoringRow, TOKENS, st.integers(0, 20)))
     plain = st.builds(build_batch, st.sampled_from(ForwardMode), st.lists(row, max_size=4))
     chain = st.builds(lambda row, spec: replace(row, spec=replace(
         spec, parents=tuple(range(-1, len(row.token_ids) - 1)))), row, SPEC_ROWS)
@@ -56,7 +57,7 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
     assert all(torch.equal(incoming.aux_hidden[layer_id], captured[layer_id]) for layer_id in aux)
     assert (incoming.selected_keys is None) == (selected is None)
     assert selected is None or torch.equal(torch.as_tensor(incoming.selected_keys), selected)
-    for name in ("mode", "request_ids", "query_lens", "context_lens", "sampling"):
+    for name in ("mode", "request_ids", "query_lens", "context_lens", "sampling", "scoring"):
         assert getattr(arrived.batch, name) == getattr(batch, name)
     for name in ("positions", "page_tables", "slot_ids"):
         assert torch.equal(getattr(arrived.batch, name), getattr(batch, name))
@@ -70,14 +71,19 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
     assert arrived.batch.needs_forward_metadata_init(), "a plan does not travel"
 
 
-@given(st.lists(st.builds(
+DRAWN = st.lists(st.builds(
     DrawnToken, st.integers(0, 2**31),
     st.none() | st.builds(TokenLogprobs, st.floats(-50, 0),
-                          st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0)), max_size=3).map(tuple)))))
-def test_result_survives_the_wire(tokens: list[DrawnToken]) -> None:
-    frame = frames.unpack(bytes(frames.pack_result(9, tokens)))
+                          st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0)), max_size=3).map(tuple))))
+
+
+@given(tokens=DRAWN, scores=st.lists(DRAWN.map(tuple), max_size=3))
+def test_result_survives_the_wire(tokens: list[DrawnToken], scores: list[tuple[DrawnToken, ...]]) -> None:
+    frame = frames.unpack(bytes(frames.pack_result(9, tokens, scores=scores)))
     assert frame.sequence == 9
     assert frames.unpack_result(frame) == tokens
+    assert frames.unpack_verified(frame) == []
+    assert frames.unpack_scores(frame) == scores
 
 
 @given(st.lists(st.builds(Verified, st.lists(st.integers(0, 31), min_size=1).map(tuple), TREES)))
