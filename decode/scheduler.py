@@ -11,46 +11,23 @@ never ends with an error. A request that moves here from another pool joins with
 replayed in the same way. Belongs to the engine thread.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
+from decode.entry import Drawn, Emit, Entry, Failed, Finished
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
+from decode.steps import DecodeLimits, StepBuilder
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.integrity import check_integrity
-from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
-from engine.memory.slots import SlotAllocator, SlotLease
+from engine.memory.pages import PageAllocator, pages_for_tokens
+from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepResult
 from engine.request import DrawnToken, FinishReason, Request
-from engine.rows import Row, build_batch, chunk_end, sampling_row
 from engine.trees import Kept, Verified
 from pool.metrics import PoolCensus
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The request's next tokens: one, or several where drafted ones were accepted."""
-
-    tokens: tuple[DrawnToken, ...]
-
-
-@dataclass(frozen=True)
-class Finished:
-    reason: FinishReason
-    stop_token_id: int | None
-    queue_s: float  # joined to first step
-    decode_s: float  # first step to last token
-    num_preemptions: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    error: BatonError
-
-
-Event = Drawn | Finished | Failed
-Emit = Callable[[Event], object]
 
 
 @dataclass(frozen=True)
@@ -60,57 +37,6 @@ class Reservation:
     key: int
     prompt_page_ids: tuple[int, ...]
     slot_id: int
-
-
-@dataclass
-class _Entry:
-    key: int
-    request: Request
-    emit: Emit
-    pages: PageLease | None = None  # None while waiting
-    slot: SlotLease | None = None
-    outputs: list[int] = field(default_factory=list)
-    computed: int = 0  # tokens of prompt + outputs whose cache entries exist or are in flight (a tree's do not count)
-    draft: DraftState = field(default_factory=DraftState)
-    running: bool = False  # has its memory filled and may be scheduled
-    in_flight: bool = False
-    released: bool = False
-    joined_s: float = 0.0
-    first_step_s: float | None = None
-    num_preemptions: int = 0
-    preempted_s: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.outputs)
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        prompt = self.request.prompt_token_ids
-        return [*prompt[start:end], *self.outputs[max(0, start - len(prompt)):max(0, end - len(prompt))]]
-
-    def free(self) -> None:
-        for lease in (self.pages, self.slot):
-            if lease is not None:
-                lease.end()
-        self.pages = self.slot = None
-
-
-@dataclass(frozen=True)
-class DecodeLimits:
-    """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
-    `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
-    verifies up to `num_draft_tokens` at once; `draft_handed`: the draft's cache lands with the prompt."""
-
-    page_size: int
-    grid: int
-    depth: int
-    max_running: int
-    max_context_tokens: int
-    max_held: int = 0  # 0: no more than run
-    chunk_tokens: int = 512  # of a replay's prefill batches
-    growth_tokens: int = 64
-    num_draft_tokens: int = 0
-    draft_handed: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,8 +57,8 @@ class DecodeScheduler:
     clock: Clock
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     on_verified: VerifiedListener = lambda step, num_running: None
-    _entries: dict[int, _Entry] = field(default_factory=dict)  # by key, in admission order
-    _waiting: list[_Entry] = field(default_factory=list)
+    _entries: dict[int, Entry] = field(default_factory=dict)  # by key, in admission order
+    _waiting: list[Entry] = field(default_factory=list)
     _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
     _next_key: int = 1
     _since_s: float = 0.0  # the last result, or the first launch after a pause
@@ -200,19 +126,11 @@ class DecodeScheduler:
             self._since_s = self.clock.now()
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
-        if replays:
-            return self._replay_batch(replays)
-        share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
-        rows: list[Row] = []
-        for entry in ready:
-            if len(rows) == share:
-                break
-            if entry.running and self._grow(entry):
-                rows.append(self._decode_row(entry))
-        return build_batch(self._step_mode(rows), rows) if rows else None
+        batch = self._steps.replay(replays) if replays else self._decode_batch(ready)
+        return None if batch is None else self._launched(batch)
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        if self._speculates and batch.mode is not ForwardMode.PREFILL and result.error is None:
+        if self.limits.speculates and batch.mode is not ForwardMode.PREFILL and result.error is None:
             self._note_verified(batch, result)
         self._since_s = self.clock.now()
         drawn, verified = iter(result.tokens), iter(result.verified)
@@ -221,7 +139,7 @@ class DecodeScheduler:
             entry.in_flight = False
             outcome, tokens = Verified(), []
             if sampling is not None and result.error is None:
-                outcome = next(verified) if self._speculates else outcome
+                outcome = next(verified) if self.limits.speculates else outcome
                 tokens = [next(drawn) for _ in outcome.accepted]
             if entry.released:
                 self._forget(entry)
@@ -230,7 +148,7 @@ class DecodeScheduler:
             elif tokens:
                 if batch.mode is ForwardMode.VERIFY:
                     entry.draft.kept = Kept(batch.context_lens[row], outcome.accepted)
-                if self._speculates and batch.mode is not ForwardMode.PREFILL:
+                if self.limits.speculates and batch.mode is not ForwardMode.PREFILL:
                     entry.computed += len(outcome.accepted)
                 entry.draft.tree = outcome.draft
                 self._append(entry, tokens)
@@ -253,18 +171,18 @@ class DecodeScheduler:
 
     def on_idle(self) -> None:
         check_integrity([self.pages.ledger, self.slots.ledger],
-                        live_owners={_owner(key) for key in self._entries})
+                        live_owners={entry.owner for entry in self._entries.values()})
 
-    @property
-    def _speculates(self) -> bool:
-        return self.limits.num_draft_tokens > 0
+    @cached_property
+    def _steps(self) -> StepBuilder:
+        return StepBuilder(self.limits, self.pages, self._num_draft_tokens)
 
-    def _num_draft_tokens(self, entry: _Entry) -> int:
+    def _num_draft_tokens(self, entry: Entry) -> int:
         if not entry.request.speculates:
             return 0
         return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
 
-    def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = ()) -> _Entry:
+    def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = ()) -> Entry:
         self._check_fits(request)
         if self._waiting:
             raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
@@ -272,7 +190,7 @@ class DecodeScheduler:
         if len(self._entries) >= limit:
             raise CapacityError(f"{len(self._entries)} requests hold memory, the limit is {limit}",
                                 resource="held requests")
-        entry = _Entry(self._next_key, request, emit, outputs=list(replayed), joined_s=self.clock.now())
+        entry = Entry(self._next_key, request, emit, outputs=list(replayed), joined_s=self.clock.now())
         self._lease(entry)
         self._next_key += 1
         self._entries[entry.key] = entry
@@ -286,18 +204,18 @@ class DecodeScheduler:
                 "max_tokens", f"prompt of {len(request.prompt_token_ids)} and max_tokens {request.max_tokens} "
                               f"are {total} tokens, the decode pool's limit is {room}"))
 
-    def _lease(self, entry: _Entry) -> None:
+    def _lease(self, entry: Entry) -> None:
         """Lease pages for the entry's tokens and some growth, and a slot; both or neither."""
         most = len(entry.request.prompt_token_ids) + entry.request.max_tokens
         wanted = min(entry.num_tokens + self.limits.growth_tokens, max(most, entry.num_tokens))
         try:
-            entry.slot = self.slots.alloc(owner=_owner(entry.key))
-            entry.pages = self.pages.alloc(pages_for_tokens(wanted, self.limits.page_size), owner=_owner(entry.key))
+            entry.slot = self.slots.alloc(owner=entry.owner)
+            entry.pages = self.pages.alloc(pages_for_tokens(wanted, self.limits.page_size), owner=entry.owner)
         except CapacityError:
             entry.free()
             raise
 
-    def _run(self, entry: _Entry) -> None:
+    def _run(self, entry: Entry) -> None:
         entry.running = True
         entry.joined_s = self.clock.now()
         self._turns[entry.key] = None
@@ -315,7 +233,7 @@ class DecodeScheduler:
             entry.running = True
             self._turns[entry.key] = None
 
-    def _grow(self, entry: _Entry) -> bool:
+    def _grow(self, entry: Entry) -> bool:
         """Make sure that the entry's next token has a page, at the cost of a less urgent request if need be."""
         while entry.pages is not None:
             missing = pages_for_tokens(entry.computed + 1, self.limits.page_size) - entry.pages.num_pages
@@ -328,7 +246,7 @@ class DecodeScheduler:
                 self._preempt(max(victims, key=lambda other: (other.request.priority, other.key)))
         return False
 
-    def _preempt(self, entry: _Entry) -> None:
+    def _preempt(self, entry: Entry) -> None:
         entry.free()
         entry.computed = 0
         entry.draft = DraftState()
@@ -338,81 +256,28 @@ class DecodeScheduler:
         del self._turns[entry.key]
         self._waiting.append(entry)
 
-    def _replay_batch(self, entries: list[_Entry]) -> ForwardBatch | None:
-        rows: list[Row] = []
-        budget = self.limits.chunk_tokens
-        for entry in entries:
-            prompt_len = len(entry.request.prompt_token_ids)
-            end = chunk_end(entry.computed, prompt_len, budget, self.limits.grid)
-            if end > entry.computed:
-                draws = end == prompt_len and not entry.outputs
-                budget -= end - entry.computed
-                rows.append(self._row(entry, end, draws=draws))
-        return build_batch(ForwardMode.PREFILL, rows) if rows else None
+    def _decode_batch(self, ready: list[Entry]) -> ForwardBatch | None:
+        """A share of the rows, so that every stage has a batch. Growing may set others of `ready` back."""
+        share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
+        chosen: list[Entry] = []
+        for entry in ready:
+            if len(chosen) == share:
+                break
+            if entry.running and self._grow(entry):
+                entry.in_flight = True  # from here on nobody takes its pages
+                entry.first_step_s = self.clock.now() if entry.first_step_s is None else entry.first_step_s
+                chosen.append(entry)
+        return self._steps.decode(chosen) if chosen else None
 
-    def _decode_row(self, entry: _Entry) -> Row:
-        if entry.first_step_s is None:
-            entry.first_step_s = self.clock.now()
-        if self._speculates:
-            return self._verify_row(entry)
-        return self._row(entry, entry.computed + 1, draws=entry.computed == entry.num_tokens - 1)
+    def _launched(self, batch: ForwardBatch) -> ForwardBatch:
+        """Its requests go to the end of the queue for turns."""
+        for key in batch.request_ids:
+            self._entries[key].in_flight = True
+            del self._turns[key]
+            self._turns[key] = None
+        return batch
 
-    def _row(self, entry: _Entry, end: int, *, draws: bool) -> Row:
-        """Known tokens up to `end`."""
-        row = self._launched(entry, entry.tokens(entry.computed, end), draws=draws)
-        entry.computed = end
-        if not self._speculates:
-            return row
-        next_token_id = None if draws else entry.tokens(end, end + 1)[0]
-        spec = entry.draft.prefill(row.context_len, next_token_id, self._num_draft_tokens(entry))
-        return replace(row, spec=spec)
-
-    def _verify_row(self, entry: _Entry) -> Row:
-        """The newest token with the tree drafted after it; of a replay, known tokens, which all stand."""
-        num_known, limits = entry.num_tokens - entry.computed, self.limits
-        if num_known > 1:
-            room = self._room(entry, min(num_known - 1, limits.num_draft_tokens + 1))
-            end = entry.computed + room
-            row = self._launched(entry, entry.tokens(entry.computed, end), draws=False)
-            spec = entry.draft.replay(entry.computed, room, entry.tokens(end, end + 1)[0],
-                                      self._num_draft_tokens(entry))
-            entry.draft.kept = Kept(entry.computed, tuple(range(room)))
-            entry.computed = end
-            return replace(row, spec=spec)
-        num_left = min(entry.request.max_tokens - len(entry.outputs), limits.max_context_tokens - entry.num_tokens)
-        max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1
-        tree, spec = entry.draft.verify(entry.computed, max_nodes=max_nodes, max_depth=num_left - 1,
-                                        num_draft_tokens=self._num_draft_tokens(entry))
-        row = self._launched(entry, [*entry.tokens(entry.computed, entry.num_tokens), *tree.token_ids], draws=True)
-        return replace(row, spec=spec)
-
-    def _step_mode(self, rows: list[Row]) -> ForwardMode:
-        """A batch without any tree is plain decoding, which writes where its tokens belong and leaves nothing to
-        commit."""
-        if any(len(row.token_ids) > 1 for row in rows):
-            return ForwardMode.VERIFY
-        for row in rows:
-            self._entries[row.key].draft.kept = None
-        return ForwardMode.DECODE
-
-    def _room(self, entry: _Entry, wanted: int) -> int:
-        """How many of `wanted` more tokens the entry's pages hold; takes free pages for them, but none from others."""
-        assert entry.pages is not None
-        missing = pages_for_tokens(entry.computed + wanted, self.limits.page_size) - entry.pages.num_pages
-        if 0 < missing <= self.pages.num_free:
-            entry.pages.extend(missing)
-        return min(wanted, entry.pages.num_pages * self.limits.page_size - entry.computed)
-
-    def _launched(self, entry: _Entry, tokens: list[int], *, draws: bool) -> Row:
-        assert entry.pages is not None
-        assert entry.slot is not None
-        entry.in_flight = True
-        del self._turns[entry.key]
-        self._turns[entry.key] = None
-        return Row(entry.key, tokens, entry.computed, entry.pages.page_ids, entry.slot.slot_id,
-                   sampling_row(entry.request, entry.outputs) if draws else None)
-
-    def _append(self, entry: _Entry, tokens: list[DrawnToken]) -> None:
+    def _append(self, entry: Entry, tokens: list[DrawnToken]) -> None:
         """Publish what a step drew; whatever follows the token that ends the request was never drawn."""
         drawn = []
         for token in tokens:
@@ -423,7 +288,7 @@ class DecodeScheduler:
         entry.emit(Drawn(tuple(drawn)))
         self._finish_if_done(entry)
 
-    def _finish_if_done(self, entry: _Entry) -> None:
+    def _finish_if_done(self, entry: Entry) -> None:
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
         if reason is None:
             return
@@ -433,22 +298,18 @@ class DecodeScheduler:
         self._forget(entry)
         entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
 
-    def _fail(self, entry: _Entry, error: BatonError) -> None:
+    def _fail(self, entry: Entry, error: BatonError) -> None:
         """Tell the owner, who releases it; run no more of it."""
         self._stop_running(entry)
         entry.emit(Failed(error))
 
-    def _stop_running(self, entry: _Entry) -> None:
+    def _stop_running(self, entry: Entry) -> None:
         entry.running = False
         self._turns.pop(entry.key, None)
         if entry in self._waiting:
             self._waiting.remove(entry)
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: Entry) -> None:
         self._stop_running(entry)
         entry.free()
         del self._entries[entry.key]
-
-
-def _owner(key: int) -> str:
-    return f"request {key}"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from decode.scheduler import DecodeScheduler, Drawn, Event, Failed, Finished, Reservation
+from decode.entry import Drawn, Event, Failed, Finished
+from decode.scheduler import DecodeScheduler, Reservation
 from engine.request import FinishReason, Request
 from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor

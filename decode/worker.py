@@ -1,9 +1,11 @@
 """The decode role: what `pool.process` needs to know to run it."""
 
 from decode.adaptive import AdaptiveDraft
-from decode.scheduler import DecodeLimits, DecodeScheduler, Event, Failed, Finished
+from decode.entry import Event, Failed, Finished
+from decode.scheduler import DecodeScheduler
 from decode.service import DecodeParts, DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
+from decode.steps import DecodeLimits
 from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.scheduler import DecodeLimits, DecodeScheduler, Drawn, Event, Failed, Finished
+from decode.entry import Drawn, Event, Failed, Finished
+from decode.scheduler import DecodeScheduler
+from decode.steps import DecodeLimits
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator

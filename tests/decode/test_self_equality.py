@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode.scheduler import Finished
+from decode.entry import Finished
 from engine.request import Request, SamplingParams
 from models.loader import ModelDescription
 from tests.support.local_pool import Answer, local_pool

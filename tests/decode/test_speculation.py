@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from decode.scheduler import Event
+from decode.entry import Event
 from decode.speculation import VerifiedStep
 from engine.request import Request, SamplingParams
 from models.loader import ModelDescription

@@ -11,8 +11,9 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from decode.scheduler import DecodeLimits, DecodeScheduler
+from decode.scheduler import DecodeScheduler
 from decode.service import Context, DecodeParts, DecodeService
+from decode.steps import DecodeLimits
 from engine.batch import ForwardBatch
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry

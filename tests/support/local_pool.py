@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from decode.scheduler import DecodeLimits, DecodeScheduler, Drawn, Event, Failed, Finished
+from decode.entry import Drawn, Event, Failed, Finished
+from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
+from decode.steps import DecodeLimits
 from engine.attention.cpu import CpuAttention
 from engine.attention.cpu_latent import CpuLatentAttention
 from engine.attention.tree import TreeAttention

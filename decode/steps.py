@@ -1,0 +1,119 @@
+"""What a request's next step brings into a batch: one token, a tree to verify, or tokens of a replay.
+
+Building a row counts its tokens as computed; which requests take part is the scheduler's decision. Belongs to the
+engine thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from decode.entry import Entry
+from engine.batch import ForwardBatch, ForwardMode
+from engine.memory.pages import PageAllocator, pages_for_tokens
+from engine.rows import Row, build_batch, chunk_end, sampling_row
+from engine.trees import Kept
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
+    `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
+    verifies up to `num_draft_tokens` at once; `draft_handed`: the draft's cache lands with the prompt."""
+
+    page_size: int
+    grid: int
+    depth: int
+    max_running: int
+    max_context_tokens: int
+    max_held: int = 0  # 0: no more than run
+    chunk_tokens: int = 512  # of a replay's prefill batches
+    growth_tokens: int = 64
+    num_draft_tokens: int = 0
+    draft_handed: bool = False
+
+    @property
+    def speculates(self) -> bool:
+        return self.num_draft_tokens > 0
+
+
+@dataclass(frozen=True)
+class StepBuilder:
+    """Rows and batches of the entries that are to run. `draft_tokens(entry)`: how many nodes its next tree may have."""
+
+    limits: DecodeLimits
+    pages: PageAllocator
+    draft_tokens: Callable[[Entry], int]
+
+    def decode(self, entries: Sequence[Entry]) -> ForwardBatch:
+        """One step of entries whose prompts are computed and whose next token has a page."""
+        rows = [self._decode_row(entry) for entry in entries]
+        # A batch without any tree is plain decoding, which writes where its tokens belong and leaves nothing to commit.
+        if any(len(row.token_ids) > 1 for row in rows):
+            return build_batch(ForwardMode.VERIFY, rows)
+        for entry in entries:
+            entry.draft.kept = None
+        return build_batch(ForwardMode.DECODE, rows)
+
+    def replay(self, entries: Sequence[Entry]) -> ForwardBatch | None:
+        """The next chunks of prompts that are to be computed again, as many as one batch takes."""
+        rows: list[Row] = []
+        budget = self.limits.chunk_tokens
+        for entry in entries:
+            prompt_len = len(entry.request.prompt_token_ids)
+            end = chunk_end(entry.computed, prompt_len, budget, self.limits.grid)
+            if end > entry.computed:
+                draws = end == prompt_len and not entry.outputs
+                budget -= end - entry.computed
+                rows.append(self._known_row(entry, end, draws=draws))
+        return build_batch(ForwardMode.PREFILL, rows) if rows else None
+
+    def _decode_row(self, entry: Entry) -> Row:
+        if not self.limits.speculates:
+            return self._known_row(entry, entry.computed + 1, draws=entry.computed == entry.num_tokens - 1)
+        if entry.num_tokens - entry.computed > 1:
+            return self._replayed_row(entry)
+        return self._verified_row(entry)
+
+    def _known_row(self, entry: Entry, end: int, *, draws: bool) -> Row:
+        """Known tokens up to `end`."""
+        row = _row(entry, entry.tokens(entry.computed, end), draws=draws)
+        entry.computed = end
+        if not self.limits.speculates:
+            return row
+        next_token_id = None if draws else entry.tokens(end, end + 1)[0]
+        return replace(row, spec=entry.draft.prefill(row.context_len, next_token_id, self.draft_tokens(entry)))
+
+    def _replayed_row(self, entry: Entry) -> Row:
+        """Known tokens of the answer, which all stand, as a chain."""
+        count = self._room(entry, min(entry.num_tokens - entry.computed - 1, self.limits.num_draft_tokens + 1))
+        end = entry.computed + count
+        row = _row(entry, entry.tokens(entry.computed, end), draws=False)
+        spec = entry.draft.replay(entry.computed, count, entry.tokens(end, end + 1)[0], self.draft_tokens(entry))
+        entry.draft.kept = Kept(entry.computed, tuple(range(count)))
+        entry.computed = end
+        return replace(row, spec=spec)
+
+    def _verified_row(self, entry: Entry) -> Row:
+        """The newest token with the tree drafted after it. What counts as computed is known once it is verified."""
+        num_left = min(entry.request.max_tokens - len(entry.outputs),
+                       self.limits.max_context_tokens - entry.num_tokens)
+        max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1
+        tree, spec = entry.draft.verify(entry.computed, max_nodes=max_nodes, max_depth=num_left - 1,
+                                        num_draft_tokens=self.draft_tokens(entry))
+        newest = entry.tokens(entry.computed, entry.num_tokens)
+        return replace(_row(entry, [*newest, *tree.token_ids], draws=True), spec=spec)
+
+    def _room(self, entry: Entry, wanted: int) -> int:
+        """How many of `wanted` more tokens the entry's pages hold; takes free pages for them, but none from others."""
+        assert entry.pages is not None
+        missing = pages_for_tokens(entry.computed + wanted, self.limits.page_size) - entry.pages.num_pages
+        if 0 < missing <= self.pages.num_free:
+            entry.pages.extend(missing)
+        return min(wanted, entry.pages.num_pages * self.limits.page_size - entry.computed)
+
+
+def _row(entry: Entry, tokens: list[int], *, draws: bool) -> Row:
+    assert entry.pages is not None
+    assert entry.slot is not None
+    return Row(entry.key, tokens, entry.computed, entry.pages.page_ids, entry.slot.slot_id,
+               sampling_row(entry.request, entry.outputs) if draws else None)
