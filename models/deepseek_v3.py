@@ -12,7 +12,7 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     raw.require("rope_interleave", only=True, default=True)
     rope = read_rope(raw, head_dim=raw.integer("qk_rope_head_dim"))
     mixer = read_mla(raw, rope)
-    return assemble_decoder(raw, rope=rope, num_extra_layers=read_num_drafts(raw),
+    return assemble_decoder(raw, rope=rope, draft_layer=LayerSpec(mixer, read_sigmoid_moe(raw)),
                             layers=tuple(LayerSpec(mixer, feed_forward) for feed_forward in read_feed_forwards(raw)))
 
 
@@ -28,6 +28,3 @@ def read_feed_forwards(raw: RawConfig) -> tuple[FeedForwardSpec, ...]:
         raise raw.fail("mlp_layer_types", f"must name 'dense' or 'sparse' for each of {num_layers} layers")
     return tuple(kinds[name] for name in names)
 
-
-def read_num_drafts(raw: RawConfig) -> int:
-    return raw.integer("num_nextn_predict_layers", 0, minimum=0)

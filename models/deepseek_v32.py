@@ -2,14 +2,16 @@
 
 from models.blocks.indexer import read_indexer
 from models.blocks.mla import read_mla
+from models.blocks.moe import read_sigmoid_moe
 from models.blocks.rotary import read_rope
 from models.config import RawConfig
-from models.deepseek_v3 import read_feed_forwards, read_num_drafts
+from models.deepseek_v3 import read_feed_forwards
 from models.spec import DecoderSpec, LayerSpec, assemble_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     rope = read_rope(raw, head_dim=raw.integer("qk_rope_head_dim"))
     mixer = read_mla(raw, rope, max_selected=raw.integer("index_topk"), indexer=read_indexer(raw, rotates_pairs=False))
-    return assemble_decoder(raw, rope=rope, num_extra_layers=read_num_drafts(raw),
+    draft_layer = LayerSpec(mixer.of_draft(raw), read_sigmoid_moe(raw))
+    return assemble_decoder(raw, rope=rope, draft_layer=draft_layer,
                             layers=tuple(LayerSpec(mixer, feed_forward) for feed_forward in read_feed_forwards(raw)))

@@ -16,5 +16,5 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     return assemble_decoder(
         raw, rope=read_rope(raw, head_dim=attention.head_dim, default_partial=0.5),
         layers=tuple(dense if layer_id < num_dense else sparse for layer_id in range(raw.integer("num_hidden_layers"))),
-        num_extra_layers=raw.integer("num_nextn_predict_layers", 0, minimum=0),
+        draft_layer=sparse,
     )

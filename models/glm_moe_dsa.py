@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from models.blocks.indexer import read_indexer
 from models.blocks.mla import read_mla
+from models.blocks.moe import read_sigmoid_moe
 from models.blocks.rotary import read_rope
 from models.config import RawConfig
-from models.deepseek_v3 import read_feed_forwards, read_num_drafts
+from models.deepseek_v3 import read_feed_forwards
 from models.index_sharing import computing_layers
 from models.spec import DecoderSpec, LayerSpec, assemble_decoder
 
@@ -19,4 +20,5 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     feed_forwards = read_feed_forwards(raw)
     layers = tuple(LayerSpec(computing if computes else sharing, feed_forward) for computes, feed_forward
                    in zip(computing_layers(raw, len(feed_forwards)), feed_forwards, strict=True))
-    return assemble_decoder(raw, rope=rope, num_extra_layers=read_num_drafts(raw), layers=layers)
+    draft_layer = LayerSpec(computing.of_draft(raw), read_sigmoid_moe(raw))
+    return assemble_decoder(raw, rope=rope, draft_layer=draft_layer, layers=layers)

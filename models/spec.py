@@ -30,7 +30,7 @@ class StagePass:
 
     rotary         set by the stage's first layer
     selected_keys  [T, n] int32 key positions, -1 where there are fewer; set by layers that select keys, read by those
-                   that share the selection
+                   that share the selection; a draft's begins with what the steps of its round carry
     """
 
     batch: ForwardBatch
@@ -105,7 +105,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A whole model. `num_extra_layers` layers after the last (NextN drafts) may be in its files and are not its."""
+    """A whole model. `num_extra_layers` layers after the last (NextN drafts) may be in its files and are not its;
+    `draft_layer` is what such a layer is like, in families that may have them."""
 
     vocab_size: int
     hidden_size: int
@@ -115,6 +116,7 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     tied_head: bool
     num_extra_layers: int = field(default=0)
+    draft_layer: LayerSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -126,7 +128,7 @@ def read_norm(raw: RawConfig, *, zero_centred: bool = False) -> NormSpec:
 
 
 def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: RopeSpec, norm: NormSpec | None = None,
-                     num_extra_layers: int = 0) -> DecoderSpec:
+                     draft_layer: LayerSpec | None = None) -> DecoderSpec:
     """A decoder of these layers with the fields every config spells alike.
 
     Raises:
@@ -135,5 +137,6 @@ def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: Rop
     return DecoderSpec(
         vocab_size=raw.integer("vocab_size"), hidden_size=raw.integer("hidden_size"),
         max_context_tokens=raw.integer("max_position_embeddings"), norm=norm or read_norm(raw), rope=rope,
-        layers=layers, tied_head=raw.flag("tie_word_embeddings", default=False), num_extra_layers=num_extra_layers,
+        layers=layers, tied_head=raw.flag("tie_word_embeddings", default=False), draft_layer=draft_layer,
+        num_extra_layers=0 if draft_layer is None else raw.integer("num_nextn_predict_layers", 0, minimum=0),
     )

@@ -8,18 +8,22 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
 from engine.attention.cpu import CpuAttention
+from engine.attention.cpu_latent import CpuLatentAttention
+from engine.attention.latent import LatentGeometry
 from engine.attention.tree import TreeAttention
 from engine.batch import ForwardBatch
-from engine.memory.layout import CacheSpec
+from engine.memory.layout import CacheKind, CacheSpec
 from engine.memory.pools import StagePools
 from engine.numerics import Numerics
 from engine.pipeline.executor import LayerObserver
 from engine.recurrent.cpu import CpuRecurrent
 from engine.recurrent.tree import TreeRecurrent
 from engine.speculative.config import SpeculationConfig
+from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter, PromptDrafter
 from engine.speculative.multistep import MultiStepAttention
+from engine.speculative.multistep_latent import MultiStepLatentAttention
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import ModelDescription
 from pool.config import WorkerConfig
@@ -91,19 +95,30 @@ def tree_recurrent(slots: CpuRecurrent, conv_pools: Mapping[int, Tensor], state_
 def build_drafter(plan: SpeculationPlan, pools: StagePools, *, numerics: Numerics) -> EagleDrafter:
     """Loads the draft. Its cache is that of the stage's extra layers, or its own of as many pages as the target's."""
     model, geometry = plan.draft.load(numerics=numerics), pools.geometry
-    kv = {spec.layer_id: pools.kv[plan.first_layer + spec.layer_id] if plan.handed else torch.zeros(
-        geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype))
-        for spec in model.cache_specs(geometry.page_size)}
-    attention = model.attention_geometry(geometry.page_size)
-    return EagleDrafter(
-        model=model, paged=CpuAttention(kv_pools=kv, geometry=attention, numerics=numerics),
-        multi_step=MultiStepAttention(kv_pools=kv, geometry=attention), topk=plan.config.topk,
-        steps=plan.config.steps)
+    own: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
+    for spec in model.cache_specs(geometry.page_size):
+        own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
+            torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype)))
+    attention = draft_attention(model.attention_geometry(geometry.page_size), own, numerics)
+    return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps)
+
+
+def draft_attention(geometry: AttentionGeometry | LatentGeometry, pools: Mapping[CacheKind, Mapping[int, Tensor]],
+                    numerics: Numerics) -> DraftAttention:
+    """Over a draft's pools, by kind and its own layer ids."""
+    if isinstance(geometry, AttentionGeometry):
+        kv = pools[CacheKind.KV]
+        return DraftAttention.over_kv(CpuAttention(kv_pools=kv, geometry=geometry, numerics=numerics),
+                                      MultiStepAttention(kv_pools=kv, geometry=geometry))
+    latent, index = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
+    return DraftAttention.over_latents(
+        CpuLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry),
+        MultiStepLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry))
 
 
 def prompt_drafter(plan: SpeculationPlan, drafter: EagleDrafter, observer: LayerObserver | None) -> Drafter:
     """For prefill pools: `observer` is told of the draft's layers as of any others."""
-    layers = [plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)]
+    layers = sorted({plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)})
 
     def on_followed(batch: ForwardBatch) -> None:
         if observer is not None:

@@ -1,9 +1,10 @@
 """One stage as a process holds it: model, pools, backends and transfer agent, built for its layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.attention.cpu import CpuAttention
 from engine.attention.cpu_latent import CpuLatentAttention
@@ -74,7 +75,8 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     if speculation is not None:
         extra = speculation.budget_specs(specs, config.page_size) if speculates else ()
         handed = speculation.handed_specs(config.page_size)
-        specs, ranges[-1] = (*specs, *handed), LayerRange(ranges[-1].start, ranges[-1].end + len(handed))
+        specs, ranges[-1] = (*specs, *handed), LayerRange(
+            ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed}))
     held = config.max_running if max_held is None else max_held
     sizes = _pool_sizes(config, facts, ranges, (*specs, *extra), held)
     geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
@@ -119,13 +121,13 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     model = plan.description.load_stage(layers, numerics=numerics,
                                         capture_layers=speculation.capture_layers if speculation else frozenset())
     conv, state = pools.of_kind(CacheKind.CONV), pools.of_kind(CacheKind.STATE)
-    kv = {layer_id: pools.kv[layer_id] for layer_id in layers if layer_id in pools.kv}  # without the draft's
+    kv = _of_layers(pools.kv, layers)
     geometry = plan.description.attention_geometry(config.page_size)
     paged = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry, numerics=numerics)
     latent_geometry = plan.description.latent_geometry(config.page_size)
     latent = None if latent_geometry is None else CpuLatentAttention(
-        latent_pools=pools.of_kind(CacheKind.LATENT), index_pools=pools.of_kind(CacheKind.INDEX_KEY),
-        geometry=latent_geometry)
+        latent_pools=_of_layers(pools.of_kind(CacheKind.LATENT), layers),
+        index_pools=_of_layers(pools.of_kind(CacheKind.INDEX_KEY), layers), geometry=latent_geometry)
     slots = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=numerics)
     clock = SystemClock()
     transport = UcxTransport(profile=TransportProfile(config.transport), clock=clock)
@@ -140,13 +142,17 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                                  on_layer_done=observer)
         reader = prompt_drafter(speculation, drafter, observer) if speculation is not None and drafter else None
         return Stage(plan, pools, executor, agent, reader)
-    if paged is None or geometry is None:
-        raise ConfigError("speculation on a model with latent attention is not supported yet", field="draft")
-    trees = tree_attention(paged, kv, geometry, numerics)
+    trees = None if paged is None or geometry is None else tree_attention(paged, kv, geometry, numerics)
     states = tree_recurrent(slots, conv, state, numerics, max_nodes=speculation.config.max_nodes)
-    executor = StageExecutor(model=model, attention=trees, recurrent=states, caches=(trees, states),
+    executor = StageExecutor(model=model, attention=trees, latent_attention=latent, recurrent=states,
+                             caches=[cache for cache in (trees, latent, states) if cache is not None],
                              on_layer_done=observer)
     return Stage(plan, pools, executor, agent, drafter)
+
+
+def _of_layers(tensors: Mapping[int, Tensor], layers: LayerRange) -> dict[int, Tensor]:
+    """Those of the target's layers: a draft's are not what a verification moves."""
+    return {layer_id: tensor for layer_id, tensor in tensors.items() if layer_id in layers}
 
 
 def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:

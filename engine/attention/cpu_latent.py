@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.latent import LatentGeometry
 from engine.attention.plan import storage_positions, tree_mask
+from engine.attention.selection import best_positions, true_positions
 from engine.batch import ForwardBatch, ForwardMode
 from engine.numerics import padded_rows
 from engine.trees import Kept, SpecInfo, ancestors
@@ -75,8 +76,8 @@ class CpuLatentAttention:
         chosen = [torch.empty(0, width, dtype=torch.int32)]
         for row, tokens in _row_tiles(plan, elements_per_token=num_heads * num_keys):
             blocks = keys[plan.key_slots[row]].view(-1, _BLOCK, head_dim)
-            scores = _index_scores(q[tokens].float(), blocks.float(), weights[tokens])
-            chosen.append(_best(scores.masked_fill(plan.hidden[tokens], float("-inf")), plan.hidden[tokens], width))
+            scores, hidden = _index_scores(q[tokens].float(), blocks.float(), weights[tokens]), plan.hidden[tokens]
+            chosen.append(best_positions(scores.masked_fill(hidden, float("-inf")), hidden, width))
         return torch.cat(chosen)
 
     def run(self, layer_id: int, q: Tensor, entries: Tensor, selected: Tensor | None, batch: ForwardBatch) -> Tensor:
@@ -159,7 +160,7 @@ def _build_plan(batch: ForwardBatch, geometry: LatentGeometry) -> LatentPlan:
         start += num_tokens
     return LatentPlan(num_rows=batch.num_rows, num_tokens=len(positions), token_rows=rows,
                       own_slots=slots[rows, positions], key_slots=slots, hidden=hidden,
-                      visible=None if geometry.max_selected else _positions(~hidden, hidden.shape[1]))
+                      visible=None if geometry.max_selected else true_positions(~hidden, hidden.shape[1]))
 
 
 def _tree_visibility(batch: ForwardBatch) -> tuple[Tensor, ...]:
@@ -212,24 +213,6 @@ def _index_scores(q: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
     products = F.relu(products * head_dim**-0.5).view(-1, num_tokens, num_heads, _BLOCK)
     weighted = products * weights[:, :, None]
     return _sum_in_order(weighted.transpose(1, 2)).transpose(0, 1).flatten(1)
-
-
-def _best(scores: Tensor, hidden: Tensor, count: int) -> Tensor:
-    """Positions of each row's `count` largest scores, ascending; of equal scores the earlier positions. -1 fills up."""
-    threshold = scores.topk(count, dim=-1).values[:, -1:]
-    above = scores > threshold
-    equal = (scores == threshold) & ~hidden
-    free = count - above.sum(-1, keepdim=True)
-    return _positions(above | (equal & (equal.cumsum(-1) <= free)), count)
-
-
-def _positions(chosen: Tensor, width: int) -> Tensor:
-    """Where each row of a mask is True: [rows, width] int32, ascending, then -1. So the keys of a tree's path lie side
-    by side, as they will once the path is accepted."""
-    place = torch.where(chosen, chosen.cumsum(-1) - 1, width)
-    positions = torch.arange(chosen.shape[1], dtype=torch.int32).expand_as(chosen)
-    out = torch.full((len(chosen), width + 1), -1, dtype=torch.int32)
-    return out.scatter_(1, place, positions)[:, :width]
 
 
 def _sum_in_order(x: Tensor) -> Tensor:

@@ -5,13 +5,38 @@ steps of a round put the draft's own hidden state in the place of the target's.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionGeometry
+from engine.attention.backend import AttentionGeometry
+from engine.attention.latent import LatentGeometry
 from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
+from engine.model import ForwardContext
+
+
+@dataclass
+class CarriedKeys:
+    """`spec_info` of a draft's batch whose steps share one choice of keys (DSA). A step that finds none chooses and
+    leaves its choice here; a model whose steps do not share overwrites it every time.
+
+    It lives and dies with its batch: a round that ends, also by an error, leaves nothing behind, and a batch that
+    changes membership has none.
+
+    selected  [T, n] int32 key positions of the batch's tokens, -1 where there are fewer
+    """
+
+    selected: Tensor | None = None
+
+    def of_tokens(self, tokens: Tensor) -> "CarriedKeys":
+        """What a round begins with that continues these tokens. One token without any key and the whole round chooses
+        anew: a step either chooses for all its tokens or for none. Positions count a row's own keys, wherever its
+        pages are, so they need no translation."""
+        if self.selected is None or not (self.selected[tokens] >= 0).any(1).all():
+            return CarriedKeys()
+        return CarriedKeys(self.selected[tokens])
 
 
 class DraftModel(Protocol):
@@ -27,7 +52,9 @@ class DraftModel(Protocol):
         """Tokens it can propose."""
         ...
 
-    def attention_geometry(self, page_size: int) -> AttentionGeometry: ...
+    def attention_geometry(self, page_size: int) -> AttentionGeometry | LatentGeometry:
+        """Which kind it is decides which kind of attention `forward` is given."""
+        ...
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """By the draft's own layer ids, from 0."""
@@ -40,9 +67,9 @@ class DraftModel(Protocol):
         """
         ...
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         """One step over slots. `batch.token_ids` [n] are the tokens *after* the slots', hidden [n, hidden] features or
-        an earlier step's result. Returns [n, hidden]."""
+        an earlier step's result; `batch.spec_info` may be `CarriedKeys`. Returns [n, hidden]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
 from engine.batch import ForwardBatch, ForwardMode
 from engine.model import StageOutput
-from engine.speculative.draft_model import DraftModel
-from engine.speculative.multistep import MultiStepAttention
+from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.draft_model import CarriedKeys, DraftModel
 from engine.speculative.proposal import Proposal
 from engine.speculative.verify import Run
 from engine.trees import SpecInfo, TokenTree
@@ -50,13 +49,12 @@ class _Followed:
 
 
 class EagleDrafter:
-    """A `Drafter`. `paged` and `multi_step` run over the same draft pools; `topk` is 1 for chains."""
+    """A `Drafter`. `topk` is 1 for chains; only their steps may share a choice of keys, because the branches of trees
+    change places between steps."""
 
-    def __init__(self, *, model: DraftModel, paged: AttentionBackend, multi_step: MultiStepAttention, topk: int,
-                 steps: int) -> None:
+    def __init__(self, *, model: DraftModel, attention: DraftAttention, topk: int, steps: int) -> None:
         self._model = model
-        self._paged = paged
-        self._multi_step = multi_step
+        self._attention = attention
         self._topk = min(topk, model.vocab_size)
         self._steps = steps
 
@@ -73,21 +71,26 @@ class EagleDrafter:
         if not followed:
             return [TokenTree()] * len(runs)
         extend = _extend_batch(batch, followed)
+        carried = CarriedKeys()
+        if self._topk == 1:
+            extend.spec_info = carried  # else nothing is left there, and nothing carried on
         hidden = self._extend(extend, followed, output)
         ends = torch.tensor([len(row.features) for row in followed]).cumsum(0) - 1
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
         trees = {}
         if growing:
-            grown = self._grow(extend.filter(growing), hidden[ends[growing]],
-                               [followed[index].num_nodes for index in growing])
+            last = ends[growing]
+            continued = extend.filter(growing)
+            continued.spec_info = carried.of_tokens(last)
+            grown = self._grow(continued, hidden[last], [followed[index].num_nodes for index in growing])
             trees = {followed[index].row: tree for index, tree in zip(growing, grown, strict=True)}
         return [trees.get(run.row, TokenTree()) for run in runs]
 
     def _extend(self, extend: ForwardBatch, followed: list[_Followed], output: StageOutput) -> Tensor:
         """Hidden states of all slots, [slots, hidden]."""
-        self._paged.plan(extend)
+        self._attention.pages.plan(extend)
         features = self._model.features(output.aux_hidden, torch.tensor([t for row in followed for t in row.features]))
-        return self._model.forward(extend, features, self._paged)
+        return self._model.forward(extend, features, self._attention.on_pages)
 
     def _grow(self, extended: ForwardBatch, hidden: Tensor, num_nodes: list[int]) -> list[TokenTree]:
         """hidden: [R, hidden] at each row's last slot."""
@@ -101,15 +104,15 @@ class EagleDrafter:
     def _expand(self, proposal: Proposal, extended: ForwardBatch, hidden: Tensor, steps: int) -> None:
         rows, width = extended.num_rows, proposal.frontier_tokens.shape[1]
         batch = _round_batch(extended, width)
-        self._multi_step.plan(batch)
+        self._attention.round.plan(batch)
         hidden = hidden.repeat_interleave(width, 0)
         for step in range(1, steps):
             batch.token_ids = proposal.frontier_tokens.flatten()
-            hidden = self._model.forward(batch, hidden, self._multi_step)
+            hidden = self._model.forward(batch, hidden, self._attention.in_round)
             log_p, tokens = self._best(hidden)
             parents = proposal.expand(log_p.view(rows, width, -1), tokens.view(rows, width, -1))
             if step + 1 < steps:
-                self._multi_step.reorder(batch, parents)
+                self._attention.round.reorder(batch, parents)
                 hidden = hidden[(torch.arange(rows)[:, None] * width + parents).flatten()]
                 batch.positions = batch.positions + 1
 
@@ -164,4 +167,5 @@ def _round_batch(extended: ForwardBatch, width: int) -> ForwardBatch:
         mode=ForwardMode.DRAFT, request_ids=extended.request_ids, query_lens=(width,) * extended.num_rows,
         context_lens=tuple(a + b for a, b in zip(extended.context_lens, extended.query_lens, strict=True)),
         token_ids=None, positions=(extended.positions[ends] + 1).repeat_interleave(width),
-        page_tables=extended.page_tables, slot_ids=extended.slot_ids, sampling=extended.sampling)
+        page_tables=extended.page_tables, slot_ids=extended.slot_ids, sampling=extended.sampling,
+        spec_info=extended.spec_info)

@@ -56,16 +56,11 @@ class MultiStepAttention:
             StalePlanError: the batch has a plan already. Planning again in the middle of a round would lose the paths.
             InternalError: rows with different numbers of branches.
         """
-        if batch.forward_metadata_ready or replan_equivalent:
-            raise StalePlanError("the steps of a round are planned once, before the first")
-        branches = set(batch.query_lens)
-        if len(branches) != 1:
-            raise InternalError(f"rows of a round have one number of branches, got {sorted(branches)}")
-        size = self._geometry.page_size
-        num_pages = -(-max(batch.context_lens) // size)
+        branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
+        tables = committed_pages(batch, self._geometry.page_size)
         lengths = torch.tensor(batch.context_lens)
-        hidden = torch.arange(num_pages * size) >= lengths[:, None]
-        plan = RoundPlan(branches.pop(), batch.page_tables[:, :num_pages].long(), hidden[:, None, None])
+        hidden = torch.arange(tables.shape[1] * self._geometry.page_size) >= lengths[:, None]
+        plan = RoundPlan(branches, tables, hidden[:, None, None])
         batch.mark_forward_metadata_ready(self, plan=plan)
         self.num_plans += 1
 
@@ -115,3 +110,18 @@ class MultiStepAttention:
             paths.path_keys = torch.cat([paths.path_keys, k], 3)
             paths.path_values = torch.cat([paths.path_values, v], 3)
         return paths
+
+
+def num_branches_of(batch: ForwardBatch, *, replan_equivalent: bool) -> int:
+    """Branches per row of a round that is about to be planned. Raises as `MultiStepAttention.plan` does."""
+    if batch.forward_metadata_ready or replan_equivalent:
+        raise StalePlanError("the steps of a round are planned once, before the first")
+    branches = set(batch.query_lens)
+    if len(branches) != 1:
+        raise InternalError(f"rows of a round have one number of branches, got {sorted(branches)}")
+    return branches.pop()
+
+
+def committed_pages(batch: ForwardBatch, page_size: int) -> Tensor:
+    """[R, P] int64: the pages of each row's committed slots."""
+    return batch.page_tables[:, :-(-max(batch.context_lens) // page_size)].long()

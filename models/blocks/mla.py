@@ -7,7 +7,7 @@ with W_k and W_v the two parts of kv_b_proj. With DSA a layer attends to chosen 
 an indexer of its own, or shares the one of the layer before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ _LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, whatever rms
 @dataclass(frozen=True)
 class MlaSpec:
     """`max_selected` keys per token are attended to, 0 for all. Then a layer with `indexer` computes the choice and a
-    layer without one shares it."""
+    layer without one shares it; one that `takes_carried` computes it where none is carried to it."""
 
     hidden_size: int
     num_heads: int
@@ -43,6 +43,7 @@ class MlaSpec:
     bias: bool
     max_selected: int = 0
     indexer: IndexerSpec | None = None
+    takes_carried: bool = False
 
     weights_name = "self_attn"
     chunk_grid = 1
@@ -50,6 +51,10 @@ class MlaSpec:
     @property
     def shares_selection(self) -> bool:
         return self.max_selected > 0 and self.indexer is None
+
+    def of_draft(self, raw: RawConfig) -> "MlaSpec":
+        """The same in a NextN layer, whose steps share a choice where the config says so."""
+        return replace(self, takes_carried=raw.flag("index_share_for_mtp_iteration", default=False))
 
     def attention_geometry(self, page_size: int) -> LatentGeometry:
         return LatentGeometry(num_heads=self.num_heads, latent_dim=self.latent_dim, rope_dim=self.rope_dim,
@@ -117,7 +122,8 @@ class Mla:
     def _selection(self, x: Tensor, query_latent: Tensor, stage_pass: StagePass) -> Tensor | None:
         if self._spec.max_selected == 0:
             return None
-        if self._indexer is not None:
+        is_carried = self._spec.takes_carried and stage_pass.selected_keys is not None
+        if self._indexer is not None and not is_carried:
             q, k, weights = self._indexer.forward(x, query_latent, stage_pass.rotary_table())
             stage_pass.selected_keys = stage_pass.latent_attention().select(self._layer_id, q, k, weights,
                                                                             stage_pass.batch)

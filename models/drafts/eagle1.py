@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionGeometry
+from engine.attention.backend import AttentionGeometry
 from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
+from engine.model import ForwardContext
 from models.blocks.attention import Attention, AttentionSpec, read_attention
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import Rotary, read_rope
 from models.config import RawConfig, architecture_of, dtype_name
 from models.decoder import EMBEDDING
-from models.drafts.weights import DraftFiles, draft_pass
+from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
-from models.spec import read_norm
+from models.spec import StagePass, read_norm
 
 
 class Eagle1:
@@ -58,11 +59,12 @@ class Eagle1:
         """See `DraftModel.features`."""
         return self._target_norm.forward(aux_hidden[self._last_layer][tokens].to(self._dtype))
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         hidden = self._fuse(torch.cat([F.embedding(batch.token_ids, self._embedding), hidden], -1))
-        hidden = hidden + self._attention.forward(hidden, draft_pass(batch, attention, self._rotary))
+        stage_pass = StagePass(batch=batch, context=context, rotary=self._rotary.table(batch.positions))
+        hidden = hidden + self._attention.forward(hidden, stage_pass)
         return hidden + self._mlp.forward(self._post_norm.forward(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionGeometry
+from engine.attention.backend import AttentionGeometry
 from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
+from engine.model import ForwardContext
 from models.blocks.attention import AttentionSpec, read_attention
 from models.blocks.mlp import read_mlp
-from models.blocks.rotary import Rotary, RotaryTable, read_rope
+from models.blocks.rotary import Rotary, read_rope
 from models.config import RawConfig, dtype_name
 from models.decoder import EMBEDDING
 from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
-from models.spec import read_norm
+from models.spec import StagePass, read_norm
 from models.weights import Weights
 from runtime.errors import ConfigError
 
@@ -73,12 +74,12 @@ class Eagle3:
         """See `DraftModel.features`."""
         return self._fuse(torch.cat([aux_hidden[layer_id][tokens] for layer_id in self._layer_ids], -1).to(self._dtype))
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         embedded = self._input_norm.forward(F.embedding(batch.token_ids, self._embedding))
-        mixed = self._attention.forward(torch.cat([embedded, self._hidden_norm.forward(hidden)], -1), batch, attention,
-                                        self._rotary.table(batch.positions))
+        stage_pass = StagePass(batch=batch, context=context, rotary=self._rotary.table(batch.positions))
+        mixed = self._attention.forward(torch.cat([embedded, self._hidden_norm.forward(hidden)], -1), stage_pass)
         hidden = hidden + mixed
         return hidden + self._mlp.forward(self._post_norm.forward(hidden))
 
@@ -100,12 +101,12 @@ class _Attention:
         self._qkv = weights.linear("q_proj", "k_proj", "v_proj", rows=self._widths, in_features=2 * spec.hidden_size)
         self._output = weights.linear("o_proj", rows=(spec.hidden_size,), in_features=self._widths[0])
 
-    def forward(self, x: Tensor, batch: ForwardBatch, attention: AttentionBackend, rotary: RotaryTable) -> Tensor:
+    def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         query, key, value = (part.reshape(len(x), -1, self._spec.head_dim)
                              for part in torch.split(self._qkv(x), self._widths, dim=-1))
-        rotated = rotary.rotate_halves(torch.cat([query, key], 1))
+        rotated = stage_pass.rotary_table().rotate_halves(torch.cat([query, key], 1))
         query, key = rotated[:, :self._spec.num_heads], rotated[:, self._spec.num_heads:]
-        heads = attention.run(0, query, key, value, batch)
+        heads = stage_pass.paged_attention().run(0, query, key, value, stage_pass.batch)
         return self._output(heads.reshape(len(x), -1))
 
 

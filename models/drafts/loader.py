@@ -9,7 +9,7 @@ from engine.numerics import Numerics
 from engine.speculative.draft_model import DraftModel
 from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from models.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
-from models.drafts import eagle1, eagle3, qwen3_5_mtp
+from models.drafts import eagle1, eagle3, nextn, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
@@ -53,10 +53,10 @@ class _Family:
     build: Callable[..., DraftModel]
     capture_layers: Callable[[RawConfig, ModelDescription], frozenset[int]]
     cache_specs: Callable[[RawConfig, ModelDescription, int], tuple[CacheSpec, ...]]
-    own_name: Callable[[str], str | None]
+    own_name: Callable[[RawConfig, str], str | None]
 
 
-def _eagle_name(key: str) -> str | None:
+def _eagle_name(_raw: RawConfig, key: str) -> str | None:
     """Files of EAGLE-3 call the layer `midlayer` or `layers.0`; `t2d` only repeats `d2t` the other way round."""
     name = key.removeprefix("model.")
     if name == "t2d":
@@ -64,14 +64,10 @@ def _eagle_name(key: str) -> str | None:
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
-def _mtp_name(key: str) -> str | None:
-    name = key.removeprefix("model.")
-    return name.removeprefix("mtp.") if name.startswith("mtp.") else None
-
-
 _EAGLE1 = _Family(eagle1.Eagle1, eagle1.capture_layers, eagle1.cache_specs, _eagle_name)
 _EAGLE3 = _Family(eagle3.Eagle3, eagle3.capture_layers, eagle3.cache_specs, _eagle_name)
-_MTP = _Family(qwen3_5_mtp.Qwen35Mtp, qwen3_5_mtp.capture_layers, qwen3_5_mtp.cache_specs, _mtp_name)
+_MTP = _Family(qwen3_5_mtp.build, qwen3_5_mtp.capture_layers, qwen3_5_mtp.cache_specs, qwen3_5_mtp.own_name)
+_NEXTN = _Family(nextn.build, nextn.capture_layers, nextn.cache_specs, nextn.own_name)
 _FAMILIES = {
     "LlamaForCausalLMEagle": _EAGLE1,
     "Qwen2ForCausalLMEagle": _EAGLE1,
@@ -80,11 +76,12 @@ _FAMILIES = {
     "Qwen3_5ForConditionalGeneration": _MTP,
     "Qwen3_5MoeForCausalLM": _MTP,
     "Qwen3_5MoeForConditionalGeneration": _MTP,
+    **dict.fromkeys(nextn.ARCHITECTURES, _NEXTN),
 }
 
 
 def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
-    """Describe the draft in `folder`; a target with MTP layers in its own checkpoint is its own draft's folder.
+    """Describe the draft in `folder`; of a target with MTP or NextN layers in its checkpoint that is its own folder.
 
     Raises:
         ConfigError: the folder is no draft, its architecture or a variant is not supported, or it is not a draft of
@@ -116,7 +113,7 @@ def _family(raw: RawConfig) -> _Family:
 def _entries(raw: RawConfig, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """By the names the draft classes use."""
     own_name = _family(raw).own_name
-    found = {name: entry for key, entry in checkpoint.entries.items() if (name := own_name(key)) is not None}
+    found = {name: entry for key, entry in checkpoint.entries.items() if (name := own_name(raw, key)) is not None}
     if not found:
         raise ConfigError(f"the checkpoint of {architecture_of(raw)} has no tensors of a draft", field="draft")
     return found

@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.backend import AttentionBackend
-from engine.batch import ForwardBatch
-from engine.model import ForwardContext
 from engine.numerics import Numerics
-from engine.recurrent.cpu import CpuRecurrent
-from models.blocks.rotary import Rotary
 from models.checkpoint import TensorEntry, read_tensor
 from models.config import RawConfig
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD
 from models.loader import ModelDescription, target_entry
-from models.spec import StagePass
 from models.weights import RandomWeights, Weights, WeightSource
 from runtime.errors import ConfigError
 
@@ -88,13 +82,6 @@ class DraftWeights:
 def draft_weights(source: WeightSource, *, dtype: str, numerics: Numerics) -> Weights:
     """Blocks read from this."""
     return Weights(source, prefix="", dtype=getattr(torch, dtype), numerics=numerics)
-
-
-def draft_pass(batch: ForwardBatch, attention: AttentionBackend, rotary: Rotary) -> StagePass:
-    """What the target's blocks need, for a draft that is built from them."""
-    context = ForwardContext(attention=attention, recurrent=CpuRecurrent(conv_pools={}, state_pools={},
-                                                                         numerics=Numerics.EXACT))
-    return StagePass(batch=batch, context=context, rotary=rotary.table(batch.positions))
 
 
 def _is_shared(name: str) -> bool:

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
+from engine.attention.backend import AttentionGeometry
 from engine.attention.cpu import CpuAttention
 from engine.numerics import Numerics
+from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
@@ -18,6 +20,7 @@ from tests.support import eagle
 from tests.support.drafters import CHAINS, TREES, Shape
 from tests.support.local_pool import Answer, Speculation, local_pool
 from tests.support.tiny_models import HYBRID, LLAMA, tiny
+from tests.support.tree_oracle import CheckedDrafter
 
 PAGE_SIZE = 16
 
@@ -44,26 +47,29 @@ def eagle_drafter(model: DraftModel, shape: Shape, num_pages: int) -> tuple[Eagl
     (spec,) = model.cache_specs(PAGE_SIZE)
     pools = {0: torch.full((num_pages, *spec.record_shape), float("nan"))}
     geometry = model.attention_geometry(PAGE_SIZE)
+    assert isinstance(geometry, AttentionGeometry)
     paged = CpuAttention(kv_pools=pools, geometry=geometry, numerics=Numerics.EXACT)
     steps = MultiStepAttention(kv_pools=pools, geometry=geometry)
-    return EagleDrafter(model=model, paged=paged, multi_step=steps, topk=shape.width, steps=shape.depth), paged, steps
+    drafter = EagleDrafter(model=model, attention=DraftAttention.over_kv(paged, steps), topk=shape.width,
+                           steps=shape.depth)
+    return drafter, paged, steps
 
 
-def speculation(description: ModelDescription, shape: Shape, made: list[eagle.CheckedDrafter],
+def speculation(description: ModelDescription, shape: Shape, made: list[CheckedDrafter],
                 draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS) -> Speculation:
     """Adds the drafter to `made` when the pool builds it."""
     model = random_draft(eagle.CONFIG, description, numerics=Numerics.EXACT)
     oracle = eagle.Eagle3Oracle(eagle.random_tensors(tied_head=description.spec.tied_head))
 
-    def build(num_pages: int) -> eagle.CheckedDrafter:
+    def build(num_pages: int) -> CheckedDrafter:
         drafter, _, _ = eagle_drafter(model, shape, num_pages)
-        made.append(eagle.CheckedDrafter(drafter, oracle, shape))
+        made.append(CheckedDrafter(drafter, oracle, shape))
         return made[-1]
 
     return Speculation(build, shape.nodes, model.capture_layers, draft_length)
 
 
-def assert_trees_are_the_formulas(drafter: eagle.CheckedDrafter) -> None:
+def assert_trees_are_the_formulas(drafter: CheckedDrafter) -> None:
     assert drafter.num_trees > 8
     assert drafter.num_equal >= 0.9 * drafter.num_trees, "but for scores that are equal up to rounding"
 
@@ -72,7 +78,7 @@ def assert_trees_are_the_formulas(drafter: eagle.CheckedDrafter) -> None:
                                              (TREES["tree 4x4/15"], 3)])
 def test_trees_are_the_formulas(description: ModelDescription, reference: list[Answer], shape: Shape,
                                 size: int) -> None:
-    made: list[eagle.CheckedDrafter] = []
+    made: list[CheckedDrafter] = []
     with local_pool(description, size, chunk_tokens=64, speculation=speculation(description, shape, made)) as pool:
         assert shown(pool.generate(requests())) == shown(reference)
         assert_nothing_leaked(pool)
@@ -87,7 +93,7 @@ def test_a_draft_that_lost_the_thread_begins_anew(description: ModelDescription,
         number = next(calls)
         return 0 if number < 6 or number % 9 < 2 else MAX_DRAFT_TOKENS
 
-    made: list[eagle.CheckedDrafter] = []
+    made: list[CheckedDrafter] = []
     shape = CHAINS["chain 3"]
     with local_pool(description, 2, speculation=speculation(description, shape, made, sometimes)) as pool:
         assert shown(pool.generate(requests())) == shown(reference)
@@ -98,7 +104,7 @@ def test_preempted_requests_are_followed_again(description: ModelDescription) ->
     wanted, shape = requests(max_tokens=48), CHAINS["chain 3"]
     with local_pool(description) as pool:
         plain = pool.generate(wanted)
-    made: list[eagle.CheckedDrafter] = []
+    made: list[CheckedDrafter] = []
     with local_pool(description, num_pages=24, speculation=speculation(description, shape, made)) as pool:
         answers = pool.generate(wanted)
     assert shown(answers) == shown(plain)

@@ -3,6 +3,7 @@
 `make_checkpoint(folder, name)` writes one; `oracle(folder)` opens it again as transformers sees it.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -92,6 +94,38 @@ def make_checkpoint(folder: Path, name: str, *, dtype: torch.dtype = torch.float
         nn.Module.to(model, dtype)
         model.save_pretrained(path, max_shard_size=shard_bytes or "5GB")
     return path
+
+
+def add_nextn(source: Path, path: Path, **fields: object) -> Path:
+    """Write checkpoint `source` to `path` with a NextN layer behind the last one, under its public names, and `fields`
+    in its config.
+
+    transformers knows no such layer; this one has the shapes of the last layer with experts and all its own parts.
+    """
+    path.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    dtype = tensors["model.norm.weight"].dtype
+    own, hidden = f"model.layers.{config['num_hidden_layers']}.", config["hidden_size"]
+    shapes = {own + key.removeprefix(like): tensor.shape for like in [_last_whole_layer(tensors)]
+              for key, tensor in tensors.items() if key.startswith(like)}
+    shapes |= {f"{own}{part}.weight": torch.Size([hidden]) for part in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{own}eh_proj.weight"] = torch.Size([hidden, 2 * hidden])
+    generator = torch.Generator().manual_seed(5)
+    for key, shape in shapes.items():
+        tensors[key] = _spread(key, torch.randn(shape, generator=generator), is_zero_centred=False).to(dtype)
+    for copy in ("embed_tokens", "shared_head.head"):  # which a reader ignores
+        tensors[f"{own}{copy}.weight"] = torch.full((config["vocab_size"], hidden), float("nan"), dtype=dtype)
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1, **fields}))
+    return path
+
+
+def _last_whole_layer(tensors: Mapping[str, Tensor]) -> str:
+    """The key prefix of the last layer with experts and, where any layer has one, an indexer."""
+    layers = {int(key.split(".")[2]) for key in tensors if ".mlp.experts." in key}
+    with_indexer = {int(key.split(".")[2]) for key in tensors if ".indexer." in key}
+    return f"model.layers.{max(layers & with_indexer if with_indexer else layers)}."
 
 
 def oracle(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:

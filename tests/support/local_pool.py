@@ -58,15 +58,15 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
     if speculation is None:
         model = description.load_stage(layers, numerics=exact)
         return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=recurrent), pools
-    assert attention is not None
-    assert geometry is not None
     model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers)
-    trees = TreeAttention(paged=attention, kv_pools=kv, page_size=page_size, backend_over=lambda over: CpuAttention(
-        kv_pools=over, geometry=geometry, numerics=exact))
+    trees = None if attention is None or geometry is None else TreeAttention(
+        paged=attention, kv_pools=kv, page_size=page_size,
+        backend_over=lambda over: CpuAttention(kv_pools=over, geometry=geometry, numerics=exact))
     states = TreeRecurrent(
         slots=recurrent, conv_pools=conv, state_pools=state, max_nodes=speculation.num_draft_tokens + 1,
         backend_over=lambda convs, states: CpuRecurrent(conv_pools=convs, state_pools=states, numerics=exact))
-    return StageExecutor(model=model, attention=trees, recurrent=states, caches=(trees, states)), pools
+    return StageExecutor(model=model, attention=trees, latent_attention=latent, recurrent=states,
+                         caches=[cache for cache in (trees, latent, states) if cache is not None]), pools
 
 
 @contextmanager

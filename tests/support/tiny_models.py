@@ -33,6 +33,27 @@ GLM_DSA: dict[str, object] = {
     "routed_scaling_factor": 2.5,
 }
 
+DEEPSEEK_V32: dict[str, object] = {
+    **GLM_DSA, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "n_group": 2, "topk_group": 1,
+}
+DEEPSEEK_V3: dict[str, object] = {
+    **DEEPSEEK_V32, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+}
+_EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN3_MOE: dict[str, object] = {
+    **QWEN3, **_EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
+}
+GLM4_MOE: dict[str, object] = {
+    **QWEN3, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "n_group": 2, "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+}
+HYBRID_MOE: dict[str, object] = {
+    **HYBRID, **_EXPERTS, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
+    "shared_expert_intermediate_size": 48,
+}
+
 
 def tiny(config: dict[str, object], dtype: str = "float32") -> ModelDescription:
     return random_model({**config, "torch_dtype": dtype})

@@ -10,10 +10,11 @@ from engine.attention.backend import AttentionBackend, AttentionGeometry
 from engine.attention.cpu import CpuAttention
 from engine.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.memory.layout import CacheSpec
-from engine.model import StageOutput
+from engine.model import ForwardContext, StageOutput
 from engine.numerics import Numerics
 from engine.request import DrawnToken, SamplingParams
 from engine.rows import Row, build_batch
+from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
@@ -46,7 +47,9 @@ class ToyDraft:
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
         return aux_hidden[0][tokens]
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
+        attention = context.attention
+        assert attention is not None
         self.forwards.append((attention, batch.needs_forward_metadata_init(), batch.num_tokens))
         assert batch.token_ids is not None
         x = (hidden + self._table[batch.token_ids])[:, None]
@@ -68,7 +71,8 @@ class Bench:
         self.model = ToyDraft()
         self.paged = CpuAttention(kv_pools=pools, geometry=GEOMETRY, numerics=Numerics.EXACT)
         self.steps = MultiStepAttention(kv_pools=pools, geometry=GEOMETRY)
-        self.drafter = EagleDrafter(model=self.model, paged=self.paged, multi_step=self.steps, topk=topk, steps=steps)
+        attention = DraftAttention.over_kv(self.paged, self.steps)
+        self.drafter = EagleDrafter(model=self.model, attention=attention, topk=topk, steps=steps)
 
     def propose(self, rows: Sequence[tuple[int, int]], *, num_draft_tokens: int = 9, drawing: bool = True) -> list[
             TokenTree]:

@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.attention.backend import AttentionGeometry
 from engine.attention.cpu import CpuAttention
 from engine.batch import ForwardMode, SamplingRow
 from engine.model import StageOutput
 from engine.numerics import Numerics
 from engine.request import DrawnToken, SamplingParams
 from engine.rows import Row, build_batch
+from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
@@ -83,10 +85,12 @@ def test_chains_are_the_formulas(tmp_path: Path, architecture: str) -> None:
     assert description.capture_layers == {LAST}
     model = description.load(numerics=Numerics.EXACT)
     geometry = model.attention_geometry(16)
+    assert isinstance(geometry, AttentionGeometry)
     pools = {spec.layer_id: torch.full((8, *spec.record_shape), float("nan")) for spec in model.cache_specs(16)}
     drafter = EagleDrafter(
-        model=model, paged=CpuAttention(kv_pools=pools, geometry=geometry, numerics=Numerics.EXACT),
-        multi_step=MultiStepAttention(kv_pools=pools, geometry=geometry), topk=1, steps=4)
+        model=model, topk=1, steps=4, attention=DraftAttention.over_kv(
+            CpuAttention(kv_pools=pools, geometry=geometry, numerics=Numerics.EXACT),
+            MultiStepAttention(kv_pools=pools, geometry=geometry)))
     prompt, drawn = list(range(30, 53)), 99
     batch = build_batch(ForwardMode.PREFILL, [Row(1, prompt, 0, [3, 5], 0, SamplingRow(SamplingParams(), 0),
                                                   SpecRow(num_draft_tokens=4))])

@@ -1,0 +1,49 @@
+"""The two attentions of a draft: over its pages, and within a round of steps; each for either kind of cache."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.attention.latent import LatentAttentionBackend
+from engine.batch import ForwardBatch
+from engine.model import ForwardContext
+from engine.numerics import Numerics
+from engine.recurrent.cpu import CpuRecurrent
+from engine.speculative.multistep import MultiStepAttention
+from engine.speculative.multistep_latent import MultiStepLatentAttention
+
+
+class Planner(Protocol):
+    def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None: ...
+
+
+class RoundPlanner(Planner, Protocol):
+    def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
+        """The next step's branches continue those at `parents` [R, K] of the last."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftAttention:
+    """Who plans, and what the draft's layers run on then. Both look at the same pools."""
+
+    pages: Planner
+    on_pages: ForwardContext
+    round: RoundPlanner
+    in_round: ForwardContext
+
+    @classmethod
+    def over_kv(cls, paged: AttentionBackend, multi_step: MultiStepAttention) -> "DraftAttention":
+        return cls(paged, ForwardContext(paged, _no_states()), multi_step, ForwardContext(multi_step, _no_states()))
+
+    @classmethod
+    def over_latents(cls, paged: LatentAttentionBackend, multi_step: MultiStepLatentAttention) -> "DraftAttention":
+        return cls(paged, ForwardContext(None, _no_states(), latent_attention=paged),
+                   multi_step, ForwardContext(None, _no_states(), latent_attention=multi_step))
+
+
+def _no_states() -> CpuRecurrent:
+    """No draft has a recurrent layer."""
+    return CpuRecurrent(conv_pools={}, state_pools={}, numerics=Numerics.EXACT)

@@ -1,0 +1,101 @@
+"""Drafts that a target brings along (multi-token prediction): one more layer of its own kind.
+
+x = fuse [norm(embedding) ; norm(h)]; the layer's result after a norm of its own goes to the target's head and into the
+next step. h is the target's hidden state after its final norm.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.backend import AttentionGeometry
+from engine.attention.latent import LatentGeometry
+from engine.batch import ForwardBatch
+from engine.memory.layout import CacheSpec
+from engine.model import ForwardContext
+from engine.speculative.draft_model import CarriedKeys
+from models.blocks.rotary import Rotary
+from models.config import RawConfig, dtype_name
+from models.decoder import EMBEDDING, DecoderLayer
+from models.drafts.weights import DraftFiles
+from models.loader import ModelDescription
+from models.spec import LayerSpec, StagePass
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """What a family calls the parts around the layer."""
+
+    embedding_norm: str
+    hidden_norm: str
+    fuse: str
+    norm: str
+
+
+class Mtp:
+    """A `DraftModel`."""
+
+    def __init__(self, *, files: DraftFiles, layer: LayerSpec, names: MtpNames) -> None:
+        weights, target = files.weights, files.target
+        self._last_layer = target.facts.num_layers - 1
+        self._mixer = layer.mixer
+        self._dtype = getattr(torch, target.facts.dtype)
+        hidden, norm = target.facts.hidden_size, target.spec.norm
+        self._rotary = Rotary(spec=target.spec.rope, dtype=self._dtype)
+        self._embedding = weights.tensor(EMBEDDING, target.facts.vocab_size, hidden)
+        self._target_norm = norm.build(weights, "target_norm", hidden)
+        self._embedding_norm = norm.build(weights, names.embedding_norm, hidden)
+        self._hidden_norm = norm.build(weights, names.hidden_norm, hidden)
+        self._fuse = weights.linear(names.fuse, rows=(hidden,), in_features=2 * hidden)
+        self._layer = DecoderLayer(spec=layer, decoder=target.spec, layer_id=0, start_layer=0, rotary=self._rotary,
+                                   weights=weights.at("layers.0"))
+        self._norm = norm.build(weights, names.norm, hidden)
+        self.vocab_size = target.facts.vocab_size
+        self._head = weights.linear("lm_head", rows=(self.vocab_size,), in_features=hidden)
+
+    @property
+    def capture_layers(self) -> frozenset[int]:
+        return frozenset({self._last_layer})
+
+    def attention_geometry(self, page_size: int) -> AttentionGeometry | LatentGeometry:
+        geometry = self._mixer.attention_geometry(page_size)
+        assert geometry is not None, "the layer of a draft is attention"
+        return geometry
+
+    def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
+        return self._mixer.cache_specs(layer_id=0, page_size=page_size, dtype=self._dtype)
+
+    def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
+        """See `DraftModel.features`."""
+        return self._target_norm.forward(aux_hidden[self._last_layer][tokens])
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """See `DraftModel.forward`."""
+        assert batch.token_ids is not None, "a draft reads tokens"
+        embedded = self._embedding_norm.forward(F.embedding(batch.token_ids, self._embedding))
+        x = self._fuse(torch.cat([embedded, self._hidden_norm.forward(hidden)], -1))
+        carried = batch.spec_info if isinstance(batch.spec_info, CarriedKeys) else CarriedKeys()
+        stage_pass = StagePass(batch=batch, context=context, selected_keys=carried.selected)
+        hidden = self._norm.forward(self._layer.forward(x, stage_pass))
+        carried.selected = stage_pass.selected_keys
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `DraftModel.logits`."""
+        return self._head(hidden).float()
+
+    def target_ids(self, token_ids: Tensor) -> Tensor:
+        """See `DraftModel.target_ids`."""
+        return token_ids
+
+
+def check_target(raw: RawConfig, target: ModelDescription) -> None:
+    """Raises ConfigError for the draft of a model of another width, vocabulary or dtype."""
+    for name, width in (("hidden_size", target.facts.hidden_size), ("vocab_size", target.facts.vocab_size)):
+        if raw.integer(name) != width:
+            raise raw.fail(name, f"is {raw.integer(name)}, the target's is {width}")
+    if dtype_name(raw) != target.facts.dtype:
+        raise raw.fail("dtype", f"is {dtype_name(raw)}, the target runs in {target.facts.dtype}")

@@ -1,0 +1,76 @@
+"""NextN on a decode pool: its trees are those of the formulas, also where a choice of keys is shared by the steps of a
+round, and the output is that of plain decoding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.numerics import Numerics
+from engine.request import Request
+from engine.speculative.eagle import EagleDrafter
+from models.drafts.loader import read_draft
+from models.loader import read_model
+from pool.speculation import draft_attention
+from tests.decode.test_speculation import SAMPLING, assert_nothing_leaked, shown
+from tests.support.checkpoints import add_nextn, make_checkpoint
+from tests.support.drafters import CHAINS, TREES, Shape
+from tests.support.local_pool import Answer, Speculation, local_pool
+from tests.support.nextn import NextNOracle, nan_pools
+from tests.support.tree_oracle import CheckedDrafter
+
+FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+WANTED = [Request(f"r{i}", tuple(torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(i)).tolist()),
+                  10, SAMPLING[i], num_top_logprobs=2) for i, length in enumerate((1, 15, 30))]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints with a NextN layer; of GLM-5 also one whose draft's steps share a choice of keys."""
+    folder = tmp_path_factory.mktemp("nextn")
+    made = {family: add_nextn(make_checkpoint(folder, family), folder / family) for family in FAMILIES}
+    made["sharing"] = add_nextn(make_checkpoint(folder, "glm_moe_dsa"), folder / "sharing",
+                                index_share_for_mtp_iteration=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def references(folders: dict[str, Path]) -> dict[str, list[Answer]]:
+    """Without speculation. What a draft's config says changes nothing."""
+    torch.set_num_threads(1)
+    found = {}
+    for family in FAMILIES:
+        with local_pool(read_model(folders[family])) as pool:
+            found[family] = pool.generate(WANTED)
+    return {**found, "sharing": found["glm_moe_dsa"]}
+
+
+def nextn(folder: Path, shape: Shape, num_pages: int) -> EagleDrafter:
+    model = read_draft(folder, read_model(folder)).load(numerics=Numerics.EXACT)
+    attention = draft_attention(model.attention_geometry(16), nan_pools(model, 16, num_pages), Numerics.EXACT)
+    return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth)
+
+
+@pytest.mark.parametrize(("shape", "size"), [(CHAINS["chain 3"], 3), (TREES["tree 4x4/15"], 2)],
+                         ids=["chain", "tree"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_are_the_formulas(folders: dict[str, Path], references: dict[str, list[Answer]], family: str,
+                                shape: Shape, size: int) -> None:
+    made: list[CheckedDrafter] = []
+
+    def build(num_pages: int) -> CheckedDrafter:
+        made.append(CheckedDrafter(nextn(folders[family], shape, num_pages), NextNOracle.of(folders[family]), shape))
+        return made[-1]
+
+    description = read_model(folders[family])
+    speculation = Speculation(build, shape.nodes, frozenset({description.facts.num_layers - 1}))
+    with local_pool(description, size, speculation=speculation) as pool:
+        assert shown(pool.generate(WANTED)) == shown(references[family])
+        assert_nothing_leaked(pool)
+    assert made[0].num_trees > 3
+    assert made[0].num_equal >= 0.9 * made[0].num_trees, "but for scores that are equal up to rounding"

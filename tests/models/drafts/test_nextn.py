@@ -1,0 +1,141 @@
+"""NextN drafts: their trees are those of the formulas, from whatever folder; other variants are refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.batch import ForwardMode, SamplingRow
+from engine.model import StageOutput
+from engine.numerics import Numerics
+from engine.request import DrawnToken, SamplingParams
+from engine.rows import Row, build_batch
+from engine.speculative.eagle import EagleDrafter
+from engine.speculative.verify import Run
+from engine.trees import SpecRow, TokenTree
+from models.drafts.loader import read_draft
+from models.loader import read_model
+from pool.speculation import draft_attention
+from runtime.errors import ConfigError
+from tests.support.checkpoints import add_nextn, make_checkpoint
+from tests.support.drafters import CHAINS, TREES, Shape
+from tests.support.nextn import NextNOracle, nan_pools
+from tests.support.tiny_models import LLAMA, tiny
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+Maker = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """A family's checkpoint with a NextN layer, and these fields in its config."""
+    folder, count = tmp_path_factory.mktemp("nextn"), iter(range(100))
+
+    def make(family: str, **fields: object) -> Path:
+        return add_nextn(make_checkpoint(folder, family), folder / f"nextn-{next(count)}", **fields)
+
+    return make
+
+
+def drafter(folder: Path, draft: Path, shape: Shape) -> EagleDrafter:
+    model = read_draft(draft, read_model(folder)).load(numerics=Numerics.EXACT)
+    attention = draft_attention(model.attention_geometry(16), nan_pools(model, 16, 8), Numerics.EXACT)
+    return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth)
+
+
+def proposed(folder: Path, draft: Path, shape: Shape, features: torch.Tensor, tokens: list[int]) -> TokenTree:
+    """After a prompt whose tokens have these features, the last of `tokens` being drawn."""
+    made = drafter(folder, draft, shape)
+    batch = build_batch(ForwardMode.PREFILL, [Row(1, [9, *tokens[:-1]], 0, [3, 5, 2], 0,
+                                                  SamplingRow(SamplingParams(), 0),
+                                                  SpecRow(num_draft_tokens=shape.nodes))])
+    (tree,) = made.propose(batch, StageOutput(aux_hidden={last_layer(folder): features}),
+                           [Run(0, [0], [DrawnToken(tokens[-1])])])
+    return tree
+
+
+def last_layer(folder: Path) -> int:
+    return read_model(folder).facts.num_layers - 1
+
+
+TOKENS = torch.randint(3, 250, (37,), generator=torch.Generator().manual_seed(6)).tolist()
+FEATURES = torch.randn(37, 64, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("shape", [CHAINS["chain 5"], TREES["tree 4x4/15"]], ids=["chain", "tree"])
+@pytest.mark.parametrize(("family", "fields"), [
+    ("deepseek_v32", {}), ("glm_moe_dsa", {}), ("deepseek_v3", {"rope_parameters": PLAIN_ROPE})])
+def test_trees_are_the_formulas(made: Maker, family: str, fields: dict[str, object], shape: Shape) -> None:
+    """The prompt is longer than index_topk, so a wrong choice of keys shows."""
+    folder = made(family, **fields)
+    expected = NextNOracle.of(folder).tree(list(FEATURES), TOKENS, 0, shape)
+    assert proposed(folder, folder, shape, FEATURES, TOKENS) == expected
+
+
+def test_a_folder_with_the_draft_alone_is_the_same_draft(made: Maker, tmp_path: Path) -> None:
+    folder = made("deepseek_v3")
+    config = json.loads((folder / "config.json").read_text())
+    alone = {f"model.layers.0.{name.split('.', 3)[3]}": tensor
+             for name, tensor in load_file(folder / "model.safetensors").items()
+             if name.startswith(f"model.layers.{config['num_hidden_layers']}.")}
+    save_file(alone, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(
+        {**config, "architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1}))
+    shape = CHAINS["chain 3"]
+    assert proposed(folder, tmp_path, shape, FEATURES, TOKENS) == proposed(folder, folder, shape, FEATURES, TOKENS)
+
+
+def test_glm4_moe_brings_a_layer_with_plain_attention(made: Maker) -> None:
+    folder = made("glm4_moe")
+    tree = proposed(folder, folder, CHAINS["chain 3"], FEATURES, TOKENS)
+    assert len(tree) == 3
+    assert tree == proposed(folder, folder, CHAINS["chain 3"], FEATURES, TOKENS)
+
+
+@pytest.mark.parametrize(("fields", "complaint"), [
+    ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers 0 is not supported, only 1"),
+    ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2 is not supported, only 1"),
+    ({"hidden_size": 128}, "hidden_size is 128, the target's is 64"),
+    ({"vocab_size": 300}, "vocab_size is 300, the target's is 256"),
+    ({"dtype": "bfloat16"}, "dtype is bfloat16, the target runs in float32"),
+    ({"index_topk": 4}, "attention differ"), ({"n_routed_experts": 4}, "experts differ"),
+    ({"rms_norm_eps": 1e-3}, "norm differ"), ({"max_position_embeddings": 100, "kv_lora_rank": 8}, "attention differ"),
+    ({"index_share_for_mtp_iteration": "yes"}, "index_share_for_mtp_iteration must be true or false"),
+    ({"architectures": ["DeepseekV4ForCausalLMNextN"]}, "DeepseekV4ForCausalLMNextN"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+])
+def test_what_is_not_implemented_is_refused_by_name(made: Maker, fields: dict[str, object], complaint: str) -> None:
+    target, draft = read_model(made("glm_moe_dsa")), made("glm_moe_dsa", **fields)
+    with pytest.raises(ConfigError, match=complaint):
+        assert read_draft(draft, target).capture_layers
+
+
+def test_a_target_without_such_layers_refuses_it(made: Maker) -> None:
+    draft = made("deepseek_v3")
+    with pytest.raises(ConfigError, match="no draft of LlamaForCausalLM"):
+        assert read_draft(draft, tiny(LLAMA)).capture_layers
+
+
+def test_a_checkpoint_without_the_layer_is_no_draft(made: Maker) -> None:
+    folder = made("deepseek_v32")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if ".layers.4." not in name},
+              folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="no tensors of a draft"):
+        read_draft(folder, read_model(folder))
+
+
+def test_wrong_tensors_are_named(made: Maker) -> None:
+    folder = made("deepseek_v32")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.4.self_attn.indexer.wk.weight"]
+    tensors["model.layers.4.enorm.weight"] = torch.zeros(3)
+    save_file(tensors | {"model.layers.4.fc_norm.weight": torch.zeros(64)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="do not fit its config") as caught:
+        read_draft(folder, read_model(folder)).load(numerics=Numerics.EXACT)
+    for complaint in (r"indexer.wk.weight is missing", "enorm.weight is [3], the config says [64]",
+                      "fc_norm.weight is unexpected"):
+        assert complaint in str(caught.value)
