@@ -16,6 +16,7 @@ from rich.console import Console
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient, BatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
 from baton.load import LoadPlan, Slo, random_queries, run_load, summarise
@@ -73,14 +74,22 @@ def up(
     draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    token_file: TokenFile = None,
 ) -> None:
     """Run a whole cluster on this machine, in the foreground. Ctrl-C stops it; a process that dies is restarted."""
+    with _one_line_errors():
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
     worker_flags = [*_flag("--numerics", numerics), *_flag("--transport", transport),
                     *_flag("--draft", None if draft is None else str(draft))]
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
-        worker_flags=tuple(worker_flags), config_file=config, log_level=log_level)
+        worker_flags=tuple(worker_flags), config_file=config, log_level=log_level,
+        security=security)
 
     async def run(stop: StopSignal) -> None:
         await interruptible(stop, _serve(settings, Console(highlight=False)))
@@ -145,6 +154,11 @@ def generate(
                                                    "any; the answer is the same.", show_default="yes")] = None,
     timeout: Timeout = None,
     as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    token_file: TokenFile = None,
 ) -> None:
     """Continue a prompt, or with --chat answer it, and stream the text."""
     with _one_line_errors():
@@ -153,7 +167,7 @@ def generate(
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
             num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate)
-        with BatonClient(target) as client:
+        with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
             events = client.generate(query, timeout_s=timeout)
             if as_json:
                 for event in events:
@@ -205,9 +219,15 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     timeout: Timeout = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    token_file: TokenFile = None,
 ) -> None:
     """Talk to the model; it sees the whole conversation. End with Ctrl-D."""
-    with _one_line_errors(), BatonClient(target) as client:
+    with (_one_line_errors(),
+          BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client):
         converse(client, system=system, sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens),
                  timeout_s=timeout)
 
@@ -216,10 +236,15 @@ def chat(
 def status(
     target: Target = DEFAULT_TARGET,
     as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    token_file: TokenFile = None,
 ) -> None:
     """Workers, pools, pages and sessions at a glance. Exit code 1 unless every worker serves."""
     with _one_line_errors():
-        with BatonClient(target) as client:
+        with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
             seen = client.cluster_status()
         if as_json:
             print(json.dumps(asdict(seen)))
@@ -240,12 +265,18 @@ def load(
     slo_tpot: Annotated[float, typer.Option(help="Limit on time per further token, seconds.")] = 0.05,
     seed: Annotated[int, typer.Option(help="The same seed sends the same requests at the same times.")] = 0,
     as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    token_file: TokenFile = None,
 ) -> None:
     """Send requests at a steady rate and report TTFT, TPOT, ITL and goodput. Exit code 1 if any failed."""
     plan, slo = LoadPlan(rate, seed), Slo(slo_ttft, slo_tpot)
 
     async def run() -> dict[str, float | None]:
-        async with AsyncBatonClient(target) as client:
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
+        async with AsyncBatonClient(target, security=security) as client:
             queries = random_queries(await client.model_info(), count=requests, prompt_tokens=prompt_tokens,
                                      output_tokens=output_tokens, seed=seed)
             started = time.monotonic()

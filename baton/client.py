@@ -6,6 +6,8 @@
     async with AsyncBatonClient("127.0.0.1:7000") as client:
         async for event in client.generate(Query("Once upon a time")): ...
 
+    BatonClient("router.example.org:7000", security=client_security(tls_ca=Path("ca.pem"), token_file=Path("token")))
+
 Every failure is a `runtime.errors.BatonError`: InvalidRequestError carries field violations, CapacityError and
 UnavailableError when to come back. Closing an iterator early, or cancelling the task that awaits it, aborts the request
 on the server.
@@ -23,6 +25,7 @@ from baton.values import ClusterStatus, Completion, Event, ModelInfo, Query
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
 from runtime.client import open_channel, open_sync_channel
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 from runtime.status import error_from_rpc
 
 DEFAULT_TARGET = "127.0.0.1:7000"
@@ -44,8 +47,8 @@ def _typed_errors() -> Iterator[None]:
 class BatonClient:
     """For threads. One client may be shared by many."""
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self._channel = open_sync_channel(target)
+    def __init__(self, target: str = DEFAULT_TARGET, *, security: ChannelSecurity = PLAIN_CHANNEL) -> None:
+        self._channel = open_sync_channel(target, security=security)
         self._stub = GenerationStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -96,8 +99,8 @@ class BatonClient:
 class AsyncBatonClient:
     """For asyncio. Build it inside the running loop."""
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self._channel = open_channel(target)
+    def __init__(self, target: str = DEFAULT_TARGET, *, security: ChannelSecurity = PLAIN_CHANNEL) -> None:
+        self._channel = open_channel(target, security=security)
         self._stub = GenerationStub(self._channel)
 
     async def __aenter__(self) -> Self:

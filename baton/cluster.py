@@ -24,9 +24,11 @@ from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.process import LogSink, ProcessSpec, RoleProcess
+from runtime.access import PeerRole
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
 _ANY_PORT = "127.0.0.1:0"
@@ -53,6 +55,7 @@ class ClusterConfig:
     log_level: str = "info"
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0
+    security: ChannelSecurity = PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
 
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""
@@ -123,7 +126,8 @@ class LocalCluster:
         deadline = asyncio.get_running_loop().time() + timeout_s
         for process in self.processes.values():
             if process.spec.leads:
-                await _wait_process(process, max(deadline - asyncio.get_running_loop().time(), 0.1))
+                left_s = max(deadline - asyncio.get_running_loop().time(), 0.1)
+                await _wait_process(process, self._config.security, left_s)
 
     async def wait_ended(self) -> None:
         """Until cancelled: processes that die are restarted. Raises what ends the watching of one."""
@@ -209,21 +213,23 @@ class LocalCluster:
         self._sink(_NARRATOR, text)
 
 
-async def _wait_process(process: RoleProcess, timeout_s: float) -> None:
+async def _wait_process(process: RoleProcess, security: ChannelSecurity, timeout_s: float) -> None:
     announcement = process.announcement
     assert announcement is not None
-    async with open_channel(announcement.address) as channel:
+    security = security.to(PeerRole(process.spec.role))
+    async with open_channel(announcement.address, security=security) as channel:
         try:
             await wait_serving(channel, _SERVICES[process.spec.role], timeout_s=timeout_s)
         except UnavailableError as error:
-            reasons = await _worker_problems(announcement.address) if process.spec.role == "router" else []
+            is_router = process.spec.role == "router"
+            reasons = await _worker_problems(announcement.address, security) if is_router else []
             raise UnavailableError("; ".join([f"{process.spec.name}: {error}", *reasons])) from None
 
 
-async def _worker_problems(router: str) -> list[str]:
+async def _worker_problems(router: str, security: ChannelSecurity) -> list[str]:
     """What the router says of the workers it cannot use."""
     with contextlib.suppress(BatonError):
-        async with AsyncBatonClient(router) as client:
+        async with AsyncBatonClient(router, security=security) as client:
             workers = (await client.cluster_status()).workers
             return [f"{worker.role} {worker.address}: {worker.reason}" for worker in workers if worker.reason]
     return []

@@ -5,12 +5,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from runtime.config import AddressField, Config
+from runtime.config import AddressField
+from runtime.security import TlsConfig
 
 TransportName = Literal["auto", "shm", "tcp"]
 
 
-class WorkerConfig(Config):
+class WorkerConfig(TlsConfig):
     """One process of a pool: its place, its memory, its limits."""
 
     model: Path = Field(description="directory of the checkpoint (config.json, *.safetensors)")

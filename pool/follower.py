@@ -22,6 +22,7 @@ from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import open_channel
 from runtime.errors import BatonError, PeerLostError
+from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from transfer import codec
 from transfer.stage_channel import UcxStageChannel
@@ -95,8 +96,10 @@ class FollowerEngine:
 class Follower:
     """Keeps the stage joined to its leader until cancelled."""
 
-    def __init__(self, config: WorkerConfig, stage: Stage, engine: FollowerEngine, channel_address: bytes) -> None:
+    def __init__(self, config: WorkerConfig, stage: Stage, engine: FollowerEngine, channel_address: bytes,
+                 security: ChannelSecurity) -> None:
         self._config = config
+        self._security = security
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
@@ -111,7 +114,7 @@ class Follower:
     async def run(self, on_joined: Callable[[bool], None]) -> None:
         """Join, serve, rejoin, for ever. `on_joined` hears of each change of membership."""
         delay = REJOIN_MIN_S
-        async with open_channel(self._config.leader) as channel:
+        async with open_channel(self._config.leader, security=self._security) as channel:
             stub = pipeline_pb2_grpc.PipelineStub(channel)
             while True:
                 try:

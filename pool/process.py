@@ -27,9 +27,12 @@ from pool.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, worker_info
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
+from runtime.access import PeerRole
 from runtime.announce import Announcement, write_announcement
+from runtime.certificates import CertificateStore
 from runtime.errors import InternalError
 from runtime.metrics import Exposition, RpcMetrics, StageMetrics, new_registry
+from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
 from runtime.version import VERSION
@@ -118,18 +121,24 @@ class _Process:
     events: _SessionEvents
     incarnation: str
     stop: StopSignal
+    certificates: CertificateStore | None
+
+    @property
+    def peer_role(self) -> PeerRole:
+        """Of this process and of the other stages of its pool."""
+        return PeerRole(self.role.name)
 
 
 async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None:
-    """Until `stop`. Raises ConfigError when checkpoint, flags and memory do not fit together."""
-    incarnation, events = secrets.token_hex(8), _SessionEvents()
+    """Until `stop`. Raises ConfigError when checkpoint, flags, files and memory do not fit together."""
+    incarnation, events, certificates = secrets.token_hex(8), _SessionEvents(), config.certificates()
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
     logger.info("%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
                 describe_pools(plan.geometry), config.numerics)
     stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers,
                         speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
-    process = _Process(config, role, stage, registry, events, incarnation, stop)
+    process = _Process(config, role, stage, registry, events, incarnation, stop, certificates)
     try:
         await (_lead(process) if config.rank == 0 else _follow(process))
     finally:
@@ -184,7 +193,8 @@ async def _follow(process: _Process) -> None:
                               profile=TransportProfile(config.transport), on_sent=meters.on_frame)
     engine = FollowerEngine(stage, sample, channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward)
-    follower = Follower(config, stage, engine, channel.address)
+    security = ChannelSecurity(process.certificates).to(process.peer_role)
+    follower = Follower(config, stage, engine, channel.address, security)
     process.events.listener = follower.on_stage_event
     async with _listening(process, server):
         engine.start()
@@ -215,8 +225,10 @@ class _HealthSetter:
 
 
 def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
-    return GrpcServer(ServerOptions(listen=process.config.listen), services=services,
-                      metrics=RpcMetrics.create(process.registry), background_methods=WATCH_METHODS)
+    config = process.config
+    return GrpcServer(ServerOptions(listen=config.listen, health_listen=config.health_listen), services=services,
+                      metrics=RpcMetrics.create(process.registry), background_methods=WATCH_METHODS,
+                      security=ServerSecurity(process.certificates, pool=process.peer_role))
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from router.policy import Policy
 from runtime.config import load
 from runtime.errors import ConfigError
 from runtime.log import LogStyle, configure
+from runtime.security import ClientCertificates
 from runtime.supervision import EXIT_CONFIG, run_process
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -25,6 +26,13 @@ def router(
     model_name: Annotated[str | None, typer.Option(help="What clients call it; default: the directory.")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on; port 0: any free one.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Serve /metrics here; 0: any free port.")] = None,
+    health_listen: Annotated[str | None, typer.Option(help="HOST:PORT for probes without TLS.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; a DNS name of it is router.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate, not encrypted.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="PEM certificates of the roles' authority.")] = None,
+    client_certificates: Annotated[ClientCertificates | None, typer.Option(
+        help="With TLS: whether clients must show one of the authority.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="Bearer tokens clients must show, one per line.")] = None,
     announce: Annotated[Path | None, typer.Option(help="Write a JSON file here once listening.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="How workers are chosen.")] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Requests held back at most.")] = None,
@@ -36,7 +44,9 @@ def router(
     flags = {
         "prefill": prefill or None, "decode": decode or None, "model": model, "model_name": model_name,
         "listen": listen, "metrics_port": metrics_port, "announce": announce, "policy": policy,
-        "max_waiting": max_waiting, "log_level": log_level, "log_style": log_style,
+        "health_listen": health_listen, "tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca,
+        "client_certificates": client_certificates, "token_file": token_file, "max_waiting": max_waiting,
+        "log_level": log_level, "log_style": log_style,
     }
     try:
         settings = load(RouterConfig, section="router", flags=flags, file=config)

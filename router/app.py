@@ -18,8 +18,10 @@ from runtime.announce import Announcement, write_announcement
 from runtime.clock import SystemClock
 from runtime.config import describe
 from runtime.metrics import Exposition, RouterMetrics, RpcMetrics, new_registry
+from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
+from runtime.tokens import TokenList
 from runtime.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -29,20 +31,25 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     """Run a router until `stop`, then drain.
 
     Raises:
-        ConfigError: the model directory, an address or a port cannot be used.
+        ConfigError: the model directory, a file of certificates or tokens, an address or a port cannot be used.
     """
     logger.info("settings\n%s", describe(config))
+    certificates = config.certificates()
+    security = ServerSecurity(certificates, config.client_certificates,
+                              None if config.token_file is None else TokenList(config.token_file))
     model = load_served_model(config.model, config.model_name)
     registry = new_registry(role="router", version=VERSION)
     metrics, clock = RouterMetrics.create(registry), SystemClock()
     directory = Directory(DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s,
-                                           config.decode_lookahead), model.facts, metrics, random.Random())
+                                           config.decode_lookahead, ChannelSecurity(certificates)),
+                          model.facts, metrics, random.Random())
     limits = AdmissionLimits(config.max_waiting, config.max_wait_s, config.peer_wait_s)
     admission = Admission(directory, limits, metrics, clock)
     services = Services(admission, directory,
                         FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=config.peer_wait_s,
                                    capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics)
-    server = GrpcServer(ServerOptions(listen=config.listen), services=(SERVICE,), metrics=RpcMetrics.create(registry))
+    server = GrpcServer(ServerOptions(listen=config.listen, health_listen=config.health_listen), services=(SERVICE,),
+                        metrics=RpcMetrics.create(registry), security=security)
     request_limits = RequestLimits(config.max_request_s, config.client_stall_s)
     generation_pb2_grpc.add_GenerationServicer_to_server(
         GenerationService(model, services, request_limits, clock), server.grpc)

@@ -5,11 +5,12 @@ from pathlib import Path
 from pydantic import Field
 
 from router.policy import Policy
-from runtime.config import AddressField, Config
+from runtime.config import AddressField
 from runtime.log import LogStyle
+from runtime.security import ClientCertificates, TlsConfig
 
 
-class RouterConfig(Config):
+class RouterConfig(TlsConfig):
     """Seconds and counts; every wait of the router has its limit here."""
 
     model: Path
@@ -20,6 +21,8 @@ class RouterConfig(Config):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str = "127.0.0.1"
     announce: Path | None = None
+    client_certificates: ClientCertificates = ClientCertificates.REQUIRED
+    token_file: Path | None = None
     log_level: str = "info"
     log_style: LogStyle = LogStyle.HUMAN
     policy: Policy = Policy.LEAST_LOAD

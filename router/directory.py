@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
+import grpc
+
 from protos import generation_pb2
 from router.model_facts import ModelFacts
 from router.policy import Draw, Policy, choose
 from router.watch import watch_worker
 from router.worker import Booking, Role, Worker
+from runtime.access import PeerRole
 from runtime.client import open_channel
 from runtime.metrics import RouterMetrics
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 T = TypeVar("T")
 
@@ -51,6 +55,7 @@ class DirectoryOptions:
     policy: Policy = Policy.LEAST_LOAD
     watch_interval_s: float = 0.25
     decode_lookahead: int = 2
+    security: ChannelSecurity = PLAIN_CHANNEL
 
 
 class Directory:
@@ -65,12 +70,15 @@ class Directory:
         self._turns = dict.fromkeys(Role, 0)
         self._changed = asyncio.Event()
         self.workers = tuple(
-            Worker(role, address, open_channel(address), self._on_change, options.decode_lookahead)
+            Worker(role, address, self._open(role, address), self._on_change, options.decode_lookahead)
             for role, addresses in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode))
             for address in addresses)
         # Affinity is about prompts; a decode pool has nothing to remember of them.
         affine = options.policy is Policy.PREFIX_AFFINITY
         self._policies = {Role.PREFILL: options.policy, Role.DECODE: Policy.LEAST_LOAD if affine else options.policy}
+
+    def _open(self, role: Role, address: str) -> grpc.aio.Channel:
+        return open_channel(address, security=self._options.security.to(PeerRole(role.value)))
 
     async def run(self) -> None:
         """Watch every worker."""

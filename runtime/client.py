@@ -51,7 +51,7 @@ def open_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
     """An asyncio channel; it connects on first use. Raises ConfigError for an address that is not HOST:PORT, and for a
     token that would travel in plain text."""
     target, arguments = _target(address, options, security)
-    if security == PLAIN_CHANNEL:
+    if security.is_plain:
         return grpc.aio.insecure_channel(target, arguments)
 
     def dial(credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
@@ -66,7 +66,7 @@ def open_sync_channel(address: str, options: ChannelOptions = ChannelOptions(), 
                       security: ChannelSecurity = PLAIN_CHANNEL) -> grpc.Channel:
     """The same for code without an event loop."""
     target, arguments = _target(address, options, security)
-    if security == PLAIN_CHANNEL:
+    if security.is_plain:
         return grpc.insecure_channel(target, arguments)
 
     def dial(credentials: grpc.ChannelCredentials | None) -> grpc.Channel:

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from runtime.access import Access, PeerRole, access_to, check_role, roles_of
 from runtime.certificates import CertificateStore, TlsFiles
-from runtime.config import Config, parse_address
+from runtime.config import AddressField, Config, parse_address
 from runtime.errors import ConfigError
 from runtime.tokens import AUTHORIZATION_KEY, OwnToken, TokenList
 
@@ -36,6 +36,8 @@ class ClientCertificates(StrEnum):
 class TlsConfig(Config):
     """Settings of every process that listens and calls others: all three files, or plain text."""
 
+    health_listen: AddressField | None = Field(
+        default=None, description="HOST:PORT that serves health alone, in plain text, for probes without TLS")
     tls_cert: Path | None = Field(default=None, description="PEM certificate of this process; its DNS name is its role")
     tls_key: Path | None = Field(default=None, description="PEM key of --tls-cert, not encrypted")
     tls_ca: Path | None = Field(default=None, description="PEM certificates of the authority of all roles")
@@ -95,6 +97,10 @@ class ChannelSecurity:
     token: OwnToken | None = None
     server_name: str = ""
 
+    @property
+    def is_plain(self) -> bool:
+        return self.certificates is None and self.token is None
+
     def to(self, role: PeerRole) -> "ChannelSecurity":
         """For a channel to a server that must hold this role."""
         return replace(self, server_name=role.value)
@@ -104,6 +110,16 @@ class ChannelSecurity:
         if self.token is not None and self.certificates is None and not parse_address(address).is_loopback:
             raise ConfigError(f"token_file: the token would travel to {address} in plain text; give --tls-ca",
                               field="token_file")
+
+
+def client_security(*, tls_ca: Path | None = None, tls_cert: Path | None = None, tls_key: Path | None = None,
+                    token_file: Path | None = None, server_name: str = "") -> ChannelSecurity:
+    """What a client of the public API was given; `tls_ca` turns TLS on. Raises ConfigError naming the file that is
+    missing or cannot be used."""
+    if tls_ca is None and (tls_cert is not None or tls_key is not None):
+        raise ConfigError("tls_ca is missing: it says which servers to believe", field="tls_ca")
+    certificates = None if tls_ca is None else CertificateStore(TlsFiles(tls_ca, tls_cert, tls_key))
+    return ChannelSecurity(certificates, None if token_file is None else OwnToken(token_file), server_name)
 
 
 OPEN_SERVER = ServerSecurity()

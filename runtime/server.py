@@ -28,7 +28,8 @@ _HARD_LIMIT_FACTOR = 4
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never."""
+    """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never. `health_listen`
+    serves health once more, in plain text: for probes that know no TLS, as Kubernetes' own."""
 
     listen: str
     max_message_bytes: int = 16 << 20
@@ -37,6 +38,7 @@ class ServerOptions:
     max_connection_age_s: float | None = None
     max_connection_age_grace_s: float = 3600.0
     reflection: bool = True
+    health_listen: str | None = None
 
     def as_grpc(self) -> list[tuple[str, int]]:
         options = [
@@ -92,6 +94,7 @@ class GrpcServer:
         self._guard = CallGuard(background_methods=background_methods, max_message_bytes=options.max_message_bytes,
                                 metrics=metrics, security=security)
         self.health = Health(services)
+        self._health_server: grpc.aio.Server | None = None
         self.grpc = grpc.aio.server(interceptors=[self._guard], options=options.as_grpc())
 
     async def start(self) -> str:
@@ -103,21 +106,21 @@ class GrpcServer:
         if self._security.is_open and not self._listen.is_loopback:
             logger.warning("%s is open to everybody who can reach it: no certificates and no tokens are asked for",
                            self._listen)
-        credentials = self._security.credentials()
-        try:
-            if credentials is None:
-                port = self.grpc.add_insecure_port(str(self._listen))
-            else:
-                port = self.grpc.add_secure_port(str(self._listen), credentials)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            await self.grpc.stop(None)
-            raise ConfigError(f"cannot listen on {self._listen}: the address is in use or not of this machine",
-                              field="listen")
+        address = await _bind(self.grpc, self._listen, self._security.credentials(), field="listen")
         await self.health.start()
+        await self._start_health()
         await self.grpc.start()
-        return str(Address(self._listen.host, port))
+        return str(address)
+
+    async def _start_health(self) -> None:
+        """The second door, in plain text, with nothing behind it but health."""
+        if self._options.health_listen is None:
+            return
+        listen = parse_address(self._options.health_listen, field="health_listen")
+        self._health_server = grpc.aio.server(options=self._options.as_grpc())
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._health_server)
+        await _bind(self._health_server, listen, None, field="health_listen")
+        await self._health_server.start()
 
     async def drain(self, *, grace_s: float) -> None:
         """Say NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest, stop."""
@@ -128,3 +131,21 @@ class GrpcServer:
         self._guard.expel()
         await self._guard.wait_quiet(timeout_s=1.0)
         await self.grpc.stop(grace=0.2)
+        if self._health_server is not None:
+            await self._health_server.stop(grace=None)
+
+
+async def _bind(server: grpc.aio.Server, listen: Address, credentials: grpc.ServerCredentials | None, *,
+                field: str) -> Address:
+    """Where it listens. Raises ConfigError naming the setting when it cannot."""
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(str(listen))
+        else:
+            port = server.add_secure_port(str(listen), credentials)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        await server.stop(None)
+        raise ConfigError(f"cannot listen on {listen}: the address is in use or not of this machine", field=field)
+    return Address(listen.host, port)

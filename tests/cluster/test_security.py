@@ -1,0 +1,113 @@
+"""A whole cluster under mutual TLS, with a token for clients: it answers, and refuses everybody else."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.client import AsyncBatonClient
+from baton.values import Query, Sampling, Stop
+from engine.request import Request, SamplingParams
+from protos import decode_pb2, decode_pb2_grpc, pipeline_pb2, pipeline_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from runtime.client import open_channel
+from runtime.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
+from runtime.security import ChannelSecurity
+from runtime.status import error_from_rpc
+from runtime.tokens import OwnToken
+from tests.cluster.conftest import Reference
+from tests.support.authority import Authority, write
+from tests.support.clusters import running_cluster
+
+PROMPT, NUM_TOKENS = tuple(range(3, 100)), 12
+QUERY = Query(prompt=PROMPT, sampling=Sampling(temperature=0), stop=Stop(max_tokens=NUM_TOKENS), skip_text=True)
+ROLES = ("router", "prefill", "decode")
+
+
+def settings(folder: Path, authority: Authority, tokens: Path) -> Path:
+    """The configuration file of all roles, and the files it names."""
+    lines = []
+    for role in ROLES:
+        files = authority.files(folder / role, role)
+        lines += [f"[{role}]", f'tls_ca = "{files.ca}"', f'tls_cert = "{files.cert}"', f'tls_key = "{files.key}"']
+        lines += [f'token_file = "{tokens}"'] if role == "router" else []
+    path = folder / "baton.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+async def refusal(call: "grpc.aio.StreamStreamCall") -> Exception:  # type: ignore[type-arg]
+    """What a stream that was opened by somebody without the right ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call.read()
+    return error_from_rpc(refused.value)
+
+
+async def test_a_cluster_under_mutual_tls_and_tokens(checkpoint: Path, reference: Reference, tmp_path: Path) -> None:
+    old, new = Authority("old"), Authority("new")
+    token = tmp_path / "token"
+    token.write_text("the-token-of-this-test\n")
+    config = settings(tmp_path, old, token)
+    operator = ChannelSecurity(old.store(tmp_path / "operator", "operator"))
+    client_files = old.store(tmp_path / "client", "client")
+    client = ChannelSecurity(client_files, OwnToken(token))
+    flags = ("--config", str(config))
+    async with running_cluster(checkpoint, decode_pp=2, worker_flags=flags, router_flags=flags, security=operator,
+                               client_security=client) as running:
+        ((*expected,),) = reference.answers([Request("r", PROMPT, NUM_TOKENS, SamplingParams(temperature=0))])
+        answer = await running.client.complete(QUERY, timeout_s=30)
+        assert list(answer.token_ids) == [token_id for token_id, _ in expected]
+
+        async with AsyncBatonClient(running.cluster.address, security=ChannelSecurity(client_files)) as tokenless:
+            with pytest.raises(UnauthenticatedError):
+                await tokenless.complete(QUERY, timeout_s=10)
+        async with AsyncBatonClient(running.cluster.address) as in_the_clear:
+            with pytest.raises(UnavailableError):
+                await in_the_clear.complete(QUERY, timeout_s=10)
+        addresses = {name: process.announcement.address for name, process in running.cluster.processes.items()
+                     if process.announcement is not None}
+        prefill = ChannelSecurity(client_files, server_name="prefill")
+        async with open_channel(addresses["prefill-0"], security=prefill) as channel:
+            run = prefill_pb2_grpc.PrefillStub(channel).Run(iter([prefill_pb2.RunRequest()]))
+            assert isinstance(await refusal(run), PermissionDeniedError)
+        decode = ChannelSecurity(client_files, server_name="decode")
+        async with open_channel(addresses["decode-0.0"], security=decode) as channel:
+            generate = decode_pb2_grpc.DecodeStub(channel).Generate(iter([decode_pb2.DecodeRequest()]))
+            assert isinstance(await refusal(generate), PermissionDeniedError)
+            join = pipeline_pb2_grpc.PipelineStub(channel).Join(iter([pipeline_pb2.JoinRequest()]))
+            assert isinstance(await refusal(join), PermissionDeniedError)
+
+        await rotate_under_load(running.client, [token_id for token_id, _ in expected], tmp_path, old, new)
+        await running.until_clean()
+
+
+async def rotate_under_load(client: AsyncBatonClient, expected: list[int], folder: Path, old: Authority,
+                            new: Authority) -> None:
+    """Change every certificate for one of another authority while requests run; all of them are answered."""
+    both, people = old.pem + new.pem, ("client", "operator")
+    answered, is_over = [0], asyncio.Event()
+
+    async def load() -> None:
+        while not is_over.is_set():
+            assert list((await client.complete(QUERY, timeout_s=20)).token_ids) == expected
+            answered[0] += 1
+
+    async def two_more() -> None:
+        target = answered[0] + 2
+        while answered[0] < target and not all(task.done() for task in tasks):  # noqa: ASYNC110 (what the tasks count)
+            await asyncio.sleep(0.02)
+
+    tasks = [asyncio.create_task(load()) for _ in range(2)]
+    for name in (*ROLES, *people):
+        (folder / name / "ca.pem").write_bytes(both)
+    await two_more()
+    for names in (people, ROLES[:1], ROLES[1:]):
+        for name in names:
+            write(folder / name, both, new.issue(name))
+        await two_more()
+    for name in (*ROLES, *people):
+        (folder / name / "ca.pem").write_bytes(new.pem)
+    await two_more()
+    is_over.set()
+    await asyncio.gather(*tasks)
+    assert answered[0] >= 2 * 5
