@@ -9,6 +9,8 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS := $(PROTOS:.proto=_pb2.py) $(PROTOS:.proto=_pb2.pyi) $(PROTOS:.proto=_pb2_grpc.py) $(PROTOS:.proto=_pb2_grpc.pyi)
 # One compute thread per process: a local cluster gives each process a core of its own.
 export OMP_NUM_THREADS ?= 1
+# Tests that start clusters stay on one worker; see tests/conftest.py.
+TEST_WORKERS ?= 2
 
 .PHONY: help venv demo test check lint types buf stubs manifests-current protos manifests bench clean
 
@@ -26,7 +28,7 @@ demo: venv ## start a whole local cluster, ask the shipped model a question, sho
 	$(BIN)/baton demo
 
 test: venv ## all tests that need no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadgroup
 
 check: lint types buf stubs manifests-current ## everything that can be said without running
 
