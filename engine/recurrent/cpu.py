@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode
 from engine.numerics import Numerics, silu
+from engine.recurrent.checks import check_mode, pool_of
 from engine.recurrent.gated_delta import CHUNK, chunked, normalise_heads, recurrent_step
 from runtime.errors import InternalError
 
@@ -52,8 +53,8 @@ class CpuRecurrent:
 
         An explicit sum of kernel-many products in fp32, because library convolutions change bits with the length.
         """
-        _check_mode(batch)
-        pool = _pool(self._conv_pools, layer_id, "conv")
+        check_mode(batch)
+        pool = pool_of(self._conv_pools, layer_id, "conv")
         if not x.shape[0]:
             return x
         history = _load(pool, batch)
@@ -75,8 +76,8 @@ class CpuRecurrent:
     def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                          batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.gated_delta_rule`. q and k are normalised here, not by the caller."""
-        _check_mode(batch)
-        pool = _pool(self._state_pools, layer_id, "state")
+        check_mode(batch)
+        pool = pool_of(self._state_pools, layer_id, "state")
         if not v.shape[0]:
             return v.float()
         q, k = normalise_heads(q, k, v.shape[1])
@@ -90,25 +91,6 @@ class CpuRecurrent:
             out = out.transpose(1, 2).flatten(0, 1)[layout.token_at]
         pool[batch.slot_ids.long()] = state
         return out
-
-
-def _check_mode(batch: ForwardBatch) -> None:
-    if batch.mode is ForwardMode.DECODE:
-        if any(length != 1 for length in batch.query_lens):
-            raise InternalError(f"decode rows bring one token each, got {batch.query_lens}")
-    elif batch.mode is ForwardMode.PREFILL:
-        for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            if query_len and context_len % CHUNK:
-                raise InternalError(f"prefill row {row} starts at {context_len}, not on a multiple of {CHUNK}")
-    elif batch.num_tokens:
-        raise InternalError(f"recurrent layers cannot run a {batch.mode} batch")
-
-
-def _pool(pools: Mapping[int, Tensor], layer_id: int, kind: str) -> Tensor:
-    pool = pools.get(layer_id)
-    if pool is None:
-        raise InternalError(f"layer {layer_id} has no {kind} slots on this stage")
-    return pool
 
 
 def _load(pool: Tensor, batch: ForwardBatch) -> Tensor:

@@ -22,7 +22,7 @@ BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBa
 
 
 @dataclass(frozen=True)
-class _Level:
+class Level:
     """The nodes of one depth: their places among all nodes in order of depth, and where among the last level's nodes
     (the rows, at depth 0) their parents are [N], or None where each continues the one in its place."""
 
@@ -31,7 +31,7 @@ class _Level:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class TreeLayout:
     """A batch of trees. R rows, T nodes.
 
     slots         [R] int64
@@ -45,7 +45,7 @@ class _Layout:
     slots: Tensor
     scratch_rows: Tensor
     nodes: ForwardBatch
-    levels: list[_Level]
+    levels: list[Level]
     by_depth: Tensor | None
     paths: list[tuple[int, list[int]]]
 
@@ -75,7 +75,7 @@ class TreeRecurrent:
         self._conv_scratch = {layer_id: _scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
         self._state_scratch = {layer_id: _scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
         self._nodes = backend_over(self._conv_scratch, self._state_scratch)
-        self._planned: tuple[ForwardBatch, _Layout, dict[int, Tensor]] | None = None
+        self._planned: tuple[ForwardBatch, TreeLayout, dict[int, Tensor]] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.causal_conv`."""
@@ -123,10 +123,10 @@ class TreeRecurrent:
             for layer_id, pool in pools.items():
                 pool[slots] = scratch[layer_id][sources]
 
-    def _layout(self, batch: ForwardBatch) -> tuple[_Layout, dict[int, Tensor]]:
+    def _layout(self, batch: ForwardBatch) -> tuple[TreeLayout, dict[int, Tensor]]:
         """Made at the first recurrent layer of a forward, used by all."""
         if self._planned is None or self._planned[0] is not batch:
-            self._planned = (batch, _lay_out(batch, self._max_nodes), {})
+            self._planned = (batch, lay_out(batch, self._max_nodes), {})
         return self._planned[1:]
 
 
@@ -134,7 +134,7 @@ def _scratch(pool: Tensor, max_nodes: int) -> Tensor:
     return torch.empty(pool.shape[0] * max_nodes, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
 
 
-def _lay_out(batch: ForwardBatch, max_nodes: int) -> _Layout:
+def lay_out(batch: ForwardBatch, max_nodes: int) -> TreeLayout:
     info = batch.spec_info
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
@@ -157,11 +157,11 @@ def _lay_out(batch: ForwardBatch, max_nodes: int) -> _Layout:
     for _, nodes in sorted(by_depth.items()):
         parents = [parent for _, parent in nodes]
         in_place = parents == list(range(width))
-        levels.append(_Level(slice(len(order), len(order) + len(nodes)), None if in_place else torch.tensor(parents)))
+        levels.append(Level(slice(len(order), len(order) + len(nodes)), None if in_place else torch.tensor(parents)))
         order += [token for token, _ in nodes]
         width = len(nodes)
     is_ordered = order == list(range(len(order)))
-    return _Layout(batch.slot_ids.long(), torch.tensor(scratch_rows), _node_batch(scratch_rows, positions), levels,
+    return TreeLayout(batch.slot_ids.long(), torch.tensor(scratch_rows), _node_batch(scratch_rows, positions), levels,
                    None if is_ordered else torch.tensor(order), paths)
 
 
