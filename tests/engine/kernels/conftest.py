@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter here: the same code, on the CPU. It must be chosen before a kernel is imported."""
+"""Kernels run in Triton's interpreter here: the same code, on the CPU. To be chosen before a kernel is imported."""
 
 import os
 

@@ -41,8 +41,8 @@ _SHARED_BYTES = 227 << 10  # of one multiprocessor
 
 def test_every_kernel_compiles_for_hopper_within_its_shared_memory() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, timeout=110,
-                          check=False)
+    done = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True,
+                          timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = {name: (int(size), int(shared)) for name, size, shared in map(str.split, done.stdout.splitlines())}
     assert len(compiled) == 11

@@ -1,5 +1,5 @@
-"""Attention to listed entries, against the definition in fp64. bf16 products are for tests/gpu: the interpreter does not
-know them."""
+"""Attention to listed entries, against the definition in fp64. bf16 products are for tests/gpu: the interpreter does
+not know them."""
 
 import pytest
 import torch
