@@ -22,6 +22,7 @@ def test_each_token_attends_to_what_it_lists(heads: int, latent: int, rope: int,
     used = keys[keys >= 0].long()
     entries[used] = torch.randn(len(used), latent + rope, generator=generator)
     out = listed_attention(q, entries, keys, latent_dim=latent, scale=SCALE)
+    assert out.shape == (4, heads, latent)
     for token in range(4):
         own = entries[keys[token][keys[token] >= 0].long()].double()
         weights = (q[token].double() @ own.T * SCALE).softmax(-1)
