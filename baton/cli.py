@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,14 +13,17 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from baton.client import DEFAULT_TARGET, AsyncBatonClient, BatonClient
+from baton.client import DEFAULT_TARGET, BatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
-from baton.load import LoadPlan, Slo, random_queries, run_load, summarise
-from baton.render import event_json, figures_text, log_printer, status_table
+from baton.load import Slo
+from baton.load_command import Api, LoadSpec, connect, measure, report
+from baton.load_plot import check_can_plot
+from baton.render import event_json, log_printer, status_table
 from baton.values import ChatMessage, Chunk, Event, Prompt, Query, Sampling, Stop
+from baton.workload import Arrivals, Lengths, Process, Shape
 from runtime.errors import BatonError, ConfigError, FieldViolation, InvalidRequestError, RequestAborted
 from runtime.supervision import StopSignal, interruptible, run_process
 
@@ -34,6 +36,7 @@ Target = Annotated[str, typer.Option(help="HOST:PORT of the router.")]
 Timeout = Annotated[float | None, typer.Option(help="Give up after this many seconds.")]
 Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+_LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
@@ -257,13 +260,21 @@ def status(
 @app.command()
 def load(
     target: Target = DEFAULT_TARGET,
+    api: Annotated[Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")] = Api.BATON,
     requests: Annotated[int, typer.Option(min=1, help="How many to send.")] = 60,
-    rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second (Poisson).")] = 4.0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Mean length of the random prompts.")] = 192,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens each request generates.")] = 32,
+    rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second.")] = 4.0,
+    arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON,
+    burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8,
+    prompt_tokens: Annotated[str, typer.Option(help=_LENGTH_HELP)] = "uniform:96-288",
+    output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "32",
+    trace: Annotated[Path | None, typer.Option(help="Replay times and lengths of this JSONL file instead.")] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Replay a trace this much faster.")] = 1.0,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests to send before, and not to count.")] = 2,
     slo_ttft: Annotated[float, typer.Option(help="Limit on time to first token, seconds.")] = 0.5,
     slo_tpot: Annotated[float, typer.Option(help="Limit on time per further token, seconds.")] = 0.05,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Give a request up after this many seconds.")] = 60.0,
     seed: Annotated[int, typer.Option(help="The same seed sends the same requests at the same times.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -271,21 +282,29 @@ def load(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Send requests at a steady rate and report TTFT, TPOT, ITL and goodput. Exit code 1 if any failed."""
-    plan, slo = LoadPlan(rate, seed), Slo(slo_ttft, slo_tpot)
+    """Send requests when they are due, however slow the answers are; report TTFT, TPOT, ITL and goodput. Exit code 1 if
+    any failed."""
+    console = Console(stderr=True, highlight=False)
 
-    async def run() -> dict[str, float | None]:
+    async def run(spec: LoadSpec) -> dict[str, object]:
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-        async with AsyncBatonClient(target, security=security) as client:
-            queries = random_queries(await client.model_info(), count=requests, prompt_tokens=prompt_tokens,
-                                     output_tokens=output_tokens, seed=seed)
-            started = time.monotonic()
-            outcomes = await run_load(client, queries, plan)
-            return summarise(outcomes, slo, time.monotonic() - started)
+        async with connect(api, target, security) as client:
+            figures, _ = await measure(client, spec, console)
+            return figures
 
     with _one_line_errors():
-        figures = asyncio.run(run())
-        print(json.dumps(figures) if as_json else figures_text(figures))
+        if plot is not None:
+            check_can_plot(plot)
+        shape = Shape(Lengths.parse(prompt_tokens, field="prompt_tokens"),
+                      Lengths.parse(output_tokens, field="output_tokens"))
+        figures = asyncio.run(run(LoadSpec(
+            api, requests, Arrivals(arrival, rate, burst), shape, Slo(slo_ttft, slo_tpot), trace, speed, warm_up, seed,
+            timeout, plot)))
+        if as_json:
+            print(json.dumps(figures))
+        else:
+            for part in report(figures):
+                Console(highlight=False).print(part)
         if figures["failed"]:
             raise typer.Exit(1)
 

@@ -1,39 +1,34 @@
 """Open-loop load: requests arrive when they arrive, however slow the answers are.
 
-    outcomes = await run_load(client, queries, plan)        # one Outcome per query, in order of arrival
-    good = goodput(outcomes, Slo(ttft_s=0.5, tpot_s=0.05), duration_s)
+    planned = plan(100, Arrivals(rate=4), shape, seed=0)
+    outcomes = await run_load(client, queries, [item.at_s for item in planned])     # in order of arrival
+    figures = summarise(outcomes, Slo(ttft_s=0.5, tpot_s=0.05))
 
-TTFT is sent to first token; TPOT (last - first) / (tokens - 1); ITL the gap between two messages of a stream.
+TTFT is sent to first token; TPOT (last - first) / (tokens - 1); ITL the gap between two messages of a stream; E2E sent
+to last token. A request that was sent late, because this process was busy, says so in `lag_s`: when lags are not small
+against the other figures, the load generator is what was measured.
 """
 
 import asyncio
-import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from baton.client import AsyncBatonClient
-from baton.values import Finish, ModelInfo, Query, Sampling, Stop, Timings
+from baton.values import Event, Finish, ModelInfo, Query, Timings
 from runtime.errors import BatonError
 
+TIMEOUT_S = 60.0
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """Poisson arrivals at `rate` requests per second, repeatable by `seed`."""
 
-    rate: float
-    seed: int = 0
-    timeout_s: float = 60.0
+class Endpoint(Protocol):
+    """What can be loaded: `AsyncBatonClient` and `AsyncVllmEngineClient`."""
 
-    def arrivals(self, count: int) -> list[float]:
-        """Seconds after the start."""
-        rng = random.Random(self.seed)
-        at, times = 0.0, []
-        for _ in range(count):
-            at += rng.expovariate(self.rate)
-            times.append(at)
-        return times
+    async def model_info(self) -> ModelInfo: ...
+
+    def generate(self, query: Query, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,8 @@ class Outcome:
     num_tokens: int
     timings: Timings | None
     error: str | None
+    arrived_s: float = 0.0  # when it should be sent, after the start
+    lag_s: float = 0.0  # how much later it was
 
     @property
     def tpot_s(self) -> float | None:
@@ -55,6 +52,15 @@ class Outcome:
     @property
     def itl_s(self) -> tuple[float, ...]:
         return tuple(b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False))
+
+    @property
+    def e2e_s(self) -> float | None:
+        return self.token_times_s[-1] if self.token_times_s else None
+
+    @property
+    def ended_s(self) -> float:
+        """After the start."""
+        return self.arrived_s + self.lag_s + (self.e2e_s or 0.0)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,21 @@ class Slo:
         if outcome.error is not None or outcome.ttft_s is None:
             return False
         return outcome.ttft_s <= self.ttft_s and (outcome.tpot_s or 0.0) <= self.tpot_s
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    num_total: int
+    num_sent: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+
+    @property
+    def num_open(self) -> int:
+        return self.num_sent - self.num_done - self.num_failed
 
 
 def goodput(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> float:
@@ -84,6 +105,11 @@ def percentiles(samples: Sequence[float], name: str) -> dict[str, float | None]:
             f"{name}_mean": statistics.fmean(samples)}
 
 
+def errors_of(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Failures by reason."""
+    return dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None))
+
+
 def summarise(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[str, float | None]:
     """The figures of one run."""
     done = [outcome for outcome in outcomes if outcome.error is None]
@@ -92,43 +118,43 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[
         "requests": len(outcomes),
         "failed": len(outcomes) - len(done),
         "duration_s": duration_s,
+        "requests_per_s": len(done) / duration_s,
         "output_tokens_per_s": sum(outcome.num_tokens for outcome in done) / duration_s,
         **percentiles([o.ttft_s for o in done if o.ttft_s is not None], "ttft_s"),
         **percentiles([o.tpot_s for o in done if o.tpot_s is not None], "tpot_s"),
         **percentiles([gap for o in done for gap in o.itl_s], "itl_s"),
+        **percentiles([o.e2e_s for o in done if o.e2e_s is not None], "e2e_s"),
         **percentiles([t.prefill_s for t in timings if t.prefill_s is not None], "prefill_s"),
         **percentiles([t.transfer_exposed_s for t in timings if t.transfer_exposed_s is not None],
                       "handoff_exposed_s"),
+        "lag_s_p99": percentiles([o.lag_s for o in outcomes], "lag_s")["lag_s_p99"],
         "slo_ttft_s": slo.ttft_s,
         "slo_tpot_s": slo.tpot_s,
         "goodput_per_s": goodput(outcomes, slo, duration_s),
-        "slo_attainment": sum(slo.is_met(outcome) for outcome in outcomes) / len(outcomes),
+        "slo_attainment": sum(slo.is_met(outcome) for outcome in outcomes) / max(len(outcomes), 1),
     }
 
 
-def random_queries(info: ModelInfo, *, count: int, prompt_tokens: int, output_tokens: int, seed: int) -> list[Query]:
-    """Prompts of random ordinary tokens, half to one and a half times the asked length, for any model. Each generates
-    exactly `output_tokens` tokens."""
-    rng = random.Random(seed)
-    ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
-    low, high = max(prompt_tokens // 2, 1), prompt_tokens * 3 // 2
-    return [Query(tuple(rng.choices(ordinary, k=rng.randint(low, high))), Sampling(seed=index),
-                  Stop(max_tokens=output_tokens, ignore_eos=True), skip_text=True)
-            for index in range(count)]
-
-
-async def run_load(client: AsyncBatonClient, queries: Sequence[Query], plan: LoadPlan) -> list[Outcome]:
+async def run_load(client: Endpoint, queries: Sequence[Query], arrivals_s: Sequence[float], *,
+                   timeout_s: float = TIMEOUT_S,
+                   on_progress: Callable[[Progress], object] = lambda progress: None) -> list[Outcome]:
     """Send each query at its time and wait for all of them."""
-    start = time.monotonic()
+    start, progress = time.monotonic(), Progress(len(queries))
 
     async def at(arrival_s: float, query: Query) -> Outcome:
         await asyncio.sleep(max(start + arrival_s - time.monotonic(), 0.0))
-        return await _measure(client, query, plan.timeout_s)
+        progress.num_sent += 1
+        outcome = await _measure(client, query, timeout_s, arrival_s, start)
+        progress.num_done += outcome.error is None
+        progress.num_failed += outcome.error is not None
+        progress.num_tokens += outcome.num_tokens
+        on_progress(progress)
+        return outcome
 
-    return list(await asyncio.gather(*map(at, plan.arrivals(len(queries)), queries)))
+    return list(await asyncio.gather(*map(at, arrivals_s, queries)))
 
 
-async def _measure(client: AsyncBatonClient, query: Query, timeout_s: float) -> Outcome:
+async def _measure(client: Endpoint, query: Query, timeout_s: float, arrival_s: float, start: float) -> Outcome:
     sent = time.monotonic()
     times: list[float] = []
     num_tokens, timings, error = 0, None, None
@@ -141,4 +167,5 @@ async def _measure(client: AsyncBatonClient, query: Query, timeout_s: float) -> 
                 num_tokens += len(event.token_ids)
     except BatonError as failure:
         error = failure.reason
-    return Outcome(times[0] if times else None, tuple(times), num_tokens, timings, error)
+    return Outcome(times[0] if times else None, tuple(times), num_tokens, timings, error, arrival_s,
+                   max(0.0, sent - start - arrival_s))

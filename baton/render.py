@@ -1,7 +1,6 @@
 """What the commands draw: tables for people, JSON for programs, coloured log prefixes."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 
 from rich.box import SIMPLE_HEAD
@@ -67,12 +66,6 @@ def status_table(status: ClusterStatus) -> Table:
             str(worker.running_requests), f"{worker.pages_free}/{worker.pages_total}",
             f"{worker.slots_free}/{worker.slots_total}", str(worker.open_sessions))
     return table
-
-
-def figures_text(figures: Mapping[str, float | None]) -> str:
-    """One aligned line per figure."""
-    width = max(map(len, figures))
-    return "\n".join(f"{name:<{width}}  {'-' if value is None else f'{value:.4g}'}" for name, value in figures.items())
 
 
 def log_printer(console: Console) -> LogSink:

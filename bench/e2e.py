@@ -12,7 +12,8 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
-from baton.load import LoadPlan, Slo, random_queries, run_load, summarise
+from baton.load import Slo, run_load, summarise
+from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.report import Value, render
 from runtime.errors import BatonError
 
@@ -23,11 +24,13 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     slo = Slo(flags.slo_ttft_s, flags.slo_tpot_s)
     async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
                 AsyncBatonClient(cluster.address) as client):
-        queries = random_queries(await client.model_info(), count=flags.requests, prompt_tokens=flags.prompt_tokens,
-                                 output_tokens=flags.output_tokens, seed=flags.seed)
-        await run_load(client, queries[:2], LoadPlan(rate=10))  # connections and code paths are warm from here on
+        mean = flags.prompt_tokens
+        shape = Shape(Lengths("uniform", max(mean // 2, 1), mean * 3 // 2), Lengths("constant", flags.output_tokens))
+        planned = plan(flags.requests, Arrivals(rate=flags.rate), shape, seed=flags.seed)
+        queries = make_queries(await client.model_info(), planned, seed=flags.seed)
+        await run_load(client, queries[:2], [0.0, 0.1])  # connections and code paths are warm from here on
         started = time.monotonic()
-        outcomes = await run_load(client, queries, LoadPlan(flags.rate, flags.seed))
+        outcomes = await run_load(client, queries, [item.at_s for item in planned])
         duration_s = time.monotonic() - started
     topology = f"{flags.prefill}x{flags.prefill_pp} prefill, {flags.decode}x{flags.decode_pp} decode"
     return {"topology": topology, "rate_per_s": flags.rate, **summarise(outcomes, slo, duration_s)}

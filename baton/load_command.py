@@ -1,0 +1,117 @@
+"""`baton load`: what to send, where, and how to tell."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from baton import load_plot
+from baton.client import AsyncBatonClient
+from baton.load import Endpoint, Outcome, Slo, errors_of, run_load, summarise
+from baton.load import Progress as RunProgress
+from baton.vllm_client import AsyncVllmEngineClient
+from baton.workload import Arrivals, Planned, Shape, make_queries, plan, read_trace
+from runtime.security import ChannelSecurity
+
+WARM_UP_RATE = 10.0
+_ROWS = {"time to first token": "ttft_s", "time per output token": "tpot_s", "gap between messages": "itl_s",
+         "whole request": "e2e_s", "prefill": "prefill_s", "handoff not hidden": "handoff_exposed_s"}
+
+
+class Api(StrEnum):
+    """What the endpoint speaks."""
+
+    BATON = "baton"
+    VLLM = "vllm"
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """One run. A trace, if there is one, takes the place of `count`, `arrivals` and `shape`."""
+
+    api: Api
+    count: int
+    arrivals: Arrivals
+    shape: Shape
+    slo: Slo
+    trace: Path | None = None
+    speed: float = 1.0
+    warm_up: int = 0
+    seed: int = 0
+    timeout_s: float = 60.0
+    picture: Path | None = None
+
+    def planned(self) -> list[Planned]:
+        """Raises ConfigError for a trace that cannot be used."""
+        if self.trace is not None:
+            return read_trace(self.trace, speed=self.speed)
+        return plan(self.count, self.arrivals, self.shape, seed=self.seed)
+
+
+def connect(api: Api, target: str, security: ChannelSecurity) -> AsyncBatonClient | AsyncVllmEngineClient:
+    """Raises ConfigError when the stubs of the other API are not installed."""
+    if api is Api.VLLM:
+        return AsyncVllmEngineClient(target, security=security)
+    return AsyncBatonClient(target, security=security)
+
+
+async def measure(client: Endpoint, spec: LoadSpec, console: Console) -> tuple[dict[str, object], list[Outcome]]:
+    """Warm up, send everything, and the figures of what was sent after the warm-up."""
+    planned = spec.planned()
+    queries = make_queries(await client.model_info(), planned, seed=spec.seed)
+    if spec.warm_up:
+        console.print(f"warming up with {spec.warm_up} requests", style="dim")
+        repeated = [queries[index % len(queries)] for index in range(spec.warm_up)]
+        await run_load(client, repeated, [index / WARM_UP_RATE for index in range(spec.warm_up)],
+                       timeout_s=spec.timeout_s)
+    with _bar(console, len(queries)) as show:
+        started = time.monotonic()
+        outcomes = await run_load(client, queries, [item.at_s for item in planned], timeout_s=spec.timeout_s,
+                                  on_progress=show)
+        duration_s = time.monotonic() - started
+    if spec.picture is not None:
+        load_plot.plot(outcomes, spec.slo, spec.picture)
+    return {**summarise(outcomes, spec.slo, duration_s), "errors": errors_of(outcomes)}, outcomes
+
+
+class _Bar:
+    def __init__(self, progress: Progress, num_total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("sending", total=num_total, note="")
+
+    def __call__(self, run: RunProgress) -> None:
+        note = f"{run.num_open} open, {run.num_failed} failed, {run.num_tokens} tokens"
+        self._progress.update(self._task, completed=run.num_done + run.num_failed, note=note)
+
+
+@contextmanager
+def _bar(console: Console, num_total: int) -> Iterator[_Bar]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
+               TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Bar(progress, num_total)
+
+
+def report(figures: dict[str, object]) -> Sequence[Table | str]:
+    """The figures for people."""
+    table = Table(title="milliseconds", title_justify="left", pad_edge=False)
+    table.add_column("")
+    for heading in ("p50", "p90", "p99", "mean"):
+        table.add_column(heading, justify="right")
+    for text, name in _ROWS.items():
+        values = [figures[f"{name}_{part}"] for part in ("p50", "p90", "p99", "mean")]
+        table.add_row(text, *("-" if not isinstance(value, float) else f"{value * 1e3:.1f}" for value in values))
+    lines = [f"{figures['requests']} requests in {figures['duration_s']:.1f} s, {figures['failed']} failed: "
+             f"{figures['requests_per_s']:.2f} a second, {figures['output_tokens_per_s']:.1f} tokens a second",
+             f"goodput {figures['goodput_per_s']:.2f} a second: {figures['slo_attainment']:.1%} kept "
+             f"{figures['slo_ttft_s']:g} s to the first token and {figures['slo_tpot_s']:g} s for each further one"]
+    if figures["errors"]:
+        lines.append(f"errors: {json.dumps(figures['errors'])}")
+    return (table, *lines)

@@ -1,0 +1,118 @@
+"""`baton load` against servers that answer by rule: Baton's API and VllmEngine's, by its published stubs."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
+
+from baton.load_plot import check_can_plot
+from baton.values import ChatMessage, Query
+from baton.vllm_client import AsyncVllmEngineClient
+from runtime.errors import CapacityError, ConfigError, InvalidRequestError
+from tests.support.generation import EchoGeneration, serve_echo
+
+
+class ScriptedEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # the stubs have no types
+    """Counts up from the prompt's first token; a prompt that begins with 13 is refused."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: ANN401
+        return vllm.GetModelInfoResponse(served_model_name="counter", vocab_size=12, max_context_length=64,
+                                         eos_token_ids=[0], architectures=["Counter"])
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ANN401
+        self.requests.append(request)
+        first, count = request.tokenized.input_ids[0], request.sampling_params.max_tokens
+        if first == 13:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        for index in range(count):
+            yield vllm.GenerateResponse(chunk=vllm.GenerateStreamChunk(
+                token_ids=[first + index], prompt_tokens=1, completion_tokens=index + 1))
+        yield vllm.GenerateResponse(complete=vllm.GenerateComplete(
+            finish_reason="length", prompt_tokens=1, completion_tokens=count))
+
+
+@asynccontextmanager
+async def engine() -> AsyncIterator[tuple[ScriptedEngine, str]]:
+    server, servicer = grpc.aio.server(), ScriptedEngine()
+    vllm_grpc.add_VllmEngineServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def baton_load(*flags: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec("baton", "load", *flags, stdout=asyncio.subprocess.PIPE,
+                                                   stderr=asyncio.subprocess.PIPE)
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def test_a_vllm_engine_is_loaded_and_the_run_is_drawn(tmp_path: Path) -> None:
+    async with engine() as (servicer, address):
+        code, out, err = await baton_load(
+            "--api", "vllm", "--target", address, "--requests", "6", "--arrival", "burst", "--burst", "3", "--rate",
+            "60", "--prompt-tokens", "uniform:2-5", "--output-tokens", "4", "--warm-up", "1", "--json", "--plot",
+            str(tmp_path / "run.png"))
+    assert code == 0, err
+    figures = json.loads(out)
+    assert (figures["requests"], figures["failed"], figures["errors"]) == (6, 0, {})
+    assert figures["output_tokens_per_s"] == pytest.approx(24 / figures["duration_s"])
+    assert 0 < figures["ttft_s_p50"] <= figures["e2e_s_p50"]
+    assert len(servicer.requests) == 7, "one of them to warm up"
+    assert {request.sampling_params.max_tokens for request in servicer.requests} == {4}
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_a_trace_is_replayed_and_told_as_a_table(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"at_s": 0, "prompt_tokens": 3, "output_tokens": 1}\n'
+                     '{"at_s": 0.2, "prompt_tokens": 5, "output_tokens": 1}\n')
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer)
+    code, out, err = await baton_load("--target", address, "--trace", str(trace), "--warm-up", "0")
+    await server.drain(grace_s=0)
+    assert code == 0, err
+    assert "2 requests" in out
+    for row in ("time to first token", "time per output token", "gap between messages", "goodput"):
+        assert row in out
+    assert [len(request.token_ids.ids) for request in servicer.requests] == [3, 5]
+
+
+async def test_the_engine_client_speaks_token_ids_and_our_errors() -> None:
+    async with engine() as (_, address), AsyncVllmEngineClient(address) as client:
+        assert (await client.model_info()).max_context_tokens == 64
+        with pytest.raises(CapacityError):
+            [event async for event in client.generate(Query((13,)))]
+        with pytest.raises(InvalidRequestError, match="token ids"):
+            [event async for event in client.generate(Query((ChatMessage("user", "hello"),)))]
+
+
+def test_what_is_not_installed_or_possible_is_said_before_the_run(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"\.png, \.svg or \.pdf"):
+        check_can_plot(tmp_path / "run.txt")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        check_can_plot(tmp_path / "none" / "run.png")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"baton\[plot\]"):
+        check_can_plot(tmp_path / "run.png")
+
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(ConfigError, match=r"baton\[vllm\]"):
+        AsyncVllmEngineClient("127.0.0.1:1")
