@@ -2,7 +2,6 @@
 token ids out. Its stubs are the package `smg-grpc-proto` (extra `vllm`)."""
 
 import contextlib
-import importlib
 from collections.abc import AsyncGenerator
 from types import ModuleType, TracebackType
 from typing import Any, Self
@@ -22,11 +21,11 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 def _stubs() -> tuple[ModuleType, ModuleType]:
     """Raises ConfigError when the package is not installed."""
     try:
-        return (importlib.import_module("smg_grpc_proto.generated.vllm_engine_pb2"),
-                importlib.import_module("smg_grpc_proto.generated.vllm_engine_pb2_grpc"))
+        from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
     except ImportError as error:
         raise ConfigError("the VllmEngine client needs the package smg-grpc-proto: pip install 'baton[vllm]'",
                           field="api") from error
+    return vllm_engine_pb2, vllm_engine_pb2_grpc
 
 
 class AsyncVllmEngineClient:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -110,9 +111,6 @@ def test_what_is_not_installed_or_possible_is_said_before_the_run(tmp_path: Path
     with pytest.raises(ConfigError, match=r"baton\[plot\]"):
         check_can_plot(tmp_path / "run.png")
 
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr("importlib.import_module", missing)
+    monkeypatch.setitem(sys.modules, "smg_grpc_proto.generated", None)
     with pytest.raises(ConfigError, match=r"baton\[vllm\]"):
         AsyncVllmEngineClient("127.0.0.1:1")
