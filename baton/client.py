@@ -44,6 +44,10 @@ def _typed_errors() -> Iterator[None]:
         raise error_from_rpc(error) from None
 
 
+def _metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
+    return (("traceparent", traceparent),) if traceparent else ()
+
+
 class BatonClient:
     """For threads. One client may be shared by many."""
 
@@ -61,11 +65,12 @@ class BatonClient:
     def close(self) -> None:
         self._channel.close()
 
-    def generate(self, query: Query, *, timeout_s: float | None = None) -> Generator[Event, None, None]:
-        """Chunks as they are drawn, then one Finish."""
+    def generate(self, query: Query, *, timeout_s: float | None = None,
+                 traceparent: str = "") -> Generator[Event, None, None]:
+        """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace context, if it has one."""
         request = wire.request_of(query)
         with _typed_errors():
-            call = self._stub.Generate(request, timeout=timeout_s)
+            call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata(traceparent))
             try:
                 for response in call:
                     yield wire.event_of(response)
@@ -113,11 +118,12 @@ class AsyncBatonClient:
     async def close(self) -> None:
         await self._channel.close()
 
-    async def generate(self, query: Query, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
-        """Chunks as they are drawn, then one Finish."""
+    async def generate(self, query: Query, *, timeout_s: float | None = None,
+                       traceparent: str = "") -> AsyncGenerator[Event, None]:
+        """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace context, if it has one."""
         request = wire.request_of(query)
         with _typed_errors():
-            call = self._stub.Generate(request, timeout=timeout_s)
+            call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata(traceparent))
             try:
                 async for response in call:
                     yield wire.event_of(response)

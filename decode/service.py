@@ -39,6 +39,7 @@ from runtime.errors import (
 )
 from runtime.log import bind
 from runtime.metrics import ArrivalMetrics
+from runtime.tracing import begin, note
 from transfer import codec
 from transfer.compatibility import check_compatible
 from transfer.landing import landing_for
@@ -93,6 +94,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                                      max_context_tokens=parts.plan.max_context_tokens)
         source = codec.source_from_proto(opening.open.source)
         replayed = _replayed(opening.open, request, vocab_size=parts.plan.description.facts.vocab_size)
+        note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
         with bind(request_id=request.request_id), inbox:
             reservation = await parts.leader.loop.submit(
                 lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed),
@@ -122,6 +124,8 @@ class _Arrival:
         self._first_token: int | None = None
         self._first_token_s = 0.0
         self._opened_s = 0.0
+        self._phase = begin("baton.transfer.receive", request_id=request.request_id,
+                            session_id=self._session.session_id)
 
     async def run(self, source: SourceTerms) -> AsyncIterator[pb.DecodeResponse]:
         offer: SourceTerms | None = source
@@ -140,6 +144,7 @@ class _Arrival:
 
     def end(self) -> None:
         """Close what is open and give the memory back once nothing can write it."""
+        self._phase.end()
         key, session = self._reservation.key, self._session
         session.abort("its stream ended")  # no change if the request has taken the memory over
         self._parts.janitor.end(
@@ -242,6 +247,9 @@ class _Arrival:
         parts.arrivals.exposed_s.observe(exposed_s)
         parts.meters.on_handoff(len(self._request.prompt_token_ids), now - self._opened_s)
         session.commit()
+        self._phase.note(num_bytes=session.num_bytes, exposed_s=exposed_s)
+        self._phase.end()
+        self._phase = begin("baton.decode.generate", request_id=self._request.request_id)
         key = self._reservation.key
         await parts.leader.loop.submit(lambda: parts.scheduler.join(key, first_token))
         parts.leader.group.close_receive(session.session_id)

@@ -43,3 +43,4 @@ class WorkerConfig(TlsConfig):
     drain_s: float = Field(default=10.0, ge=0, description="how long SIGTERM lets running requests finish")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_style: Literal["human", "json"] = "human"
+    otel_endpoint: str = Field(default="", description="URL of an OTLP collector over gRPC; empty: no traces")

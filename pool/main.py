@@ -56,6 +56,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         config: Annotated[Path | None, typer.Option(help="TOML file; flags beat it.")] = None,
         log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
         log_style: Annotated[str | None, typer.Option(help="human or json.")] = None,
+        otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
     ) -> None:
         given = locals()
         flags = {name: given[name] for name in WorkerConfig.model_fields if name in given}

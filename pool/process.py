@@ -35,6 +35,7 @@ from runtime.metrics import Exposition, RpcMetrics, StageMetrics, new_registry
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
+from runtime.tracing import Tracing, open_tracing
 from runtime.version import VERSION
 from transfer.agent import TransferAgent
 from transfer.stage_channel import UcxStageChannel
@@ -122,6 +123,7 @@ class _Process:
     incarnation: str
     stop: StopSignal
     certificates: CertificateStore | None
+    tracing: Tracing
 
     @property
     def peer_role(self) -> PeerRole:
@@ -132,17 +134,19 @@ class _Process:
 async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None:
     """Until `stop`. Raises ConfigError when checkpoint, flags, files and memory do not fit together."""
     incarnation, events, certificates = secrets.token_hex(8), _SessionEvents(), config.certificates()
+    tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
     logger.info("%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
                 describe_pools(plan.geometry), config.numerics)
     stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers,
                         speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
-    process = _Process(config, role, stage, registry, events, incarnation, stop, certificates)
+    process = _Process(config, role, stage, registry, events, incarnation, stop, certificates, tracing)
     try:
         await (_lead(process) if config.rank == 0 else _follow(process))
     finally:
         await asyncio.to_thread(stage.agent.shutdown, 5.0)
+        await asyncio.to_thread(tracing.close)
 
 
 async def _lead(process: _Process) -> None:
@@ -228,7 +232,7 @@ def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
     config = process.config
     return GrpcServer(ServerOptions(listen=config.listen, health_listen=config.health_listen), services=services,
                       metrics=RpcMetrics.create(process.registry), background_methods=WATCH_METHODS,
-                      security=ServerSecurity(process.certificates, pool=process.peer_role))
+                      security=ServerSecurity(process.certificates, pool=process.peer_role), tracing=process.tracing)
 
 
 @asynccontextmanager

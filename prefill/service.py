@@ -32,6 +32,7 @@ from runtime.errors import (
     UnavailableError,
 )
 from runtime.log import bind
+from runtime.tracing import Span, begin, note
 from transfer import codec
 from transfer.landing import check_plan
 from transfer.session import SendSession, SendState
@@ -73,6 +74,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             raise InvalidRequestError(FieldViolation("input", "the first message must be request"))
         request = request_from_proto(opening.request, vocab_size=parts.plan.description.facts.vocab_size,
                                      max_context_tokens=parts.plan.max_context_tokens)
+        note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
         with bind(request_id=request.request_id), inbox:
             key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit),
                                                  undo=parts.scheduler.release)
@@ -101,6 +103,9 @@ class _Departure:
         self._opened_s = 0.0
         self._told_sent = False
         self._has_shaken_hands = False
+        self._waiting = begin("baton.prefill.queue", request_id=request.request_id)
+        self._computing: Span | None = None
+        self._sending: Span | None = None
 
     async def run(self) -> AsyncIterator[pb.RunResponse]:
         while True:
@@ -112,6 +117,7 @@ class _Departure:
                     yield pb.RunResponse(scored=scores_to_proto(first_position, tokens))
                 case FirstToken(token, prefill_s):
                     self._has_first_token = True
+                    self._end_spans(self._computing)
                     yield pb.RunResponse(first_token=pb.PrefillFirstToken(token=chunk_to_proto(token),
                                                                           prefill_s=prefill_s))
                 case Failed(error):
@@ -146,8 +152,15 @@ class _Departure:
         if session.state is not SendState.SENT or self._told_sent:
             return None
         self._told_sent = True
+        self._end_spans(self._sending)
         self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s)
         return pb.PrefillSent(num_bytes=session.num_bytes)
+
+    @staticmethod
+    def _end_spans(*spans: Span | None) -> None:
+        for span in spans:
+            if span is not None:
+                span.end()
 
     def _note_handshake(self, session: SendSession) -> None:
         """Measure once how long it took every stage to be ready, or why one never was."""
@@ -161,6 +174,7 @@ class _Departure:
 
     def end(self) -> None:
         """Close what is open and give the memory back once nothing can read it."""
+        self._end_spans(self._waiting, self._computing, self._sending)
         key, session = self._key, self._session
         session_id = "" if session is None else session.session_id
         if session is not None:
@@ -171,6 +185,8 @@ class _Departure:
     def _started(self, started: Started) -> pb.PrefillStarted:
         parts = self._parts
         parts.meters.work.queue_s.observe(started.queue_s)
+        self._waiting.end()
+        self._computing = begin("baton.prefill.compute", request_id=self._request.request_id)
         self._source = SourceTerms(
             compatibility=parts.plan.compatibility.digest, compatibility_text=parts.plan.compatibility.text,
             page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
@@ -196,4 +212,6 @@ class _Departure:
             self._inbox.session_changed()
 
         self._session, self._opened_s = session, time.monotonic()
+        self._sending = begin("baton.transfer.send", request_id=self._request.request_id,
+                              session_id=landing.session_id, epoch=landing.epoch)
         self._parts.leader.group.open_send(self._key, self._source, landing, on_report)

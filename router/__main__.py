@@ -39,6 +39,7 @@ def router(
     config: Annotated[Path | None, typer.Option(help="TOML file with a [router] table; flags beat it.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
+    otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
 ) -> None:
     """Balance requests over prefill and decode workers and stream tokens to clients."""
     flags = {
@@ -47,6 +48,7 @@ def router(
         "health_listen": health_listen, "tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca,
         "client_certificates": client_certificates, "token_file": token_file, "max_waiting": max_waiting,
         "log_level": log_level, "log_style": log_style,
+        "otel_endpoint": otel_endpoint,
     }
     try:
         settings = load(RouterConfig, section="router", flags=flags, file=config)

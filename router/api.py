@@ -20,6 +20,7 @@ from router.validate import AdmissibleRequest, admissible
 from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError
 from runtime.log import rebind
+from runtime.tracing import note
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -95,6 +96,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         engine = checked.engine
         engine.request_id = engine.request_id or uuid.uuid4().hex
         rebind(request_id=engine.request_id)
+        note(request_id=engine.request_id, prompt_tokens=len(engine.prompt_token_ids))
         if engine.request_id in self._running:
             raise DuplicateRequestError(f"request_id: {engine.request_id!r} is running already")
         self._services.metrics.prompt_tokens.inc(checked.num_choices * len(engine.prompt_token_ids))

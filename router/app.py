@@ -1,5 +1,6 @@
 """The composition root of a router: what is built, in which order it starts, and how it ends."""
 
+import asyncio
 import logging
 import os
 import random
@@ -22,6 +23,7 @@ from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
 from runtime.tokens import TokenList
+from runtime.tracing import open_tracing
 from runtime.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     security = ServerSecurity(certificates, config.client_certificates,
                               None if config.token_file is None else TokenList(config.token_file))
     model = load_served_model(config.model, config.model_name)
+    incarnation = uuid.uuid4().hex
+    tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)
     registry = new_registry(role="router", version=VERSION)
     metrics, clock = RouterMetrics.create(registry), SystemClock()
     directory = Directory(DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s,
@@ -49,7 +53,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
                         FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=config.peer_wait_s,
                                    capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics)
     server = GrpcServer(ServerOptions(listen=config.listen, health_listen=config.health_listen), services=(SERVICE,),
-                        metrics=RpcMetrics.create(registry), security=security)
+                        metrics=RpcMetrics.create(registry), security=security, tracing=tracing)
     request_limits = RequestLimits(config.max_request_s, config.client_stall_s)
     generation_pb2_grpc.add_GenerationServicer_to_server(
         GenerationService(model, services, request_limits, clock), server.grpc)
@@ -61,7 +65,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
         logger.info("router listens", extra={"address": address, "model": model.facts.name})
         if config.announce is not None:
             write_announcement(config.announce, Announcement(address, exposition.port if exposition else None,
-                                                             os.getpid(), uuid.uuid4().hex))
+                                                             os.getpid(), incarnation))
         readiness = Readiness(services, server.health, config.warm_up_s)
         async with background(stop, directory.run(), admission.run(), readiness.run()):
             await stop.wait()
@@ -69,3 +73,4 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     finally:
         if exposition is not None:
             exposition.close()
+        await asyncio.to_thread(tracing.close)

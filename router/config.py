@@ -25,6 +25,7 @@ class RouterConfig(TlsConfig):
     token_file: Path | None = None
     log_level: str = "info"
     log_style: LogStyle = LogStyle.HUMAN
+    otel_endpoint: str = ""
     policy: Policy = Policy.LEAST_LOAD
     watch_interval_s: float = Field(default=0.25, ge=0.05, le=60)
     decode_lookahead: int = Field(default=2, ge=1)

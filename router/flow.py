@@ -43,6 +43,7 @@ from router.validate import AdmissibleRequest
 from router.worker import Role
 from runtime.errors import BatonError, DeadlineError, InternalError, PeerLostError
 from runtime.metrics import RouterMetrics
+from runtime.tracing import begin
 
 INBOX_EVENTS = 64
 
@@ -116,12 +117,15 @@ class Flow:
         self._is_running = True
         if self._is_aborted:
             self.abort()
+        held_back = begin("baton.router.admit", request_id=self.request_id)
         try:
             async with self._services.admission.pair_for(self._request) as placement:
+                held_back.end()
                 self._timeline.placed()
                 with self._services.metrics.running.track_inprogress():
                     await self._serve(placement)
         finally:
+            held_back.end()
             self._is_running = False
 
     async def _out_of_time(self) -> None:

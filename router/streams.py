@@ -14,6 +14,7 @@ from grpc.aio import StreamStreamMultiCallable
 
 from runtime.errors import BatonError, PeerLostError
 from runtime.status import DETAILS_KEY, error_from_rpc
+from runtime.tracing import outgoing
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -51,7 +52,8 @@ class WorkerStream(Generic[Request, Response]):
         self.has_ended = False
         # At most a handful of messages by protocol, so it needs no bound of its own.
         self._outgoing: asyncio.Queue[Request | None] = asyncio.Queue()
-        self._call: grpc.aio.StreamStreamCall[Request, Response] = method(self._requests(), timeout=time_limit_s)
+        self._call: grpc.aio.StreamStreamCall[Request, Response] = method(
+            self._requests(), timeout=time_limit_s, metadata=outgoing())
         self._reader = group.create_task(self._read())
 
     def send(self, message: Request) -> None:

@@ -23,6 +23,7 @@ from runtime.log import bound_ids
 from runtime.metrics import RpcMetrics
 from runtime.security import ServerSecurity
 from runtime.status import RpcFailure, failure_of
+from runtime.tracing import UNTRACED, Tracing, context_of
 
 if TYPE_CHECKING:  # generic in the type stubs only
     from grpc import RpcMethodHandler as Handler
@@ -43,8 +44,9 @@ class CallGuard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, *, background_methods: frozenset[str], max_message_bytes: int, metrics: RpcMetrics,
-                 security: ServerSecurity) -> None:
+                 security: ServerSecurity, tracing: Tracing) -> None:
         self._security = security
+        self._tracing = tracing
         self._background = background_methods
         self._max_message_bytes = max_message_bytes
         self._metrics = metrics
@@ -113,7 +115,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
     async def _call(self, method: str, context: Context) -> AsyncIterator[None]:
         started = time.monotonic()
         code, failure = grpc.StatusCode.OK, None
-        with self._registered(method):
+        tracing = UNTRACED if method in self._background else self._tracing
+        with tracing.call(method, context_of(context.invocation_metadata())) as span, self._registered(method):
             try:
                 self._security.check(method, context)
                 if self._refusal and method not in self._background:
@@ -132,6 +135,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             finally:
                 code = failure.code if failure else code
                 self._metrics.ended(method, code.name, time.monotonic() - started)
+                span.note(grpc_code=code.name)
             if failure is not None:
                 await context.abort(failure.code, failure.message, failure.trailing_metadata)
 

@@ -19,6 +19,7 @@ from runtime.errors import ConfigError
 from runtime.interceptor import CallGuard
 from runtime.metrics import RpcMetrics
 from runtime.security import OPEN_SERVER, ServerSecurity
+from runtime.tracing import UNTRACED, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +87,14 @@ class GrpcServer:
     `background_methods` are endless streams that a drain does not wait for."""
 
     def __init__(self, options: ServerOptions, *, services: tuple[str, ...], metrics: RpcMetrics,
-                 security: ServerSecurity = OPEN_SERVER, background_methods: frozenset[str] = frozenset()) -> None:
+                 security: ServerSecurity = OPEN_SERVER, background_methods: frozenset[str] = frozenset(),
+                 tracing: Tracing = UNTRACED) -> None:
         self._options = options
         self._listen = parse_address(options.listen, field="listen")
         self._services = services
         self._security = security
         self._guard = CallGuard(background_methods=background_methods, max_message_bytes=options.max_message_bytes,
-                                metrics=metrics, security=security)
+                                metrics=metrics, security=security, tracing=tracing)
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
         self.grpc = grpc.aio.server(interceptors=[self._guard], options=options.as_grpc())

@@ -40,7 +40,8 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
                 pool = base.model_copy(update={"world_size": size, "partition": partition})
                 leaders[role.name] = await _start_pool(role, pool, Path(folder), tasks, stop)
             router = RouterConfig(model=checkpoint, prefill=(leaders["prefill"],), decode=(leaders["decode"],),
-                                  listen="127.0.0.1:0", announce=Path(folder) / "router.json", drain_s=0.5)
+                                  listen="127.0.0.1:0", announce=Path(folder) / "router.json", drain_s=0.5,
+                                  otel_endpoint=base.otel_endpoint)
             tasks.append(asyncio.create_task(serve(router, stop)))
             async with AsyncBatonClient(await _announced(Path(folder) / "router.json", tasks)) as client:
                 await _until(client, is_ready=True)
