@@ -35,7 +35,8 @@ from runtime.metrics import Exposition, RpcMetrics, StageMetrics, new_registry
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
-from runtime.tracing import Tracing, open_tracing
+from runtime.tracing import Tracing
+from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
 from transfer.agent import TransferAgent
 from transfer.stage_channel import UcxStageChannel

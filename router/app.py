@@ -23,7 +23,7 @@ from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
 from runtime.tokens import TokenList
-from runtime.tracing import open_tracing
+from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
 
 logger = logging.getLogger(__name__)

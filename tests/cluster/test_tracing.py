@@ -15,6 +15,7 @@ from baton.values import Query, Stop
 from runtime import tracing
 from runtime.errors import ConfigError
 from runtime.tracing import UNTRACED, begin, note, outgoing
+from runtime.tracing_setup import open_tracing
 from tests.support.one_process import cluster_in_process
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -95,10 +96,10 @@ def test_without_tracing_the_callers_context_still_travels() -> None:
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "grpc://x"])
 def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="http://127"):
-        tracing.open_tracing(endpoint, role="router", worker="w")
+        open_tracing(endpoint, role="router", worker="w")
 
 
 def test_a_missing_package_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "runtime.otel", None)
     with pytest.raises(ConfigError, match=r"pip install 'baton\[otel\]'"):
-        tracing.open_tracing("http://127.0.0.1:4317", role="router", worker="w")
+        open_tracing("http://127.0.0.1:4317", role="router", worker="w")
