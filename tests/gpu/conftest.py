@@ -1,0 +1,31 @@
+"""Tests of the device side on a real GPU: `python -m pytest tests/gpu`. Elsewhere each is skipped with its reason."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def reason_to_skip() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    missing = [name for name in ("flashinfer", "triton") if find_spec(name) is None]
+    if missing:
+        return f"needs {' and '.join(missing)}: install the extra `gpu`"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "kernels are interpreted in this process: run pytest tests/gpu by itself"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = reason_to_skip()
+    for item in items:
+        if reason is not None and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
