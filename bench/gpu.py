@@ -1,8 +1,8 @@
 """`python -m bench.gpu`: the device side against the machine's own ceilings, measured in the same run.
 
 Attention of one 8B-shaped layer (32 heads, 8 kv heads, head_dim 128, bf16) and recurrent layers of a 9B-shaped hybrid,
-by batch and context. Decode is held against the time a device copy of the same bytes takes, prefill against a large matrix
-product.
+by batch and context. Decode is held against the time a device copy of the same bytes takes, prefill against a large
+matrix product.
 """
 
 import argparse
