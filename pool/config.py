@@ -41,6 +41,6 @@ class WorkerConfig(TlsConfig):
                                                         "--draft; no: decode pools take prompts from any prefill pool")
     spec_adaptive: bool = Field(default=True, description="shorten drafts, or draft nothing, while that yields more")
     drain_s: float = Field(default=10.0, ge=0, description="how long SIGTERM lets running requests finish")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_style: Literal["human", "json"] = "human"
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
+    log_style: Literal["human", "json"] = Field(default="human", description="for people or for machines")
     otel_endpoint: str = Field(default="", description="URL of an OTLP collector over gRPC; empty: no traces")

@@ -19,7 +19,7 @@ class RouterConfig(TlsConfig):
     decode: tuple[AddressField, ...] = Field(min_length=1)
     listen: AddressField = "127.0.0.1:7000"
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str = "127.0.0.1"
+    metrics_host: str = Field(default="127.0.0.1", description="Address /metrics is served on.")
     announce: Path | None = None
     client_certificates: ClientCertificates = ClientCertificates.REQUIRED
     token_file: Path | None = None
@@ -27,14 +27,14 @@ class RouterConfig(TlsConfig):
     log_style: LogStyle = LogStyle.HUMAN
     otel_endpoint: str = ""
     policy: Policy = Policy.LEAST_LOAD
-    watch_interval_s: float = Field(default=0.25, ge=0.05, le=60)
-    decode_lookahead: int = Field(default=2, ge=1)
+    watch_interval_s: float = Field(default=0.25, ge=0.05, le=60, description="How often workers report their load.")
+    decode_lookahead: int = Field(default=2, ge=1, description="Requests a full decode pool may have coming.")
     max_waiting: int = Field(default=1024, ge=0)
-    max_wait_s: float = Field(default=60.0, gt=0)
-    peer_wait_s: float = Field(default=4.0, gt=0)
-    prefill_attempts: int = Field(default=3, ge=1)
-    migrations: int = Field(default=3, ge=0)
-    max_request_s: float = Field(default=3600.0, gt=0)
-    client_stall_s: float = Field(default=60.0, gt=0)
-    warm_up_s: float = Field(default=60.0, gt=0)
-    drain_s: float = Field(default=30.0, ge=0)
+    max_wait_s: float = Field(default=60.0, gt=0, description="How long a request is held back for want of room.")
+    peer_wait_s: float = Field(default=4.0, gt=0, description="How long to wait for a lost worker or its successor.")
+    prefill_attempts: int = Field(default=3, ge=1, description="Prefill workers a request may try before its commit.")
+    migrations: int = Field(default=3, ge=0, description="How often a request may move to another pair of pools.")
+    max_request_s: float = Field(default=3600.0, gt=0, description="Limit for clients that set no deadline.")
+    client_stall_s: float = Field(default=60.0, gt=0, description="How long a client may leave its stream unread.")
+    warm_up_s: float = Field(default=60.0, gt=0, description="Limit of the warm-up token before readiness.")
+    drain_s: float = Field(default=30.0, ge=0, description="How long SIGTERM lets running requests finish.")

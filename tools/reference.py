@@ -1,5 +1,6 @@
 """Writes the reference pages that are made from the code: `python -m tools.reference` after changing what they show.
 
+    docs/configuration.md  from the settings of the roles and the commands
     docs/metrics.md        from runtime.catalogue
 """
 
@@ -7,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from runtime.catalogue import Family, families
+from tools.settings_page import configuration_page
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,7 +35,7 @@ def _metric_row(family: Family) -> str:
             f"{family.text} |\n")
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"docs/metrics.md": metrics_page}
+PAGES: Mapping[str, Callable[[], str]] = {"docs/configuration.md": configuration_page, "docs/metrics.md": metrics_page}
 
 
 def main() -> None:

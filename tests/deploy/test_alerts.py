@@ -65,8 +65,19 @@ def test_every_alert_fires_and_clears_in_a_test() -> None:
 
 
 def test_every_alert_has_an_entry_for_who_is_on_call() -> None:
-    entries = re.findall(r"^\| `(\w+)` \|", (ALERTS / "README.md").read_text(), re.MULTILINE)
-    assert entries == _alerts()
+    """In the order of the rules, each with what to do, and the alert says where it is."""
+    page = (DEPLOY.parent / "docs" / "runbooks.md").read_text()
+    assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == _alerts()
+    for rule in (rule for rule in _rules() if "alert" in rule):
+        assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+        entry = page.split(f"## {rule['alert']}\n")[1].split("\n## ")[0]
+        assert re.search(r"^1\. ", entry, re.MULTILINE), f"{rule['alert']}: what to do first"
+
+
+def test_runbooks_name_metrics_that_exist() -> None:
+    page = (DEPLOY.parent / "docs" / "runbooks.md").read_text()
+    exported = {family.name.removesuffix("_total") for family in families()}
+    assert {name.removesuffix("_total") for name in re.findall(r"`(baton_\w+)`", page)} <= exported
 
 
 @pytest.mark.parametrize("command", [("check", "rules", "rules.yaml"), ("test", "rules", "rules_test.yaml")])

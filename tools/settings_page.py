@@ -1,0 +1,137 @@
+"""docs/configuration.md: the settings of the roles from their models, the flags from the commands themselves."""
+
+import enum
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import get_args
+
+import typer
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from baton.cli import app as baton_app
+from pool.config import WorkerConfig
+from pool.main import worker_command
+from router.__main__ import app as router_app
+from router.config import RouterConfig
+from runtime.config import Config
+
+_HEAD = """# Configuration
+
+<!-- Made from the code by `python -m tools.reference`. -->
+
+A process takes its settings from flags and from one TOML file (`--config`); flags beat the file, the file beats
+defaults. The file has a table per role, so that a whole cluster can share it; an unknown key is refused, and a value
+that does not fit is refused naming the key and its limit. What holds is logged at the start.
+
+```toml
+[router]
+max_waiting = 256
+
+[decode]
+max_running = 32
+memory_mb = 4096
+```
+
+"""
+_WORKERS = """`[prefill]` and `[decode]` have the same settings; each process of a pool gets its own `rank`. Variables
+that launchers set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are read where flags are absent.
+
+"""
+_COMMANDS = """`baton router`, `baton prefill` and `baton decode` take the flags above. Every command has `--help`.
+
+"""
+
+
+def configuration_page() -> str:
+    router = typer.main.get_command(router_app)
+    worker = typer.main.get_command(worker_command("decode", lambda flags, file: 0))
+    parts = [_HEAD, "## Router, `[router]`\n\n", *_settings(RouterConfig, _flags(router)),
+             "\n## Prefill and decode workers, `[prefill]` and `[decode]`\n\n", _WORKERS,
+             *_settings(WorkerConfig, _flags(worker)), "\n## Commands of `baton`\n\n", _COMMANDS, *_commands()]
+    return "".join(parts)
+
+
+def _flags(command: object) -> Mapping[str, TyperOption]:
+    assert isinstance(command, TyperCommand)
+    return {option.name: option for option in command.params if isinstance(option, TyperOption) and option.name}
+
+
+def _settings(model: type[Config], flags: Mapping[str, TyperOption]) -> Iterator[str]:
+    yield "| Setting | Flag | Default | Values | Meaning |\n|---|---|---|---|---|\n"
+    for name, field in model.model_fields.items():
+        flag = flags.get(name)
+        text = field.description or (flag.help if flag is not None else "") or ""
+        spelled = " ".join(f"`{opt}`" for opt in (*flag.opts, *flag.secondary_opts)) if flag is not None else ""
+        yield f"| `{name}` | {spelled} | {_default(field)} | {_values(field)} | {_cell(text)} |\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return _spelled(field.default)
+
+
+def _spelled(value: object) -> str:
+    match value:
+        case None | "" | ():
+            return ""
+        case enum.Enum():
+            return f"`{value.value}`"
+        case bool():
+            return "yes" if value else "no"
+        case Path():
+            return f"`{value}`"
+        case float():
+            return f"`{value:g}`"
+        case _:
+            return f"`{value}`"
+
+
+def _values(field: FieldInfo) -> str:
+    """Choices, or limits."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, enum.Enum):
+            return ", ".join(f"`{item.value}`" for item in kind)
+    choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
+    if choices:
+        return ", ".join(f"`{value}`" for value in choices)
+    return ", ".join(_limit(limit) for limit in field.metadata if isinstance(limit, Ge | Gt | Le | Lt | MinLen))
+
+
+def _limit(limit: Ge | Gt | Le | Lt | MinLen) -> str:
+    match limit:
+        case Ge(ge=number):
+            return f"at least {number}"
+        case Gt(gt=number):
+            return f"above {number}"
+        case Le(le=number):
+            return f"at most {number}"
+        case Lt(lt=number):
+            return f"below {number}"
+        case MinLen(min_length=number):
+            return f"at least {number}"
+
+
+def _commands() -> Iterator[str]:
+    group = typer.main.get_command(baton_app)
+    assert isinstance(group, TyperGroup)
+    for name, command in group.commands.items():
+        if command.context_settings.get("ignore_unknown_options"):
+            continue
+        yield f"### `baton {name}`\n\n{_cell(command.help or '')}\n\n"
+        options = list(_flags(command).values())
+        if options:
+            yield "| Flag | Default | Meaning |\n|---|---|---|\n"
+        for option in options:
+            spelled = " ".join(f"`{opt}`" for opt in (*option.opts, *option.secondary_opts))
+            default = "" if option.default is False else _spelled(option.default)
+            variable = f" (`{option.envvar}`)" if option.envvar else ""
+            yield f"| {spelled} | {default} | {_cell(option.help or '')}{variable} |\n"
+        yield "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
