@@ -52,6 +52,7 @@ class BatonClient:
     """For threads. One client may be shared by many."""
 
     def __init__(self, target: str = DEFAULT_TARGET, *, security: ChannelSecurity = PLAIN_CHANNEL) -> None:
+        self.target = target
         self._channel = open_sync_channel(target, security=security)
         self._stub = GenerationStub(self._channel)
 
@@ -105,6 +106,7 @@ class AsyncBatonClient:
     """For asyncio. Build it inside the running loop."""
 
     def __init__(self, target: str = DEFAULT_TARGET, *, security: ChannelSecurity = PLAIN_CHANNEL) -> None:
+        self.target = target
         self._channel = open_channel(target, security=security)
         self._stub = GenerationStub(self._channel)
 
