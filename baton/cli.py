@@ -76,6 +76,7 @@ def up(
     transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
+    otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -87,12 +88,12 @@ def up(
     with _one_line_errors():
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
     worker_flags = [*_flag("--numerics", numerics), *_flag("--transport", transport),
-                    *_flag("--draft", None if draft is None else str(draft))]
+                    *_flag("--draft", None if draft is None else str(draft)), *_flag("--otel-endpoint", otel_endpoint)]
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
-        worker_flags=tuple(worker_flags), config_file=config, log_level=log_level,
-        security=security)
+        worker_flags=tuple(worker_flags), router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
+        config_file=config, log_level=log_level, security=security)
 
     async def run(stop: StopSignal) -> None:
         await interruptible(stop, _serve(settings, Console(highlight=False)))

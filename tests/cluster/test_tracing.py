@@ -1,5 +1,6 @@
 """A real OTLP collector hears what the roles say of one request: one trace, connected, from the client's span on."""
 
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -82,6 +83,11 @@ async def test_one_request_is_one_trace_over_all_roles(checkpoint: Path) -> None
     bounds = {span.name: (span.start_time_unix_nano, span.end_time_unix_nano) for _, span in mine}
     for name, parent in TREE.items():
         assert parent == PARENT or bounds[parent][0] <= bounds[name][0] <= bounds[name][1]
+
+
+def test_the_page_for_users_lists_the_spans() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
+    assert re.findall(r"^\| `([\w./]+)` \|", page, re.MULTILINE) == list(TREE)
 
 
 def test_without_tracing_the_callers_context_still_travels() -> None:
