@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -55,8 +56,9 @@ async def engine() -> AsyncIterator[tuple[ScriptedEngine, str]]:
 
 
 async def baton_load(*flags: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec("baton", "load", *flags, stdout=asyncio.subprocess.PIPE,
-                                                   stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "baton.cli", "load", *flags, env={**os.environ, "COLUMNS": "160"},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     out, err = await process.communicate()
     return process.returncode or 0, out.decode(), err.decode()
 
