@@ -34,12 +34,19 @@ class DecoderLayer:
         self._post_norm = decoder.norm.build(weights, "post_attention_layernorm", decoder.hidden_size)
         self._feed_forward = spec.feed_forward.build(weights.at("mlp"))
 
-    def forward(self, hidden: Tensor, stage_pass: StagePass) -> Tensor:
+    def forward(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None = None) -> Tensor:
+        """hidden: [T, hidden]. Returns the same shape, or with `wanted`, indices of tokens, their rows only: then the
+        feed-forward runs for nobody else."""
         if self.layer_id == self.start_layer:
             stage_pass.rotary = self._rotary.table(stage_pass.batch.positions)
-        hidden = hidden + self._mixer.forward(self._input_norm.forward(hidden), stage_pass)
+        mixed = self._mixer.forward(self._input_norm.forward(hidden), stage_pass)
         if stage_pass.context.on_layer_done is not None:
             stage_pass.context.on_layer_done(self.layer_id)
+        if wanted is not None:
+            hidden, mixed = hidden[wanted], mixed[wanted]
+        hidden = hidden + mixed
+        if not len(hidden):
+            return hidden
         return hidden + self._feed_forward.forward(self._post_norm.forward(hidden))
 
 
@@ -93,16 +100,25 @@ class DecoderStage:
         hidden = self._stage_input(batch, hidden)
         captured = dict(aux_hidden or {})
         stage_pass = StagePass(batch=batch, context=context, selected_keys=self._stage_selection(batch, selected_keys))
+        wanted = torch.tensor(wanted_tokens(batch), dtype=torch.long) if self._is_last else None
+        cut_layer = self._cut_layer(batch, wanted)
         for layer in self.layers:
             if batch.num_tokens:
-                hidden = layer.forward(hidden, stage_pass)
+                hidden = layer.forward(hidden, stage_pass, wanted if layer.layer_id == cut_layer else None)
             if layer.layer_id in self._capture_layers:
                 captured[layer.layer_id] = hidden
-        if not self._is_last:
+        if wanted is None:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
-        rows = hidden[torch.tensor(wanted_tokens(batch), dtype=torch.long)]
+        rows = hidden if cut_layer is not None else hidden[wanted]
         return StageOutput(logits=self._head(self._norm.forward(rows)).float(), aux_hidden=captured)
+
+    def _cut_layer(self, batch: ForwardBatch, wanted: Tensor | None) -> int | None:
+        """The last layer, if only the tokens that draw need what comes behind its mixer: most of a prompt does not."""
+        last = self._layer_range.end - 1
+        if wanted is None or last in self._capture_layers or len(wanted) == batch.num_tokens:
+            return None
+        return last
 
     def _stage_selection(self, batch: ForwardBatch, selected_keys: Tensor | None) -> Tensor | None:
         """What the first layer may share: nothing unless it shares, else a row of keys for each token."""

@@ -9,7 +9,6 @@ because the product kernels regroup longer sums. The tests hold all of this to e
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
@@ -35,12 +34,13 @@ class CpuAttention:
         for layer_id, pool in kv_pools.items():
             if tuple(pool.shape[1:]) != page_shape:
                 raise InternalError(f"layer {layer_id}: pages are {tuple(pool.shape[1:])}, geometry says {page_shape}")
-        key_step(geometry.page_size)
+        key_step(geometry.page_size)  # refuses page sizes that do not fit
         self._pools = dict(kv_pools)
         # As a list of records [num_pages * 2 * num_kv_heads, page_size, head_dim]; values follow their keys.
         self._keys = {layer_id: pool.view(-1, *page_shape[2:]) for layer_id, pool in kv_pools.items()}
         self._values = {layer_id: keys[geometry.num_kv_heads :] for layer_id, keys in self._keys.items()}
         self._geometry = geometry
+        self._dtype = next((pool.dtype for pool in kv_pools.values()), torch.float32)
         self._exact = numerics is Numerics.EXACT
         self._share = geometry.num_heads // geometry.num_kv_heads
         self._scratch = Scratch()
@@ -48,7 +48,7 @@ class CpuAttention:
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Prepare the batch's gather tables, lengths and masks and mark it."""
-        plan = build_plan(batch, self._geometry)
+        plan = build_plan(batch, self._geometry, self._dtype)
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
@@ -89,42 +89,51 @@ class CpuAttention:
     def _attend(self, layer_id: int, q: Tensor, group: RowGroup) -> Tensor:
         """q: [G * M, num_heads, head_dim] of the group's tokens. Returns the same shape."""
         geometry = self._geometry
-        keys, values = (self._gather(name, pools[layer_id], group)
-                        for name, pools in (("keys", self._keys), ("values", self._values)))
+        shape = (group.num_rows, -1, geometry.num_kv_heads, self._share, geometry.head_dim)
+        queries, out = q.view(shape), torch.empty_like(q)
+        for tile in group.tiles:
+            tokens = slice(tile.start, tile.stop)
+            weights = self._weights(queries[:, tokens], self._gather(self._keys[layer_id], group, tile), tile)
+            # The values take the keys' place, which is still in the cache.
+            values = self._gather(self._values[layer_id], group, tile)
+            self._add_up(weights, values, out.view(shape)[:, tokens])
+        return out
+
+    def _gather(self, pages: Tensor, group: RowGroup, tile: QueryTile) -> Tensor:
+        """The tile's keys or values of the group's rows in position order, [G * kv, keys, D]; 0 where none is written:
+        they get no weight, but 0 * NaN and NaN - inf are NaN."""
+        found = self._scratch.take("gathered", (len(tile.records), *pages.shape[1:]), pages.dtype)
+        torch.index_select(pages, 0, tile.records, out=found)
+        by_row = found.view(group.num_rows, -1, tile.num_keys, self._geometry.head_dim)
         for row, num_written in enumerate(group.written):
-            values[row, :, num_written:].zero_()  # they get no weight, but 0 * NaN is NaN
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        queries = (q * geometry.scale).view(group.num_rows, -1, geometry.num_kv_heads, self._share, geometry.head_dim)
-        tiles = [self._attend_tile(queries[:, tile.start : tile.stop], keys, values, tile) for tile in group.tiles]
-        return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)).view(q.shape)
+            if num_written < tile.num_keys:
+                by_row[row, :, num_written:].zero_()
+        return by_row.flatten(0, 1)
 
-    def _gather(self, name: str, pages: Tensor, group: RowGroup) -> Tensor:
-        """Keys or values of the group's rows in position order, [G, kv, keys, D]."""
-        found = self._scratch.take(name, (len(group.records), *pages.shape[1:]), pages.dtype)
-        torch.index_select(pages, 0, group.records, out=found)
-        return found.view(group.num_rows, self._geometry.num_kv_heads, -1, self._geometry.head_dim)
+    def _weights(self, queries: Tensor, keys: Tensor, tile: QueryTile) -> Tensor:
+        """queries: [G, tokens, kv, heads per kv head, D]; keys: [G * kv, keys, D]. Returns softmax weights
+        [G * kv, rows, keys], a row per token and head, padded."""
+        num_rows, num_tokens, num_kv_heads, share, head_dim = queries.shape
+        num_used = num_tokens * share
+        rows = padded_rows(num_used, queries.dtype) if self._exact else num_used
+        folded = queries.new_empty(num_rows, num_kv_heads, rows, head_dim)
+        folded[:, :, num_used:].zero_()
+        folded[:, :, :num_used].view(num_rows, num_kv_heads, num_tokens, share, head_dim).copy_(queries.transpose(1, 2))
+        scores = self._scratch.take("scores", (len(keys), rows, tile.num_keys), queries.dtype)
+        scores.baddbmm_(folded.flatten(0, 1), keys.transpose(1, 2), beta=0.0, alpha=self._geometry.scale)
+        by_row = scores.view(num_rows, num_kv_heads, rows, tile.num_keys)
+        by_row[:, :, :num_used, tile.first_masked :].add_(tile.mask)
+        return torch.softmax(scores, -1, out=self._scratch.take("weights", tuple(scores.shape), scores.dtype))
 
-    def _attend_tile(self, queries: Tensor, keys: Tensor, values: Tensor, tile: QueryTile) -> Tensor:
-        """queries: [G, tokens, kv, heads per kv head, D], scaled; keys, values [G * kv, keys, D]. Returns
-        [G, tokens, num_heads * D]."""
-        num_rows, num_tokens, num_kv_heads, share, _ = queries.shape
-        folded = queries.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # queries that share a kv head, in one product
-        folded = self._padded(folded)
-        scores = self._scratch.take("scores", (len(folded), folded.shape[1], tile.num_keys), folded.dtype)
-        torch.bmm(folded, keys[:, : tile.num_keys].transpose(1, 2), out=scores)
-        used = scores[:, : num_tokens * share].view(num_rows, num_kv_heads, num_tokens, share, tile.num_keys)
-        used[..., tile.first_masked :].masked_fill_(tile.hidden, float("-inf"))
-        weights = torch.softmax(scores, -1, out=self._scratch.take("weights", tuple(scores.shape), scores.dtype))
-        out = _weighted_sum(weights, values)[:, : num_tokens * share]
-        return out.reshape(num_rows, num_kv_heads, num_tokens, -1).transpose(1, 2).flatten(2)
-
-    def _padded(self, rows: Tensor) -> Tensor:
-        missing = padded_rows(rows.shape[1], rows.dtype) - rows.shape[1] if self._exact else 0
-        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    def _add_up(self, weights: Tensor, values: Tensor, out: Tensor) -> None:
+        """Weighted values into out [G, tokens, kv, heads per kv head, D]."""
+        num_rows, num_tokens, num_kv_heads, share, head_dim = out.shape
+        total = _weighted_sum(weights, values)[:, : num_tokens * share]
+        out.copy_(total.view(num_rows, num_kv_heads, num_tokens, share, head_dim).transpose(1, 2))
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """weights [N, rows, keys] times values [N, at least keys, D], in spans on a grid of absolute positions."""
+    """weights [N, rows, keys] times values [N, keys, D], in spans on a grid of absolute positions."""
     size = span_terms(weights.dtype)
     spans = [slice(start, min(start + size, weights.shape[2])) for start in range(0, weights.shape[2], size)]
     parts = (torch.bmm(weights[:, :, span], values[:, span]) for span in spans)

@@ -22,7 +22,7 @@ MAX_TILE_TOKENS = 128
 _MIN_TILE_TOKENS = 16
 _MAX_TILE_SCORES = 1 << 23  # all heads together
 _MAX_GROUPED_TOKENS = 32  # longer rows fill a product on their own
-_MAX_GROUP_KEYS = 2560  # unless one row has more; what is gathered should still be in the cache when it is read
+_MAX_GROUP_KEYS = 5120  # unless one row has more; what is gathered should still be in the cache when it is read
 _MAX_LENGTH_RATIO = 1.5  # of rows in one group: the shorter are gathered as long as the longest
 
 
@@ -30,30 +30,31 @@ _MAX_LENGTH_RATIO = 1.5  # of rows in one group: the shorter are gathered as lon
 class QueryTile:
     """Tokens start..stop-1 of each of the G rows of a group.
 
-    num_keys      how many of the gathered keys it is multiplied with
-    first_masked  keys before this one are seen by all its tokens
-    hidden        [G, 1, tokens, 1, num_keys - first_masked] bool, True where a key must not be seen
+    num_keys      how many keys of each row are gathered for it
+    records       [G * kv heads * pages] int64, where they are: page * 2 * kv heads + kv head
+    first_masked  keys before this one are seen by all its tokens; a multiple of KEY_STEP
+    mask          [G, 1, tokens * heads per kv head, num_keys - first_masked], added to scores: -inf where a key must
+                  not be seen, else 0
     """
 
     start: int
     stop: int
     num_keys: int
+    records: Tensor
     first_masked: int
-    hidden: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """G rows of M new tokens each, and their keys in position order, P pages per row.
+    """G rows of M new tokens each.
 
     tokens        [G * M] int64, the rows' tokens within the batch
-    records       [G * kv heads * P] int64, where the keys are: page * 2 * kv heads + kv head
-    written       per row how many of the gathered keys are written
+    written       per row how many keys are written
     """
 
     num_rows: int
     tokens: Tensor
-    records: Tensor
     written: tuple[int, ...]
     tiles: tuple[QueryTile, ...]
 
@@ -92,8 +93,8 @@ def key_step(page_size: int) -> int:
     return max(page_size, KEY_STEP)
 
 
-def build_plan(batch: ForwardBatch, geometry: AttentionGeometry) -> AttentionPlan:
-    """Plan from the batch's host-side lengths, page tables and tree mask.
+def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, dtype: torch.dtype) -> AttentionPlan:
+    """Plan from the batch's host-side lengths, page tables and tree mask. `dtype` is that of scores.
 
     Raises:
         InternalError: a tree mask that does not fit its row.
@@ -106,7 +107,7 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry) -> AttentionPla
         num_tokens=len(positions),
         write_pages=pages[rows, positions // geometry.page_size],
         write_offsets=positions % geometry.page_size,
-        groups=tuple(_group(group, batch, pages, geometry) for group in _grouped(_rows(batch))),
+        groups=tuple(_group(group, batch, pages, geometry, dtype) for group in _grouped(_rows(batch))),
     )
 
 
@@ -164,37 +165,47 @@ def _grouped(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
         yield sorted(group, key=lambda row: row.index)
 
 
-def _group(rows: Sequence[_Row], batch: ForwardBatch, pages: Tensor, geometry: AttentionGeometry) -> RowGroup:
-    step = key_step(geometry.page_size)
-    num_pages = _round_up(max(row.num_keys for row in rows), step) // geometry.page_size
-    table = F.pad(pages[[row.index for row in rows]][:, :num_pages], (0, max(0, num_pages - pages.shape[1])))
-    heads = torch.arange(geometry.num_kv_heads)[:, None]
+def _group(rows: Sequence[_Row], batch: ForwardBatch, pages: Tensor, geometry: AttentionGeometry,
+           dtype: torch.dtype) -> RowGroup:
     tokens = torch.tensor([row.first_token for row in rows])[:, None] + torch.arange(rows[0].num_tokens)
     return RowGroup(
         num_rows=len(rows),
         tokens=tokens.flatten(),
-        records=(table[:, None] * (2 * geometry.num_kv_heads) + heads).flatten(),
         written=tuple(row.num_keys for row in rows),
-        tiles=tuple(_tiles(rows, tree_mask(batch), geometry.num_heads, step)),
+        tiles=tuple(_tiles(rows, tree_mask(batch), pages[[row.index for row in rows]], geometry, dtype)),
     )
 
 
-def _tiles(rows: Sequence[_Row], mask: TreeMask | None, num_heads: int, step: int) -> Iterator[QueryTile]:
+def _tiles(rows: Sequence[_Row], tree: TreeMask | None, pages: Tensor, geometry: AttentionGeometry,
+           dtype: torch.dtype) -> Iterator[QueryTile]:
+    """`pages`: the rows' page tables."""
     num_tokens, longest = rows[0].num_tokens, max(row.num_keys for row in rows)
-    size = min(MAX_TILE_TOKENS, max(_MIN_TILE_TOKENS, _MAX_TILE_SCORES // (num_heads * longest)))
-    if mask is not None or num_tokens <= _MAX_GROUPED_TOKENS:
+    size = min(MAX_TILE_TOKENS, max(_MIN_TILE_TOKENS, _MAX_TILE_SCORES // (geometry.num_heads * longest)))
+    if tree is not None or num_tokens <= _MAX_GROUPED_TOKENS:
         size = num_tokens
+    step, share = key_step(geometry.page_size), geometry.num_heads // geometry.num_kv_heads
     for start in range(0, num_tokens, size):
         stop = min(start + size, num_tokens)
         num_keys = _round_up(longest - num_tokens + stop, step)
-        first_masked = min(row.num_common for row in rows) + start
+        # Not from the first hidden key on: whole vectors are masked several times as fast.
+        first_masked = (min(row.num_common for row in rows) + start) // KEY_STEP * KEY_STEP
         keys = torch.arange(first_masked, num_keys)
-        if mask is None:
+        if tree is None:
             own = torch.tensor([row.context_len for row in rows])[:, None] + torch.arange(start, stop)
             hidden = keys > own[..., None]
         else:
-            hidden = torch.stack([_hidden(row, mask.visible[row.index], keys) for row in rows])
-        yield QueryTile(start, stop, num_keys, first_masked, hidden[:, None, :, None])
+            hidden = torch.stack([_hidden(row, tree.visible[row.index], keys) for row in rows])
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        yield QueryTile(start, stop, num_keys, _records(pages, num_keys, geometry), first_masked,
+                        mask.repeat_interleave(share, 1)[:, None])
+
+
+def _records(pages: Tensor, num_keys: int, geometry: AttentionGeometry) -> Tensor:
+    """Where the first keys of rows with these page tables are; the null page where a table is too short."""
+    num_pages = num_keys // geometry.page_size
+    table = F.pad(pages[:, :num_pages], (0, max(0, num_pages - pages.shape[1])))
+    heads = torch.arange(geometry.num_kv_heads)[:, None]
+    return (table[:, None] * (2 * geometry.num_kv_heads) + heads).flatten()
 
 
 def _hidden(row: _Row, visible: Tensor, keys: Tensor) -> Tensor:

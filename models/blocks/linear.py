@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.numerics import Numerics, padded_rows
+from engine.numerics import Numerics, padded_rows, silu
 
+_MIN_PACKED_ROWS = 5  # one to four rows take a fifth to a half longer than five, and one row alone may change bits
 _ALIGNMENT_BYTES = 64  # two copies of one weight at different alignment give different bits
 
 
@@ -31,27 +32,43 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in] in the weight's dtype. Returns [T, out]."""
-        num_rows = x.shape[0]
-        if num_rows == 0:
-            return x.new_empty(0, self.out_features)
-        missing = padded_rows(num_rows, self.dtype) - num_rows if self._exact else 0
-        if missing:
-            return self._multiply(F.pad(x, (0, 0, 0, missing)))[:num_rows]
-        return self._multiply(x)
-
-    def _multiply(self, x: Tensor) -> Tensor:
         if self._packed:
-            return _packed_linear(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
+            return self._multiply_packed(x, "none")
+        num_rows = x.shape[0]
+        padded = _with_rows(x, padded_rows(num_rows, self.dtype)) if self._exact else x
+        return F.linear(padded, self._weight, self._bias)[:num_rows]
+
+    def silu(self, x: Tensor) -> Tensor:
+        """silu(y), where the weight is packed before y is rounded and without another pass over it."""
+        return self._multiply_packed(x, "swish") if self._packed else silu(self(x))
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """y * factor [T, out], likewise."""
+        num_rows = x.shape[0]
+        if not self._packed or not num_rows:
+            return self(x) * factor
+        padded, factors = (_with_rows(rows, max(num_rows, _MIN_PACKED_ROWS)) for rows in (x, factor))
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(  # noqa: SLF001
+            padded, factors, self._weight, self._bias, "mul")
+        return result[:num_rows]
+
+    def _multiply_packed(self, x: Tensor, then: str) -> Tensor:
+        num_rows = x.shape[0]
+        if not num_rows:
+            return x.new_empty(0, self.out_features)
+        padded = _with_rows(x, max(num_rows, _MIN_PACKED_ROWS))
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
+            padded, self._weight, self._bias, then, [], "")
+        return result[:num_rows]
+
+
+def _with_rows(x: Tensor, num_rows: int) -> Tensor:
+    """x [T, n] with rows of zeros behind it where T is smaller than `num_rows`."""
+    return F.pad(x, (0, 0, 0, num_rows - len(x))) if len(x) < num_rows else x
 
 
 def _has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-
-
-def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
-    return result
 
 
 def _packed(weight: Tensor) -> Tensor:

@@ -28,10 +28,11 @@ class RmsNorm:
         self._weight = 1.0 + weight.float() if spec.zero_centred else weight
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled = _scale_to_unit(x.float(), self._spec.eps)
+        scaled = x.to(torch.float32, copy=True)
+        scaled *= _to_unit(scaled, self._spec.eps)
         if self._spec.zero_centred:
-            return (scaled * self._weight).to(x.dtype)
-        return self._weight * scaled.to(x.dtype)
+            return scaled.mul_(self._weight).to(x.dtype)
+        return scaled.to(x.dtype).mul_(self._weight)
 
 
 class GatedRmsNorm:
@@ -43,11 +44,12 @@ class GatedRmsNorm:
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x: [T, heads, head_dim] fp32; gate: same shape, model dtype. Returns fp32."""
-        return self._weight * _scale_to_unit(x, self._eps) * silu(gate.float())
+        return self._weight * (x * _to_unit(x, self._eps)) * silu(gate.float())
 
 
-def _scale_to_unit(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+def _to_unit(x: Tensor, eps: float) -> Tensor:
+    """The factor that brings x to unit length, per row."""
+    return (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 class LayerNorm:
@@ -60,4 +62,4 @@ class LayerNorm:
 
     def forward(self, x: Tensor) -> Tensor:
         centred = x.float() - x.float().mean(-1, keepdim=True)
-        return (_scale_to_unit(centred, self._eps) * self._weight + self._bias).to(x.dtype)
+        return (centred * _to_unit(centred, self._eps) * self._weight + self._bias).to(x.dtype)

@@ -132,15 +132,22 @@ class RotaryTable:
     def rotate_halves(self, x: Tensor) -> Tensor:
         """Rotate pairs (i, i + dim/2) of the first dim of x [T, heads, head_dim]; the rest passes unchanged."""
         half = self.cos.shape[-1]
-        a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin, rest], dim=-1)
+        return self._rotate(x, x[..., :half], x[..., half:2 * half])
 
     def rotate_pairs(self, x: Tensor) -> Tensor:
         """Rotate pairs (2i, 2i + 1) of the first dim of x [T, heads, head_dim]. The result is in halves layout:
         dot products do not care, as long as queries and keys agree."""
         dim = 2 * self.cos.shape[-1]
-        a, b, rest = x[..., 0:dim:2], x[..., 1:dim:2], x[..., dim:]
-        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin, rest], dim=-1)
+        return self._rotate(x, x[..., 0:dim:2], x[..., 1:dim:2])
+
+    def _rotate(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """[a cos - b sin, b cos + a sin, what is left of x], written once."""
+        half = self.cos.shape[-1]
+        out = x.new_empty(x.shape)
+        torch.mul(a, self.cos, out=out[..., :half]).addcmul_(b, self.sin, value=-1)
+        torch.mul(b, self.cos, out=out[..., half:2 * half]).addcmul_(a, self.sin)
+        out[..., 2 * half:] = x[..., 2 * half:]
+        return out
 
 
 class Rotary:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
 from engine.attention.cpu import CpuAttention
-from engine.attention.plan import AttentionPlan, build_plan
+from engine.attention.plan import AttentionPlan, RowGroup, build_plan
 from engine.batch import ForwardBatch, ForwardMode
 from engine.numerics import Numerics
 from runtime.errors import StalePlanError
@@ -32,6 +32,10 @@ def draw(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return (torch.randn(num_tokens, 4, 8, generator=generator), torch.randn(num_tokens, 2, 8, generator=generator),
             torch.randn(num_tokens, 2, 8, generator=generator))
+
+
+def groups_of(batch: ForwardBatch) -> tuple[RowGroup, ...]:
+    return build_plan(batch, GEOMETRY, torch.float32).groups
 
 
 def pad(batch: ForwardBatch, *, with_token_ids: bool = True) -> None:
@@ -127,32 +131,34 @@ def test_a_batch_padded_before_planning_is_covered() -> None:
 def test_rows_of_like_length_are_read_together_and_others_apart() -> None:
     rows = [Row(1, 199, tuple(range(1, 14))), Row(1, 0, (20,)), Row(1, 140, tuple(range(30, 39))),
             Row(1, 63, tuple(range(40, 44)))]
-    groups = build_plan(make_batch(ForwardMode.DECODE, rows), GEOMETRY).groups
+    groups = groups_of(make_batch(ForwardMode.DECODE, rows))
     assert [group.tokens.tolist() for group in groups] == [[0, 2], [1, 3]]
     assert [group.written for group in groups] == [(200, 141), (1, 64)]
-    pages = groups[1].records.view(2, 2, 4)
+    pages = groups[1].tiles[0].records.view(2, 2, 4)
     assert pages[:, 0].tolist() == [[80, 0, 0, 0], [4 * page for page in (40, 41, 42, 43)]]
     assert torch.equal(pages[:, 1], pages[:, 0] + 1)
 
 
 def test_keys_that_all_tokens_see_are_not_masked() -> None:
-    (group,) = build_plan(make_batch(ForwardMode.PREFILL, [Row(70, 130, tuple(range(1, 14)))]), GEOMETRY).groups
+    (group,) = groups_of(make_batch(ForwardMode.PREFILL, [Row(70, 130, tuple(range(1, 14)))]))
     (tile,) = group.tiles
-    assert (tile.num_keys, tile.first_masked, tile.hidden.shape) == (256, 131, (1, 1, 70, 1, 125))
-    (group,) = build_plan(make_batch(ForwardMode.DECODE, [Row(1, 127, tuple(range(1, 9)))]), GEOMETRY).groups
+    assert (tile.num_keys, tile.first_masked, tile.mask.shape) == (256, 128, (1, 1, 140, 128))
+    seen = torch.arange(128, 256) <= 130 + torch.arange(70)[:, None]
+    assert torch.equal(tile.mask[0, 0] == 0, seen.repeat_interleave(2, 0))
+    (group,) = groups_of(make_batch(ForwardMode.DECODE, [Row(1, 127, tuple(range(1, 9)))]))
     assert (group.tiles[0].num_keys, group.tiles[0].first_masked) == (128, 128)
 
 
 def test_a_long_chunk_is_cut_into_tiles_that_read_up_to_their_end() -> None:
-    (group,) = build_plan(make_batch(ForwardMode.PREFILL, [Row(300, 20, tuple(range(1, 21)))]), GEOMETRY).groups
+    (group,) = groups_of(make_batch(ForwardMode.PREFILL, [Row(300, 20, tuple(range(1, 21)))]))
     assert [(tile.start, tile.stop, tile.num_keys) for tile in group.tiles] == [(0, 128, 192), (128, 256, 320),
                                                                                 (256, 300, 320)]
 
 
 def test_long_contexts_are_cut_finer_and_gathered_in_smaller_groups() -> None:
     chunk = Row(256, 70_000, tuple(range(1, 1 + 4392)))
-    (group,) = build_plan(make_batch(ForwardMode.PREFILL, [chunk]), GEOMETRY).groups
+    (group,) = groups_of(make_batch(ForwardMode.PREFILL, [chunk]))
     assert {tile.stop - tile.start for tile in group.tiles} == {29, 24}
-    rows = [Row(1, 1000, tuple(range(1, 64))) for _ in range(5)]
-    groups = build_plan(make_batch(ForwardMode.DECODE, rows), GEOMETRY).groups
+    rows = [Row(1, 2000, tuple(range(1, 127))) for _ in range(5)]
+    groups = groups_of(make_batch(ForwardMode.DECODE, rows))
     assert [group.num_rows for group in groups] == [2, 2, 1]
