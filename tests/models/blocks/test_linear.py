@@ -60,6 +60,34 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(threads: int, dtype: torc
             assert torch.equal(linear(x[start : start + count]), expected[start : start + count]), count
 
 
+@pytest.mark.parametrize("numerics", list(Numerics))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_what_follows_a_product(num_rows: int, biased: bool, dtype: torch.dtype, numerics: Numerics) -> None:  # noqa: FBT001
+    weight, bias, x = draw(24, 16, dtype=dtype), draw(24, dtype=dtype, seed=1), draw(num_rows, 16, dtype=dtype, seed=2)
+    factor = draw(num_rows, 24, dtype=dtype, seed=3)
+    linear = Linear(weight, biases=[bias] if biased else [], numerics=numerics)
+    product = F.linear(x.double(), weight.double(), bias.double() if biased else None)
+    bound = 1e-5 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(linear.silu(x).double(), F.silu(product), rtol=bound, atol=bound)
+    torch.testing.assert_close(linear.times(x, factor).double(), product * factor.double(), rtol=bound, atol=bound)
+    assert linear.silu(x).dtype is linear.times(x, factor).dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(704, 256), (300, 3072)])
+def test_what_follows_a_product_has_the_same_bits_in_any_number_of_rows(threads: int, dtype: torch.dtype,
+                                                                       shape: tuple[int, int]) -> None:
+    linear = Linear(draw(*shape, dtype=dtype))
+    x, factor = draw(120, shape[1], dtype=dtype, seed=1), draw(120, shape[0], dtype=dtype, seed=2)
+    silu, times = linear.silu(x), linear.times(x, factor)
+    for count in COUNTS:
+        rows = slice(7, 7 + count)
+        assert torch.equal(linear.silu(x[rows]), silu[rows]), count
+        assert torch.equal(linear.times(x[rows], factor[rows]), times[rows]), count
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_the_weight_lay_does_not_show(dtype: torch.dtype) -> None:
     weight, x = draw(96, 64, dtype=dtype), draw(9, 64, dtype=dtype, seed=1)
