@@ -62,9 +62,7 @@ class CpuAttention:
         plan = self._checked_plan(batch, q, k, v)
         if layer_id not in self._pools:
             raise InternalError(f"layer {layer_id} has no KV pages on this stage")
-        pool = self._pools[layer_id]
-        pool[plan.write_pages, 0, :, plan.write_offsets] = k
-        pool[plan.write_pages, 1, :, plan.write_offsets] = v
+        _write(self._pools[layer_id], k, v, plan)
         if len(plan.groups) == 1:
             return self._attend(layer_id, q, plan.groups[0])
         out = torch.empty_like(q)
@@ -130,6 +128,17 @@ class CpuAttention:
         num_rows, num_tokens, num_kv_heads, share, head_dim = out.shape
         total = _weighted_sum(weights, values)[:, : num_tokens * share]
         out.copy_(total.view(num_rows, num_kv_heads, num_tokens, share, head_dim).transpose(1, 2))
+
+
+def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
+    if not plan.runs:
+        pool[plan.write_pages, 0, :, plan.write_offsets] = k
+        pool[plan.write_pages, 1, :, plan.write_offsets] = v
+    for run in plan.runs:
+        tokens = slice(run.first_token, run.first_token + run.num_tokens)
+        page = pool[run.page, :, :, run.offset : run.offset + run.num_tokens]
+        page[0].copy_(k[tokens].transpose(0, 1))
+        page[1].copy_(v[tokens].transpose(0, 1))
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ _MIN_TILE_TOKENS = 16
 _MAX_TILE_SCORES = 1 << 23  # all heads together
 _MAX_GROUPED_TOKENS = 32  # longer rows fill a product on their own
 _MAX_GROUP_KEYS = 5120  # unless one row has more; what is gathered should still be in the cache when it is read
+_MIN_RUN_TOKENS = 8  # on average
 _MAX_LENGTH_RATIO = 1.5  # of rows in one group: the shorter are gathered as long as the longest
 
 
@@ -60,14 +61,26 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
+class PageRun:
+    """New tokens of a batch that lie behind each other in one page from `offset` on."""
+
+    page: int
+    offset: int
+    first_token: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
-    """Everything `run` needs besides q, k and v. Nothing in it changes after planning."""
+    """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `runs` cover all tokens, or are
+    empty where they are so short that writing token by token is quicker."""
 
     geometry: AttentionGeometry
     num_rows: int
     num_tokens: int
     write_pages: Tensor  # [T] int64
     write_offsets: Tensor  # [T] int64
+    runs: tuple[PageRun, ...]
     groups: tuple[RowGroup, ...]
 
 
@@ -107,8 +120,25 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, dtype: torch.dt
         num_tokens=len(positions),
         write_pages=pages[rows, positions // geometry.page_size],
         write_offsets=positions % geometry.page_size,
+        runs=_runs(batch, geometry.page_size),
         groups=tuple(_group(group, batch, pages, geometry, dtype) for group in _grouped(_rows(batch))),
     )
+
+
+def _runs(batch: ForwardBatch, page_size: int) -> tuple[PageRun, ...]:
+    if batch.num_tokens < _MIN_RUN_TOKENS * batch.num_rows:
+        return ()
+    runs, first_token = [], 0
+    for pages, context_len, query_len in zip(batch.page_tables.tolist(), batch.context_lens, batch.query_lens,
+                                             strict=True):
+        done = 0
+        while done < query_len:
+            page, offset = divmod(context_len + done, page_size)
+            count = min(page_size - offset, query_len - done)
+            runs.append(PageRun(pages[page], offset, first_token + done, count))
+            done += count
+        first_token += query_len
+    return tuple(runs) if batch.num_tokens >= _MIN_RUN_TOKENS * len(runs) else ()
 
 
 def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

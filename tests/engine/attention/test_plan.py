@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
 from engine.attention.cpu import CpuAttention
-from engine.attention.plan import AttentionPlan, RowGroup, build_plan
+from engine.attention.plan import AttentionPlan, PageRun, RowGroup, build_plan
 from engine.batch import ForwardBatch, ForwardMode
 from engine.numerics import Numerics
 from runtime.errors import StalePlanError
@@ -147,6 +147,14 @@ def test_keys_that_all_tokens_see_are_not_masked() -> None:
     assert torch.equal(tile.mask[0, 0] == 0, seen.repeat_interleave(2, 0))
     (group,) = groups_of(make_batch(ForwardMode.DECODE, [Row(1, 127, tuple(range(1, 9)))]))
     assert (group.tiles[0].num_keys, group.tiles[0].first_masked) == (128, 128)
+
+
+def test_new_keys_are_written_in_runs_where_pages_take_several() -> None:
+    long, short = Row(34, 30, (5, 6, 7, 8)), Row(1, 16, (1, 2))
+    plan = build_plan(make_batch(ForwardMode.PREFILL, [long, short]), GEOMETRY, torch.float32)
+    assert plan.runs == (PageRun(6, 14, 0, 2), PageRun(7, 0, 2, 16), PageRun(8, 0, 18, 16), PageRun(2, 0, 34, 1))
+    for mode, rows in ((ForwardMode.DECODE, [short]), (ForwardMode.PREFILL, [Row(15, 9, (5, 6)), short])):
+        assert build_plan(make_batch(mode, rows), GEOMETRY, torch.float32).runs == ()
 
 
 def test_a_long_chunk_is_cut_into_tiles_that_read_up_to_their_end() -> None:
