@@ -37,6 +37,59 @@ def test_no_probing_for_attributes() -> None:
     assert found == []
 
 
+PICKLES = {"pickle", "cPickle", "cloudpickle", "copyreg", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
+UNPICKLERS = {  # attributes of torch, numpy, pandas and torch.distributed that read or send pickles, or might
+    "load": {"torch", "np", "numpy"}, "save": {"torch"}, "read_pickle": {"pd", "pandas"},
+    "send_object_list": {"*"}, "recv_object_list": {"*"}, "broadcast_object_list": {"*"},
+    "scatter_object_list": {"*"}, "all_gather_object": {"*"}, "gather_object": {"*"}, "ProcessPoolExecutor": {"*"},
+}
+
+
+def pickling(tree: ast.AST) -> Iterator[ast.stmt | ast.expr]:
+    """What reads, writes or sends pickles: a pickle that came from elsewhere runs its sender's code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and {alias.name.split(".")[0] for alias in node.names} & PICKLES:
+            yield node
+        elif isinstance(node, ast.ImportFrom):
+            owner, taken = (node.module or "").split(".")[0], {alias.name for alias in node.names}
+            if owner in PICKLES or any(owner in UNPICKLERS[name] or "*" in UNPICKLERS[name]
+                                       for name in taken & set(UNPICKLERS)):
+                yield node
+        elif isinstance(node, ast.Attribute) and node.attr in UNPICKLERS:
+            owners = UNPICKLERS[node.attr]
+            if "*" in owners or (isinstance(node.value, ast.Name) and node.value.id in owners):
+                yield node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            yield node
+
+
+def test_nothing_is_pickled() -> None:
+    found = [
+        where(name, node) for name, tree in modules(*PRODUCT).items() if name.split(".")[0] not in NOT_SHIPPED
+        for node in pickling(tree)
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_the_reader_of_pickles_sees_them() -> None:
+    source = """
+import os, pickle
+from multiprocessing.connection import Client
+from torch import load
+import torch.distributed as dist
+torch.load("x")
+torch.save({}, "x")
+np.load("x", allow_pickle=True)
+dist.broadcast_object_list([], 0)
+eval("1")
+from concurrent.futures import ProcessPoolExecutor
+json.load(file)
+model.eval()
+config.load()
+"""
+    assert sorted(node.lineno for node in pickling(ast.parse(source))) == [2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
 def is_test(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
 

@@ -5,10 +5,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
+from runtime.certificates import CertificateStore
+from runtime.security import ServerSecurity
+from runtime.tokens import TokenList
+from tests.support.authority import Authority
 from tests.support.generation import EchoGeneration, serve_echo
 
 
@@ -24,10 +30,11 @@ async def address(echo: EchoGeneration) -> AsyncIterator[str]:
     await server.drain(grace_s=0)
 
 
-async def baton(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+async def baton(*arguments: str, stdin: str = "",
+                environment: Mapping[str, str] = MappingProxyType({})) -> subprocess.CompletedProcess[str]:
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "baton.cli", *arguments], input=stdin, capture_output=True,
-                              text=True, timeout=30, check=False, env={**os.environ, "COLUMNS": "160"})
+                              text=True, timeout=30, check=False, env={**os.environ, "COLUMNS": "160", **environment})
 
     return await asyncio.to_thread(run)
 
@@ -107,3 +114,23 @@ async def test_roles_answer_help_themselves(role: str) -> None:
     done = await baton(role, "--help")
     assert done.returncode == 0
     assert "--announce" in done.stdout
+
+
+async def test_a_secured_server_is_reached_with_flags_or_variables(tmp_path: Path) -> None:
+    authority, tokens = Authority(), tmp_path / "tokens"
+    tokens.write_text("the-token-of-this-test\n")
+    files = authority.files(tmp_path / "server", "router")
+    security = ServerSecurity(CertificateStore(files), tokens=TokenList(tokens))
+    server, address = await serve_echo(EchoGeneration(), security=security)
+    own = authority.files(tmp_path / "client", "client")
+    certificate = ("--tls-ca", str(own.ca), "--tls-cert", str(own.cert), "--tls-key", str(own.key))
+    done = await baton("generate", "one two", "--target", address, *certificate, "--token-file", str(tokens))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one two \n", "")
+    by_variables = {"BATON_TLS_CA": str(own.ca), "BATON_TLS_CERT": str(own.cert), "BATON_TLS_KEY": str(own.key),
+                    "BATON_TLS_NAME": "router", "BATON_TOKEN_FILE": str(tokens)}
+    done = await baton("status", "--json", "--target", address, environment=by_variables)
+    assert json.loads(done.stdout)["model"] == "echo"
+    done = await baton("generate", "one two", "--target", address, *certificate)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no token" in done.stderr
+    await server.drain(grace_s=0)

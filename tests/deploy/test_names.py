@@ -19,6 +19,7 @@ from router.config import RouterConfig
 from router.readiness import SERVICE as ROUTER_SERVICE
 from runtime.config import leader_from_environment, parse_address
 from runtime.config import load as load_config
+from runtime.security import ClientCertificates
 from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
 
 SettingsOf = Callable[[PodKind], RouterConfig | WorkerConfig]
@@ -83,15 +84,42 @@ def test_ports_are_the_ones_listened_on(documents: list[Document], settings_of: 
     for pod in pod_kinds(documents):
         settings, container = settings_of(pod), pod.container
         grpc_port = parse_address(settings.listen).port
-        assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
-            "grpc": grpc_port, "metrics": settings.metrics_port}
+        expected = {"grpc": grpc_port, "metrics": settings.metrics_port}
+        if settings.health_listen is not None:
+            health = parse_address(settings.health_listen)
+            assert health.host == "0.0.0.0"
+            expected["health"] = health.port
+        assert {port["name"]: port["containerPort"] for port in container["ports"]} == expected
         assert parse_address(settings.listen).host == settings.metrics_host == "0.0.0.0"
         probes = [container[f"{name}Probe"]["grpc"]["port"] for name in ("startup", "liveness", "readiness")]
-        assert probes == [grpc_port] * 3
+        assert probes == [expected.get("health", grpc_port)] * 3
     for service in of_kind(documents, "Service"):
         assert [port["targetPort"] for port in service["spec"]["ports"]] == ["grpc"]
     for monitor in of_kind(documents, "PodMonitor"):
         assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
+
+
+def test_every_pod_has_the_certificate_of_its_role_or_none_has(documents: list[Document],
+                                                                settings_of: SettingsOf) -> None:
+    secured = set()
+    for pod in pod_kinds(documents):
+        settings, mounts = settings_of(pod), {m["name"]: m["mountPath"] for m in pod.container["volumeMounts"]}
+        secrets = {v["name"]: v["secret"] for v in pod.spec["volumes"] if "secret" in v}
+        files = (settings.tls_cert, settings.tls_key, settings.tls_ca)
+        secured.add(files != (None, None, None))
+        if files == (None, None, None):
+            assert not secrets
+            continue
+        assert files == tuple(Path(mounts["tls"]) / name for name in ("tls.crt", "tls.key", "ca.crt"))
+        assert secrets["tls"]["secretName"] == f"{pod.role}-tls"
+        assert settings.health_listen is not None, "Kubernetes' probes know no TLS"
+        assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
+        if isinstance(settings, RouterConfig):
+            assert settings.token_file == Path(mounts["tokens"]) / "tokens"
+            assert settings.client_certificates is ClientCertificates.NONE, "tokens say who a client is"
+    assert len(secured) == 1
+    assert {port["appProtocol"] for service in of_kind(documents, "Service") for port in service["spec"]["ports"]} == {
+        "https" if secured == {True} else "kubernetes.io/h2c"}
 
 
 def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) -> None:

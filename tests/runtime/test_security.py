@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -24,7 +25,7 @@ from runtime.certificates import CertificateStore, TlsFiles
 from runtime.client import open_channel, open_sync_channel
 from runtime.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from runtime.metrics import RpcMetrics
-from runtime.security import ChannelSecurity, ClientCertificates, ServerSecurity
+from runtime.security import ChannelSecurity, ClientCertificates, ServerSecurity, TlsConfig, client_security
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
 from runtime.tokens import OwnToken, TokenList
@@ -176,6 +177,32 @@ async def test_health_and_reflection_ask_for_no_token(authority: Authority, tmp_
             assert SERVICE in await asyncio.to_thread(database.get_services)
 
 
+async def test_the_plain_door_serves_health_and_nothing_else(authority: Authority, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        door = f"127.0.0.1:{taken.getsockname()[1]}"
+    server = GrpcServer(ServerOptions(listen="127.0.0.1:0", health_listen=door), services=(SERVICE,),
+                        metrics=RpcMetrics.create(CollectorRegistry()),
+                        security=ServerSecurity(authority.store(tmp_path, "router")))
+    generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
+    await server.start()
+    async with grpc.aio.insecure_channel(door) as probe:
+        watch = health_pb2_grpc.HealthStub(probe).Watch(  # type: ignore[attr-defined]  # stubs lack it
+            health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.health.set_serving(SERVICE)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(ConfigError, match="does not offer"):
+            await ask(probe)
+        await server.drain(grace_s=0)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        door = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError) as refused:
+            await GrpcServer(ServerOptions(listen="127.0.0.1:0", health_listen=door), services=(SERVICE,),
+                             metrics=RpcMetrics.create(CollectorRegistry())).start()
+    assert refused.value.field == "health_listen"
+
+
 async def test_tokens_close_what_is_for_roles_only(token_file: Path) -> None:
     async with serving(ServerSecurity(tokens=TokenList(token_file))) as address:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -235,6 +262,23 @@ def test_certificate_files_that_cannot_work(authority: Authority, tmp_path: Path
         with pytest.raises(ConfigError, match=field) as refused:
             CertificateStore(broken)
         assert refused.value.field == field
+
+
+def test_flags_of_a_client_that_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tls_ca is missing"):
+        client_security(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
+    with pytest.raises(ConfigError, match="tls_ca: cannot read"):
+        client_security(tls_ca=tmp_path / "none.pem")
+    with pytest.raises(ConfigError, match="token_file: cannot read"):
+        client_security(token_file=tmp_path / "none")
+
+
+@pytest.mark.parametrize("given", [{"tls_cert"}, {"tls_ca", "tls_key"}, {"tls_ca", "tls_cert"}])
+def test_a_role_has_all_three_files_or_none(tmp_path: Path, given: set[str]) -> None:
+    with pytest.raises(ConfigError, match="TLS between roles needs tls_cert, tls_key and tls_ca") as refused:
+        TlsConfig(**{name: tmp_path / name for name in given}).certificates()  # type: ignore[arg-type]
+    assert refused.value.field not in given
+    assert TlsConfig().certificates() is None
 
 
 async def test_plain_text_beyond_this_machine_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from protos import generation_pb2_grpc, types_pb2
 from runtime.errors import CapacityError, FieldViolation, InternalError, InvalidRequestError
 from runtime.log import rebind
 from runtime.metrics import RpcMetrics
+from runtime.security import OPEN_SERVER, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 
 SERVICE = "baton.v1.Generation"
@@ -78,10 +79,11 @@ class EchoGeneration(generation_pb2_grpc.GenerationServicer):
         return pb.GetClusterStatusResponse(model="echo", running_requests=len(self.running), workers=[worker])
 
 
-async def serve_echo(servicer: EchoGeneration, **options: Any) -> tuple[GrpcServer, str]:  # noqa: ANN401
+async def serve_echo(servicer: EchoGeneration, *, security: ServerSecurity = OPEN_SERVER,
+                     **options: Any) -> tuple[GrpcServer, str]:  # noqa: ANN401
     """A serving echo router and its address; `options` are those of ServerOptions."""
     server = GrpcServer(ServerOptions(**{"listen": "127.0.0.1:0", **options}), services=(SERVICE,),
-                        metrics=RpcMetrics.create(CollectorRegistry()))
+                        metrics=RpcMetrics.create(CollectorRegistry()), security=security)
     generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.grpc)
     address = await server.start()
     await server.health.set_serving(SERVICE)
