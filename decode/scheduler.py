@@ -29,6 +29,8 @@ from pool.metrics import PoolCensus
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
+_DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
+
 
 @dataclass(frozen=True)
 class Reservation:
@@ -77,15 +79,16 @@ class DecodeScheduler:
         prompt_pages = pages_for_tokens(len(request.prompt_token_ids), self.limits.page_size)
         return Reservation(entry.key, tuple(entry.pages.page_ids[:prompt_pages]), entry.slot.slot_id)
 
-    def join(self, key: int, first_token: int) -> None:
-        """The prompt has landed: the request joins the running batch without a forward, or ends if the first token
-        ended it. Unknown keys (released meanwhile) are ignored."""
+    def join(self, key: int, first_token: int, *, with_draft: bool = False) -> None:
+        """The prompt has landed, with the draft's state or without: the request joins the running batch without a
+        forward, or ends if the first token ended it. Unknown keys (released meanwhile) are ignored."""
         entry = self._entries.get(key)
         if entry is None or entry.released:
             return
         entry.outputs.insert(0, first_token)
         entry.computed = len(entry.request.prompt_token_ids)
-        entry.draft.followed = self.limits.draft_handed
+        entry.draft.followed = with_draft
+        entry.draft.landed = with_draft and len(entry.outputs) == 1  # a replay drafts at its end
         self._run(entry)
         self._finish_if_done(entry)
 
@@ -126,11 +129,15 @@ class DecodeScheduler:
             self._since_s = self.clock.now()
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
-        batch = self._steps.replay(replays) if replays else self._decode_batch(ready)
+        beginning = [entry for entry in ready if entry.draft.landed and self._num_draft_tokens(entry)]
+        if replays:
+            batch = self._steps.replay(replays)
+        else:
+            batch = self._steps.begin(beginning) if beginning else self._decode_batch(ready)
         return None if batch is None else self._launched(batch)
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        if self.limits.speculates and batch.mode is not ForwardMode.PREFILL and result.error is None:
+        if self.limits.speculates and batch.mode in _DECODING and result.error is None:
             self._note_verified(batch, result)
         self._since_s = self.clock.now()
         drawn, verified = iter(result.tokens), iter(result.verified)
@@ -138,20 +145,25 @@ class DecodeScheduler:
             entry = self._entries[key]
             entry.in_flight = False
             outcome, tokens = Verified(), []
-            if sampling is not None and result.error is None:
+            if result.error is None and (sampling is not None or batch.mode is ForwardMode.PREBUILT):
                 outcome = next(verified) if self.limits.speculates else outcome
                 tokens = [next(drawn) for _ in outcome.accepted]
             if entry.released:
                 self._forget(entry)
             elif result.error is not None:
                 self._fail(entry, result.error)
-            elif tokens:
-                if batch.mode is ForwardMode.VERIFY:
-                    entry.draft.kept = Kept(batch.context_lens[row], outcome.accepted)
-                if self.limits.speculates and batch.mode is not ForwardMode.PREFILL:
-                    entry.computed += len(outcome.accepted)
-                entry.draft.tree = outcome.draft
-                self._append(entry, tokens)
+            else:
+                self._advance(entry, batch.mode, batch.context_lens[row], outcome, tokens)
+
+    def _advance(self, entry: Entry, mode: ForwardMode, context_len: int, outcome: Verified,
+                 tokens: list[DrawnToken]) -> None:
+        entry.draft.tree = outcome.draft
+        if mode is ForwardMode.VERIFY and tokens:
+            entry.draft.kept = Kept(context_len, outcome.accepted)
+        if self.limits.speculates and mode in _DECODING and tokens:
+            entry.computed += len(outcome.accepted)
+        if tokens:
+            self._append(entry, tokens)
 
     def _note_verified(self, batch: ForwardBatch, result: StepResult) -> None:
         drew = [(self._entries[key].request, length) for key, length, sampling in

@@ -39,6 +39,7 @@ from runtime.errors import (
 )
 from runtime.log import bind
 from runtime.metrics import ArrivalMetrics
+from runtime.pairing import share_draft
 from runtime.tracing import begin, note
 from transfer import codec
 from transfer.compatibility import check_compatible
@@ -121,6 +122,7 @@ class _Arrival:
         self._nonce = secrets.randbits(32)
         self._session = ReceiveSession(secrets.token_hex(8), num_stages=len(parts.plan.ranges), clock=SystemClock())
         self._is_open = False
+        self._with_draft = False  # whether the draft's state lands, too
         self._first_token: int | None = None
         self._first_token_s = 0.0
         self._opened_s = 0.0
@@ -176,7 +178,9 @@ class _Arrival:
                                      f"{len(self._request.prompt_token_ids)} tokens"))
         landing = landing_for(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
                               epoch=session.epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
-                              slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints)
+                              slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
+                              with_draft=share_draft(parts.plan.compatibility.digest, source.compatibility))
+        self._with_draft = landing.with_draft
         self._opened_s = time.monotonic()
         self._is_open = True
         parts.leader.group.open_receive(source, landing, self._on_report)
@@ -245,13 +249,14 @@ class _Arrival:
         now = time.monotonic()
         exposed_s = max(0.0, now - self._first_token_s)
         parts.arrivals.exposed_s.observe(exposed_s)
-        parts.meters.on_handoff(len(self._request.prompt_token_ids), now - self._opened_s)
+        parts.meters.on_handoff(len(self._request.prompt_token_ids), now - self._opened_s,
+                                with_draft=self._with_draft)
         session.commit()
         self._phase.note(num_bytes=session.num_bytes, exposed_s=exposed_s)
         self._phase.end()
         self._phase = begin("baton.decode.generate", request_id=self._request.request_id)
-        key = self._reservation.key
-        await parts.leader.loop.submit(lambda: parts.scheduler.join(key, first_token))
+        key, with_draft = self._reservation.key, self._with_draft
+        await parts.leader.loop.submit(lambda: parts.scheduler.join(key, first_token, with_draft=with_draft))
         parts.leader.group.close_receive(session.session_id)
         return pb.DecodeResponse(committed=pb.DecodeCommitted(transfer_exposed_s=exposed_s,
                                                               num_bytes=session.num_bytes))

@@ -36,12 +36,19 @@ class DraftState:
     kept      what the last verification accepted; the stages commit it before the request's next step
     start     tokens before this position are not in the draft's cache
     followed  whether the draft has followed all steps since `start`
+    landed    its state came with the prompt, and no tree was grown from it yet
     """
 
     tree: TokenTree = field(default_factory=TokenTree)
     kept: Kept | None = None
     start: int = 0
     followed: bool = False
+    landed: bool = False
+
+    def begin(self, num_draft_tokens: int) -> SpecRow:
+        """To grow the first tree from what has landed."""
+        self.landed = False
+        return SpecRow(num_draft_tokens=num_draft_tokens)
 
     def verify(self, context_len: int, *, max_nodes: int, max_depth: int,
                num_draft_tokens: int) -> tuple[TokenTree, SpecRow]:
@@ -63,6 +70,6 @@ class DraftState:
         """A draft that was left out of a step has lost its thread: its cache begins anew where it comes back."""
         if num_draft_tokens and not self.followed:
             self.start = context_len
-        self.followed = num_draft_tokens > 0
+        self.followed, self.landed = num_draft_tokens > 0, False
         kept, self.kept = self.kept, None
         return SpecRow(parents, kept, next_token_id, self.start, num_draft_tokens)

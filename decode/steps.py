@@ -18,7 +18,7 @@ from engine.trees import Kept
 class DecodeLimits:
     """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
     `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
-    verifies up to `num_draft_tokens` at once; `draft_handed`: the draft's cache lands with the prompt."""
+    verifies up to `num_draft_tokens` at once."""
 
     page_size: int
     grid: int
@@ -29,7 +29,6 @@ class DecodeLimits:
     chunk_tokens: int = 512  # of a replay's prefill batches
     growth_tokens: int = 64
     num_draft_tokens: int = 0
-    draft_handed: bool = False
 
     @property
     def speculates(self) -> bool:
@@ -66,6 +65,12 @@ class StepBuilder:
                 budget -= end - entry.computed
                 rows.append(self._known_row(entry, end, draws=draws))
         return build_batch(ForwardMode.PREFILL, rows) if rows else None
+
+    def begin(self, entries: Sequence[Entry]) -> ForwardBatch:
+        """The first trees of entries whose drafts have landed with their prompts; nothing else is computed."""
+        return build_batch(ForwardMode.PREBUILT, [
+            replace(_row(entry, [], draws=False), spec=entry.draft.begin(self.draft_tokens(entry)))
+            for entry in entries])
 
     def _decode_row(self, entry: Entry) -> Row:
         if not self.limits.speculates:

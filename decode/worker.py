@@ -48,8 +48,7 @@ class DecodeRole:
                                 max_running=config.max_running, max_held=stage.plan.max_held,
                                 max_context_tokens=stage.plan.max_context_tokens,
                                 chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
-                                num_draft_tokens=stage.plan.num_draft_tokens,
-                                draft_handed=stage.plan.speculation is not None and stage.plan.speculation.handed),
+                                num_draft_tokens=stage.plan.num_draft_tokens),
             clock=SystemClock(),
             draft_length=adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS), adaptive)
 

@@ -102,7 +102,8 @@ class SpecInfo:
 class Verified:
     """What came of one drawing row: the nodes that were accepted, root first, and the tree to verify next.
 
-    The row drew one token per accepted node. A row that was not under verification accepted its last token only.
+    The row drew one token per accepted node. A row that was not under verification accepted its last token only, a row
+    of a PREBUILT batch nothing.
     """
 
     accepted: tuple[int, ...] = (0,)

@@ -20,7 +20,7 @@ from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.errors import ConfigError
 from transfer import codec
-from transfer.compatibility import Compatibility, check_compatible
+from transfer.compatibility import Compatibility, check_same
 from transfer.terms import StageEndpoint, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
@@ -101,7 +101,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         if endpoint.layers != self._layers[hello.rank]:
             raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
                               f"{self._layers[hello.rank]}", field="partition")
-        check_compatible(self._compatibility, hello.compatibility, hello.compatibility_text)
+        check_same(self._compatibility, hello.compatibility, hello.compatibility_text)
         previous = self._links.pop(hello.rank, None)
         if previous is not None:
             self._observer.stage_lost(hello.rank)

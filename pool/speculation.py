@@ -22,6 +22,7 @@ from engine.speculative.config import SpeculationConfig
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter, PromptDrafter
+from engine.speculative.handed import HandedEnds
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 from models.drafts.loader import DraftDescription, read_draft
@@ -35,7 +36,7 @@ class SpeculationPlan:
 
     config: SpeculationConfig
     draft: DraftDescription
-    handed: bool  # the draft's cache of the prompt is part of the handoff
+    handed: bool  # the draft's cache of the prompt and where it stands behind it are part of the handoff
 
     @property
     def first_layer(self) -> int:
@@ -43,11 +44,15 @@ class SpeculationPlan:
         return self.draft.target.facts.num_layers
 
     def handed_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        """The draft's caches as further layers of the last stage, if they travel with the prompt."""
+        """The draft's caches and its end of the prompt as further layers of the last stage, if they travel."""
         if not self.handed:
             return ()
-        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id)
-                     for spec in self.draft.cache_specs(page_size))
+        cache = self.draft.cache_specs(page_size)
+        topk = min(self.config.topk, self.draft.vocab_size)
+        end = (CacheSpec(0, CacheKind.TOPK_P, (topk,), "float32", 4),
+               CacheSpec(0, CacheKind.TOPK_INDEX, (topk,), "int64", 8),
+               CacheSpec(0, CacheKind.DRAFT_HIDDEN, (self.draft.hidden_size,), cache[0].dtype, cache[0].item_bytes))
+        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True) for spec in (*cache, *end))
 
     @property
     def capture_layers(self) -> frozenset[int]:
@@ -100,7 +105,9 @@ def build_drafter(plan: SpeculationPlan, pools: StagePools, *, numerics: Numeric
         own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
             torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype)))
     attention = draft_attention(model.attention_geometry(geometry.page_size), own, numerics)
-    return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps)
+    ends = HandedEnds(*(pools.of_kind(kind)[plan.first_layer] for kind in
+                        (CacheKind.TOPK_P, CacheKind.TOPK_INDEX, CacheKind.DRAFT_HIDDEN))) if plan.handed else None
+    return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps, handed=ends)
 
 
 def draft_attention(geometry: AttentionGeometry | LatentGeometry, pools: Mapping[CacheKind, Mapping[int, Tensor]],

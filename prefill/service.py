@@ -102,6 +102,7 @@ class _Departure:
         self._has_first_token = False
         self._opened_s = 0.0
         self._told_sent = False
+        self._with_draft = False  # whether the draft's state leaves, too
         self._has_shaken_hands = False
         self._waiting = begin("baton.prefill.queue", request_id=request.request_id)
         self._computing: Span | None = None
@@ -153,7 +154,8 @@ class _Departure:
             return None
         self._told_sent = True
         self._end_spans(self._sending)
-        self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s)
+        self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s,
+                                      with_draft=self._with_draft)
         return pb.PrefillSent(num_bytes=session.num_bytes)
 
     @staticmethod
@@ -204,6 +206,7 @@ class _Departure:
         except BatonError as error:
             self._parts.meters.handshake_failed(error)
             raise
+        self._with_draft = landing.with_draft
         session = SendSession(landing.session_id, epoch=landing.epoch, num_stages=len(self._parts.plan.ranges),
                               clock=SystemClock())
 

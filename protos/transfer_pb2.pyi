@@ -39,7 +39,7 @@ class SourceTerms(_message.Message):
     def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ...) -> None: ...
 
 class Landing(_message.Message):
-    __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest")
+    __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TAG_BASE_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class Landing(_message.Message):
     SLOT_ID_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WITH_DRAFT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     tag_base: int
@@ -54,4 +55,5 @@ class Landing(_message.Message):
     slot_id: int
     stages: _containers.RepeatedCompositeFieldContainer[StageEndpoint]
     plan_digest: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tag_base: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., plan_digest: _Optional[str] = ...) -> None: ...
+    with_draft: bool
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tag_base: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., plan_digest: _Optional[str] = ..., with_draft: _Optional[bool] = ...) -> None: ...

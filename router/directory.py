@@ -2,7 +2,7 @@
 
 Every configured worker is watched over one `Worker.Watch` stream. A worker is usable while that stream is alive, says
 that it serves, and describes the router's model. A prefill and a decode worker are a pair if their compatibility
-digests are equal. Choosing a worker books the request on it; whoever books must release.
+digests fit. Choosing a worker books the request on it; whoever books must release.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from router.worker import Booking, Role, Worker
 from runtime.access import PeerRole
 from runtime.client import open_channel
 from runtime.metrics import RouterMetrics
+from runtime.pairing import may_pair
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ class Directory:
             if not self._usable(role):
                 reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
                 return f"no {role} worker is usable ({'; '.join(reasons) or 'none configured'})"
-        if self._digests(Role.PREFILL) & self._digests(Role.DECODE):
+        if any(self._fits(digest, Role.DECODE) for digest in self._digests(Role.PREFILL)):
             return ""
         prefill, decode = (next(iter(self._usable(role))).info for role in Role)
         assert prefill is not None
@@ -131,10 +132,11 @@ class Directory:
         """Book a compatible pair that could take the request now or soon; None if there is none."""
         num_tokens = len(prompt_token_ids)
         ready = {w.compatibility for w in self._usable(Role.DECODE) if w.as_candidate(num_tokens).has_room}
-        prefill = self._book((w for w in self._usable(Role.PREFILL) if w.compatibility in ready), prompt_token_ids)
+        fed = (w for w in self._usable(Role.PREFILL) if any(may_pair(w.compatibility, digest) for digest in ready))
+        prefill = self._book(fed, prompt_token_ids)
         if prefill is None:
             return None
-        fitting = (w for w in self._usable(Role.DECODE) if w.compatibility == prefill.worker.compatibility)
+        fitting = (w for w in self._usable(Role.DECODE) if may_pair(w.compatibility, prefill.worker.compatibility))
         decode = self._book(fitting, prompt_token_ids)
         if decode is None:
             prefill.release()
@@ -144,14 +146,14 @@ class Directory:
     def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                      tried: frozenset[str]) -> Booking | None:
         """A prefill worker for a request that lost its own; one that was tried only if there is no other."""
-        usable = [w for w in self._usable(Role.PREFILL) if w.compatibility == compatibility]
+        usable = [w for w in self._usable(Role.PREFILL) if may_pair(w.compatibility, compatibility)]
         others = [w for w in usable if w.address not in tried]
         return self._book(others or usable, prompt_token_ids)
 
     def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                     tried: frozenset[str]) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
-        fitting = (w for w in self._usable(Role.DECODE) if w.compatibility == compatibility)
+        fitting = (w for w in self._usable(Role.DECODE) if may_pair(w.compatibility, compatibility))
         return self._book(fitting, prompt_token_ids, tried, Room.ANY)
 
     def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str) -> Placement | None:
@@ -160,8 +162,9 @@ class Directory:
         prefill = self.book_prefill(prompt_token_ids, compatibility, tried=frozenset())
         if prefill is None:
             return None
-        decode = (self.book_decode(prompt_token_ids, compatibility, tried=frozenset({lost}))
-                  or self.book_decode(prompt_token_ids, compatibility, tried=frozenset()))
+        source = prefill.worker.compatibility
+        decode = (self.book_decode(prompt_token_ids, source, tried=frozenset({lost}))
+                  or self.book_decode(prompt_token_ids, source, tried=frozenset()))
         if decode is None:
             prefill.release()
             return None
@@ -169,11 +172,11 @@ class Directory:
 
     def has_pair(self, compatibility: str) -> bool:
         """Whether workers of both roles that fit are alive, with room or without."""
-        return compatibility in self._digests(Role.PREFILL) & self._digests(Role.DECODE)
+        return self._fits(compatibility, Role.PREFILL) and self._fits(compatibility, Role.DECODE)
 
     def has_decode(self, compatibility: str) -> bool:
         """Whether a decode pool that fits is alive, with room or without."""
-        return compatibility in self._digests(Role.DECODE)
+        return self._fits(compatibility, Role.DECODE)
 
     def status(self) -> list[generation_pb2.WorkerStatus]:
         """Every worker, for people."""
@@ -203,6 +206,9 @@ class Directory:
     def _digests(self, role: Role) -> set[str]:
         return {worker.compatibility for worker in self._usable(role)}
 
+    def _fits(self, digest: str, role: Role) -> bool:
+        return any(may_pair(digest, other) for other in self._digests(role))
+
     def _on_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -227,7 +233,7 @@ class Directory:
 
     def _unpaired(self, worker: Worker) -> str:
         other = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
-        if worker.compatibility in self._digests(other):
+        if self._fits(worker.compatibility, other):
             return ""
         others = [peer.info.compatibility_text for peer in self.workers if peer.role is other and peer.info is not None]
         mine = "" if worker.info is None else f": it has {worker.info.compatibility_text}"

@@ -2,7 +2,7 @@
 
 The new pair runs the prompt again, and the new pool computes the tokens that the client has already without drawing
 them. Draws are keyed by seed and position, so what follows is what would have followed. A pair must serve the same
-weights in the same way: its compatibility digest is that of the lost pool.
+weights in the same way: its compatibility digest fits that of the lost pool.
 """
 
 import asyncio

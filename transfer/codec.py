@@ -72,6 +72,7 @@ def landing_to_proto(landing: Landing) -> transfer_pb2.Landing:
         slot_id=landing.slot_id,
         stages=[endpoint_to_proto(stage) for stage in landing.stages],
         plan_digest=landing.plan_digest,
+        with_draft=landing.with_draft,
     )
 
 
@@ -87,6 +88,7 @@ def landing_from_proto(message: transfer_pb2.Landing) -> Landing:
         slot_id=message.slot_id,
         stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
         plan_digest=message.plan_digest,
+        with_draft=message.with_draft,
     )
 
 

@@ -7,14 +7,15 @@ from itertools import groupby
 
 from engine.memory.layout import CacheSpec, travelling
 from runtime.errors import IncompatiblePeerError
+from runtime.pairing import may_pair, pairing_digest
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised whenever the copy plan, the tags, the trailer or the digests change."""
 
 
 @dataclass(frozen=True)
 class Compatibility:
-    """`digest` is compared, `text` is shown when two differ."""
+    """`digest` is compared (see `runtime.pairing`), `text` is shown when two differ."""
 
     digest: str
     text: str
@@ -24,17 +25,32 @@ def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int) 
     """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model; caches that
     do not travel are a pool's own affair."""
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
-    lines = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"page_size={page_size}"]
-    lines += [f"{spec.layer_id}:{spec.kind}:{spec.record_shape}:{spec.dtype}" for spec in ordered]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-    text = f"schema {SCHEMA_VERSION}, weights {revision[:12]}, page size {page_size}, {_describe(ordered)}"
-    return Compatibility(digest, text)
+    model = [spec for spec in ordered if not spec.of_draft]
+    draft = [spec for spec in ordered if spec.of_draft]
+    header = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"page_size={page_size}"]
+    digest = pairing_digest(_digest([*header, *_lines(model)]), _digest(_lines(draft)) if draft else "")
+    text = f"schema {SCHEMA_VERSION}, weights {revision[:12]}, page size {page_size}, {_describe(model)}"
+    return Compatibility(digest, f"{text}, and of a draft {_describe(draft)}" if draft else text)
 
 
 def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
     """Raises IncompatiblePeerError showing both sides when they must not be paired."""
-    if mine.digest != peer_digest:
+    if not may_pair(mine.digest, peer_digest):
         raise IncompatiblePeerError(f"the pools differ: here {mine.text}; there {peer_text}")
+
+
+def check_same(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
+    """Raises IncompatiblePeerError showing both when these are not stages of one pool."""
+    if mine.digest != peer_digest:
+        raise IncompatiblePeerError(f"the stages differ: here {mine.text}; there {peer_text}")
+
+
+def _lines(specs: Iterable[CacheSpec]) -> list[str]:
+    return [f"{spec.layer_id}:{spec.kind}:{spec.record_shape}:{spec.dtype}" for spec in specs]
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def _describe(specs: list[CacheSpec]) -> str:

@@ -68,12 +68,12 @@ class CopyPlan:
     """All lanes of one handoff, each made when asked for."""
 
     def __init__(self, source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec]) -> None:
-        """`specs` covers the whole model; the plan is made for those that travel.
+        """`specs` covers the whole model; the plan is made for those that travel (see `travelling`).
 
         Raises:
             IncompatiblePeerError: page lists or layer ranges of the two sides do not fit together or the model.
         """
-        specs = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
+        specs = sorted(travelling(specs, with_draft=landing.with_draft), key=lambda spec: (spec.layer_id, spec.kind))
         _check_pages(source, landing)
         _check_slots(source, landing, specs)
         _check_layers("source", source.stages, specs)

@@ -14,7 +14,8 @@ NONCE_BITS = 32
 
 
 def landing_for(source: SourceTerms, *, session_id: str, epoch: int, nonce: int, page_ids: Sequence[int],
-                slot_id: int, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> Landing:
+                slot_id: int, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec],
+                with_draft: bool = False) -> Landing:
     """The destination's answer to `source`.
 
     `nonce` is random, 32 bits, drawn once per session; with the epoch it makes the tags nobody else uses. `page_ids`
@@ -29,7 +30,8 @@ def landing_for(source: SourceTerms, *, session_id: str, epoch: int, nonce: int,
     if not 0 <= epoch <= MAX_EPOCH:
         raise ValueError(f"epoch must be in 0..{MAX_EPOCH}, got {epoch}")
     tag_base = (nonce << 32) | (epoch << TAG_OFFSET_BITS)
-    landing = Landing(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="")
+    landing = Landing(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="",
+                      with_draft=with_draft)
     return replace(landing, plan_digest=CopyPlan(source, landing, specs).digest)
 
 

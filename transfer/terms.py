@@ -32,7 +32,8 @@ class SourceTerms:
 
 @dataclass(frozen=True)
 class Landing:
-    """The receiving side: "deliver it like this". The destination states the layout, the source delivers it."""
+    """The receiving side: "deliver it like this". The destination states the layout, the source delivers it.
+    `with_draft`: it takes the state of the source's draft, too."""
 
     session_id: str
     epoch: int
@@ -41,6 +42,7 @@ class Landing:
     slot_id: int
     stages: tuple[StageEndpoint, ...]
     plan_digest: str
+    with_draft: bool = False
 
 
 class StageSessionState(StrEnum):

@@ -22,6 +22,9 @@ class CacheKind(StrEnum):
     STATE = "state"  # slot: [num_v_heads, head_k_dim, head_v_dim], fp32
     LATENT = "latent"  # paged: [page_size, kv_lora_rank + qk_rope_head_dim] (MLA)
     INDEX_KEY = "index_key"  # paged: [page_size, index_head_dim] (DSA)
+    TOPK_P = "topk_p"  # slot: [topk] fp32, a draft's first level after the prompt, as natural logarithms
+    TOPK_INDEX = "topk_index"  # slot: [topk] int64, its tokens
+    DRAFT_HIDDEN = "draft_hidden"  # slot: [draft width], the draft's own hidden state at the prompt's end
 
     @property
     def is_paged(self) -> bool:
@@ -34,14 +37,16 @@ class CacheSpec:
 
     A spec that does not travel is memory that nobody reads, kept so that all layers of a pool look alike: index keys of
     a layer that shares its selection. It is no part of a handoff, so pools with it and pools without it fit together.
+    What is of a draft travels only between pools that both have it.
     """
 
     layer_id: int
     kind: CacheKind
     record_shape: tuple[int, ...]
-    dtype: str  # "bfloat16", "float32", "float16"
+    dtype: str  # "bfloat16", "float32", "float16", "int64"
     item_bytes: int  # of one element
     travels: bool = True
+    of_draft: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -62,9 +67,9 @@ class PoolGeometry:
         return tuple(spec for spec in self.specs if spec.layer_id in self.layers)
 
 
-def travelling(specs: Iterable[CacheSpec]) -> tuple[CacheSpec, ...]:
-    """What both sides of a handoff must have alike, and what moves."""
-    return tuple(spec for spec in specs if spec.travels)
+def travelling(specs: Iterable[CacheSpec], *, with_draft: bool = True) -> tuple[CacheSpec, ...]:
+    """What both sides of a handoff must have alike, and what moves; of a draft only where both have it."""
+    return tuple(spec for spec in specs if spec.travels and (with_draft or not spec.of_draft))
 
 
 def bytes_per_page(specs: Iterable[CacheSpec]) -> int:

@@ -10,7 +10,8 @@ from engine.memory.layout import NULL_INDEX, CacheKind, CacheSpec, PoolGeometry
 from engine.stages import LayerRange
 from runtime.errors import ConfigError, InternalError
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+           "int64": torch.int64}
 
 
 class LayerTensors(Mapping[int, Tensor]):
@@ -112,7 +113,8 @@ class StagePools:
         indices = {True: [i for i in page_ids if i != NULL_INDEX], False: [i for i in slot_ids if i != NULL_INDEX]}
         for kind, tensors in self._tensors.items():
             for tensor in tensors.values():
-                tensor[indices[kind.is_paged]] = math.nan
+                nothing = math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+                tensor[indices[kind.is_paged]] = nothing
 
     @property
     def _on_host(self) -> bool:

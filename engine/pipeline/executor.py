@@ -7,7 +7,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.latent import LatentAttentionBackend
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, ForwardMode
 from engine.model import ForwardContext, StageModel, StageOutput
 from engine.recurrent.backend import RecurrentBackend
 from runtime.errors import ConfigError
@@ -45,7 +45,9 @@ class StageExecutor:
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, incoming: StageOutput | None = None) -> StageOutput:
         """Hidden states for the next stage, or logits of the drawing rows from the last. `incoming` is what the stage
-        before handed on; None on the first."""
+        before handed on; None on the first. PREBUILT batches pass through: their prompts were computed elsewhere."""
+        if batch.mode is ForwardMode.PREBUILT:
+            return StageOutput()
         for cache in self._caches:
             cache.commit(batch)
         if batch.needs_forward_metadata_init():

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, ForwardMode
 from engine.model import StageOutput
 from engine.pipeline import frames
 from engine.pipeline.channel import StageChannel
@@ -38,7 +38,7 @@ class StepResult:
     """What came back for one launched batch: a token per row that draws, in row order, or why there is none.
 
     `scores` has one entry per row that scores, in row order. On a pool that speculates `verified` has one entry per row
-    that draws, and the row as many tokens as that entry has accepted nodes.
+    that draws, and the row as many tokens as that entry has accepted nodes; of a PREBUILT batch one per row.
     """
 
     sequence: int
@@ -86,6 +86,10 @@ class LastStage:
     drafter: Drafter | None = None
 
     def finish(self, batch: ForwardBatch, output: StageOutput) -> StageResult:
+        """Of a PREBUILT batch each row gets a first tree and draws nothing."""
+        if batch.mode is ForwardMode.PREBUILT:
+            first = self.drafter.begin(batch) if self.drafter is not None else [TokenTree()] * batch.num_rows
+            return StageResult([], [Verified((), tree) for tree in first])
         scored = score(output.logits, batch)
         runs = draw_runs(scored.drawing, batch, self.sampler)
         tokens = [token for run in runs for token in run.tokens]

@@ -22,3 +22,7 @@ class Drafter(Protocol):
         draft with a cache of its own can follow. `batch.spec_info` is a `SpecInfo`.
         """
         ...
+
+    def begin(self, batch: ForwardBatch) -> list[TokenTree]:
+        """The first tree of each row of a PREBUILT batch, whose prompts were handed over with the draft's state."""
+        ...

@@ -6,7 +6,7 @@ frontier. The draft's pages have the ids of the target's: what a request leases,
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from engine.batch import ForwardBatch, ForwardMode
 from engine.model import StageOutput
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import CarriedKeys, DraftModel
+from engine.speculative.handed import DraftEnd, HandedEnds
 from engine.speculative.proposal import Proposal
 from engine.speculative.verify import Run
 from engine.trees import SpecInfo, TokenTree
@@ -35,6 +36,10 @@ class PromptDrafter:
         self._on_followed(batch)
         return [TokenTree()] * len(runs)
 
+    def begin(self, batch: ForwardBatch) -> list[TokenTree]:
+        """See `Drafter.begin`; a prefill pool gets no such batches."""
+        return [TokenTree()] * batch.num_rows
+
 
 @dataclass(frozen=True)
 class _Followed:
@@ -50,19 +55,35 @@ class _Followed:
 
 class EagleDrafter:
     """A `Drafter`. `topk` is 1 for chains; only their steps may share a choice of keys, because the branches of trees
-    change places between steps."""
+    change places between steps. `handed` is what crosses with prompts, where the draft's state does."""
 
-    def __init__(self, *, model: DraftModel, attention: DraftAttention, topk: int, steps: int) -> None:
+    def __init__(self, *, model: DraftModel, attention: DraftAttention, topk: int, steps: int,
+                 handed: HandedEnds | None = None) -> None:
         self._model = model
         self._attention = attention
         self._topk = min(topk, model.vocab_size)
         self._steps = steps
+        self._handed = handed
 
     @torch.inference_mode()
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
-        """Extend the draft's cache by what stands, and propose nothing: the part of a prefill pool."""
+        """Extend the draft's cache by what stands, and propose nothing: the part of a prefill pool. Where a prompt
+        ends, so does what is handed over."""
         if followed := _followed(batch, runs) if batch.num_rows else []:
-            self._extend(_extend_batch(batch, followed), followed, output)
+            extend = _extend_batch(batch, followed)
+            hidden = self._extend(extend, followed, output)
+            ended = [index for index, row in enumerate(followed) if row.num_nodes]
+            if self._handed is not None and ended:
+                self._handed.put(extend.slot_ids[ended].long(), self._end(hidden[_ends(extend)[ended]]))
+
+    @torch.inference_mode()
+    def begin(self, batch: ForwardBatch) -> list[TokenTree]:
+        """See `Drafter.begin`. A prompt of n tokens has n slots, all handed over."""
+        info = batch.spec_info
+        if self._handed is None or not isinstance(info, SpecInfo):
+            raise InternalError("no draft's state is handed over to this pool")
+        return self._grow(replace(batch, spec_info=CarriedKeys()), batch.context_lens, torch.tensor(batch.context_lens),
+                          self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens for row in info.rows])
 
     @torch.inference_mode()
     def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
@@ -75,14 +96,14 @@ class EagleDrafter:
         if self._topk == 1:
             extend.spec_info = carried  # else nothing is left there, and nothing carried on
         hidden = self._extend(extend, followed, output)
-        ends = torch.tensor([len(row.features) for row in followed]).cumsum(0) - 1
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
         trees = {}
         if growing:
-            last = ends[growing]
-            continued = extend.filter(growing)
+            last, continued = _ends(extend)[growing], extend.filter(growing)
             continued.spec_info = carried.of_tokens(last)
-            grown = self._grow(continued, hidden[last], [followed[index].num_nodes for index in growing])
+            slots = [a + b for a, b in zip(continued.context_lens, continued.query_lens, strict=True)]
+            grown = self._grow(continued, slots, extend.positions[last] + 1, self._end(hidden[last]),
+                               [followed[index].num_nodes for index in growing])
             trees = {followed[index].row: tree for index, tree in zip(growing, grown, strict=True)}
         return [trees.get(run.row, TokenTree()) for run in runs]
 
@@ -92,18 +113,22 @@ class EagleDrafter:
         features = self._model.features(output.aux_hidden, torch.tensor([t for row in followed for t in row.features]))
         return self._model.forward(extend, features, self._attention.on_pages)
 
-    def _grow(self, extended: ForwardBatch, hidden: Tensor, num_nodes: list[int]) -> list[TokenTree]:
+    def _end(self, hidden: Tensor) -> DraftEnd:
         """hidden: [R, hidden] at each row's last slot."""
-        proposal = Proposal(*self._best(hidden))
+        return DraftEnd(*self._best(hidden), hidden)
+
+    def _grow(self, rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd,
+              num_nodes: list[int]) -> list[TokenTree]:
+        """Trees behind the `slots` that each of the rows has; positions: [R], of the next one."""
+        proposal = Proposal(ends.log_p, ends.tokens)
         # A tree of n nodes is at most n deep.
         steps = min(self._steps, max(num_nodes))
         if steps > 1:
-            self._expand(proposal, extended, hidden, steps)
+            self._expand(proposal, _round_batch(rows, slots, positions, ends.log_p.shape[1]), ends.hidden, steps)
         return proposal.trees(num_nodes)
 
-    def _expand(self, proposal: Proposal, extended: ForwardBatch, hidden: Tensor, steps: int) -> None:
-        rows, width = extended.num_rows, proposal.frontier_tokens.shape[1]
-        batch = _round_batch(extended, width)
+    def _expand(self, proposal: Proposal, batch: ForwardBatch, hidden: Tensor, steps: int) -> None:
+        rows, width = batch.num_rows, proposal.frontier_tokens.shape[1]
         self._attention.round.plan(batch)
         hidden = hidden.repeat_interleave(width, 0)
         for step in range(1, steps):
@@ -160,12 +185,15 @@ def _extend_batch(batch: ForwardBatch, followed: list[_Followed]) -> ForwardBatc
         page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed))
 
 
-def _round_batch(extended: ForwardBatch, width: int) -> ForwardBatch:
+def _ends(batch: ForwardBatch) -> Tensor:
+    """[R] int64, each row's last token."""
+    return torch.tensor(batch.query_lens).cumsum(0) - 1
+
+
+def _round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, width: int) -> ForwardBatch:
     """A row's branches at the slot after its last; each step sets tokens and positions."""
-    ends = torch.tensor(extended.query_lens).cumsum(0) - 1
     return ForwardBatch(
-        mode=ForwardMode.DRAFT, request_ids=extended.request_ids, query_lens=(width,) * extended.num_rows,
-        context_lens=tuple(a + b for a, b in zip(extended.context_lens, extended.query_lens, strict=True)),
-        token_ids=None, positions=(extended.positions[ends] + 1).repeat_interleave(width),
-        page_tables=extended.page_tables, slot_ids=extended.slot_ids, sampling=extended.sampling,
-        spec_info=extended.spec_info)
+        mode=ForwardMode.DRAFT, request_ids=rows.request_ids, query_lens=(width,) * rows.num_rows,
+        context_lens=tuple(slots), token_ids=None, positions=positions.repeat_interleave(width),
+        page_tables=rows.page_tables, slot_ids=rows.slot_ids, sampling=(None,) * rows.num_rows,
+        spec_info=rows.spec_info)

@@ -28,6 +28,16 @@ class DraftDescription:
         """Global ids of the target's layers whose outputs the draft reads."""
         return _family(self.raw).capture_layers(self.raw, self.target)
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens it can propose."""
+        return self.raw.integer("draft_vocab_size", self.target.facts.vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the state that one step of the draft hands to the next."""
+        return self.raw.integer("hidden_size")
+
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What the draft's layers cache, by its own layer ids."""
         return _family(self.raw).cache_specs(self.raw, self.target, page_size)

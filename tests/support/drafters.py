@@ -4,10 +4,16 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from engine.batch import ForwardBatch
-from engine.model import StageOutput
+from engine.model import ForwardContext, StageOutput
+from engine.speculative.draft_model import DraftModel
 from engine.speculative.verify import Run
 from engine.trees import SpecInfo, TokenTree
+
+VOCAB_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class OracleDrafter:
     shape: Shape
     truth: Mapping[int, Sequence[int]] = field(default_factory=dict)
     error_rate: float = 0.0
-    vocab_size: int = 256
+    vocab_size: int = VOCAB_SIZE
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     accepted: list[int] = field(default_factory=list)
     num_calls: int = 0
@@ -51,6 +57,9 @@ class OracleDrafter:
             truth = list(self.truth.get(batch.request_ids[run.row], ()))[after:after + self.shape.depth]
             trees.append(self._tree(truth).first(batch.spec_info.rows[run.row].num_draft_tokens))
         return trees
+
+    def begin(self, batch: ForwardBatch) -> list[TokenTree]:
+        return [TokenTree()] * batch.num_rows
 
     def _tree(self, truth: list[int]) -> TokenTree:
         """Level by level; the path to follow is a random node of each level, so that siblings precede it."""
@@ -70,6 +79,33 @@ class OracleDrafter:
             level, path = list(range(first, len(tokens))), first + place
         count = min(self.shape.nodes, len(tokens))
         return TokenTree(tuple(tokens[:count]), tuple(parents[:count]))
+
+
+class KnowingModel:
+    """A `DraftModel` with the cache of a real one that knows how one request goes on: `truth` is its prompt and answer.
+
+    Its hidden state is the position of the slot, so that a wrong one predicts a wrong token.
+    """
+
+    def __init__(self, model: DraftModel, truth: Sequence[int]) -> None:
+        self._model = model
+        self._truth = [*truth, *[0] * 64]
+        self.capture_layers, self.vocab_size = model.capture_layers, VOCAB_SIZE
+        self.attention_geometry, self.cache_specs = model.attention_geometry, model.cache_specs
+
+    def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
+        return torch.zeros_like(self._model.features(aux_hidden, tokens))
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
+        self._model.forward(batch, hidden, context)
+        return torch.zeros_like(hidden).index_fill(1, torch.tensor([0]), 1) * batch.positions[:, None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        known = torch.tensor([self._truth[int(position) + 2] for position in hidden[:, 0]])
+        return 40.0 * torch.nn.functional.one_hot(known, VOCAB_SIZE)
+
+    def target_ids(self, token_ids: Tensor) -> Tensor:
+        return token_ids
 
 
 def always(drafter: OracleDrafter) -> Callable[[int], OracleDrafter]:

@@ -3,9 +3,10 @@ starting processes takes. Processes of their own, and their deaths, are in `test
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -25,23 +26,25 @@ START_TIMEOUT_S = 60.0
 
 @asynccontextmanager
 async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp: int = 1, prefill_partition: str = "",
-                             decode_partition: str = "", **settings: object) -> AsyncIterator[AsyncBatonClient]:
-    """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage. On leaving, whatever was
-    asked must have been given back."""
+                             decode_partition: str = "", prefill: Mapping[str, object] = MappingProxyType({}),
+                             decode: Mapping[str, object] = MappingProxyType({}),
+                             **settings: object) -> AsyncIterator[AsyncBatonClient]:
+    """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage, `prefill` and `decode` those
+    of one role only. On leaving, whatever was asked must have been given back."""
     torch.set_num_threads(1)
     stop = StopSignal()
     tasks: list[asyncio.Task[None]] = []
     with tempfile.TemporaryDirectory() as folder:
-        base = WorkerConfig.model_validate({"model": checkpoint, "drain_s": 0.5, **settings})
         try:
             leaders = {}
-            for role, size, partition in ((PrefillRole(), prefill_pp, prefill_partition),
-                                          (DecodeRole(), decode_pp, decode_partition)):
-                pool = base.model_copy(update={"world_size": size, "partition": partition})
+            for role, size, partition, own in ((PrefillRole(), prefill_pp, prefill_partition, prefill),
+                                               (DecodeRole(), decode_pp, decode_partition, decode)):
+                pool = WorkerConfig.model_validate({"model": checkpoint, "drain_s": 0.5, **settings, **own,
+                                                    "world_size": size, "partition": partition})
                 leaders[role.name] = await _start_pool(role, pool, Path(folder), tasks, stop)
             router = RouterConfig(model=checkpoint, prefill=(leaders["prefill"],), decode=(leaders["decode"],),
                                   listen="127.0.0.1:0", announce=Path(folder) / "router.json", drain_s=0.5,
-                                  otel_endpoint=base.otel_endpoint)
+                                  otel_endpoint=str(settings.get("otel_endpoint", "")))
             tasks.append(asyncio.create_task(serve(router, stop)))
             async with AsyncBatonClient(await _announced(Path(folder) / "router.json", tasks)) as client:
                 await _until(client, is_ready=True)

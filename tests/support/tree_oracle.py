@@ -97,6 +97,9 @@ class CheckedDrafter:
             self.num_equal += tree == expected
         return trees
 
+    def begin(self, batch: ForwardBatch) -> list[TokenTree]:
+        return self.drafter.begin(batch)
+
     def _follow(self, batch: ForwardBatch, output: StageOutput, runs: Mapping[int, Run]) -> None:
         assert isinstance(batch.spec_info, SpecInfo)
         features = torch.cat([output.aux_hidden[layer_id] for layer_id in self.oracle.layers], -1)

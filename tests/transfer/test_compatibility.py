@@ -7,7 +7,7 @@ import pytest
 from engine.memory.layout import CacheKind, CacheSpec
 from runtime.errors import IncompatiblePeerError
 from tests.support.handoff import hybrid_specs
-from transfer.compatibility import check_compatible, compatibility
+from transfer.compatibility import check_compatible, check_same, compatibility
 
 SPECS = hybrid_specs(4)
 MINE = compatibility(revision="abcdef0123456789", specs=SPECS, page_size=4)
@@ -44,7 +44,20 @@ def test_index_keys_that_nobody_reads_are_not_compared_s2_10() -> None:
         check_compatible(MINE, needed.digest, needed.text)
 
 
+def test_a_pool_without_the_draft_pairs_and_is_no_stage_of_the_same_pool() -> None:
+    kv = CacheSpec(4, CacheKind.KV, (2, 2, 4, 8), "bfloat16", 2, of_draft=True)
+    first, second = (compatibility(revision="abcdef0123456789", specs=(*SPECS, spec), page_size=4)
+                     for spec in (kv, replace(kv, record_shape=(2, 1, 4, 8))))
+    for drafting in (first, second):
+        check_compatible(MINE, drafting.digest, drafting.text)
+        check_compatible(drafting, MINE.digest, MINE.text)
+        with pytest.raises(IncompatiblePeerError, match="the stages differ"):
+            check_same(MINE, drafting.digest, drafting.text)
+    with pytest.raises(IncompatiblePeerError, match="and of a draft layers 4: kv"):
+        check_compatible(first, second.digest, second.text)
+
+
 def test_the_text_groups_equal_layers() -> None:
     assert MINE.text == (
-        "schema 1, weights abcdef012345, page size 4, layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "
+        "schema 2, weights abcdef012345, page size 4, layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "
         "layers 1,3: kv (2, 2, 4, 8) bfloat16")
