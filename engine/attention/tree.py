@@ -116,7 +116,8 @@ class TreeAttention:
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self:
             return self._paged.run(layer_id, q, k, v, batch)
-        if not isinstance(plan, TreePlan) or plan.nodes.num_rows != batch.num_tokens or plan.num_rows != batch.num_rows:
+        if not isinstance(plan, TreePlan) or plan.num_rows != batch.num_rows or not (
+                plan.nodes.num_rows == batch.num_tokens == len(q)):
             raise StalePlanError("the trees of this batch are not those that were planned")
         pool, scratch = self._pool(layer_id), self._scratch
         assert scratch is not None, "planning reserved the scratch pages"
