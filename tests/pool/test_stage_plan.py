@@ -35,4 +35,5 @@ def test_a_draft_has_its_own_layers_from_zero_under_any_split_s0_8(folders: tupl
         behind = set(plan.geometry.layers) - set(expected)
         assert behind == ({NUM_LAYERS} if rank == size - 1 else set())
         drafted = [spec for spec in plan.geometry.local_specs() if spec.layer_id not in expected]
-        assert len(drafted) == len(behind)
+        assert {spec.layer_id for spec in drafted} == behind
+        assert all(spec.of_draft for spec in drafted)
