@@ -37,8 +37,8 @@ class WorkerConfig(TlsConfig):
     spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
     spec_steps: int = Field(default=3, ge=1, le=16, description="tokens drafted ahead at most")
     spec_draft_tokens: int = Field(default=3, ge=1, le=128, description="drafted tokens verified per step and request")
-    spec_prompt: bool = Field(default=True, description="the draft reads prompts too, on prefill pools with the same "
-                                                        "--draft; no: decode pools take prompts from any prefill pool")
+    spec_prompt: bool = Field(default=True, description="the draft's state of the prompt is handed over between pools "
+                                                        "that both have --draft; no: it never is")
     spec_adaptive: bool = Field(default=True, description="shorten drafts, or draft nothing, while that yields more")
     drain_s: float = Field(default=10.0, ge=0, description="how long SIGTERM lets running requests finish")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")

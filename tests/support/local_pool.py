@@ -1,9 +1,12 @@
 """A whole decode or prefill pool in this process: real models, pools, loop and stages over in-process channels."""
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from decode.entry import Drawn, Event, Failed, Finished
 from decode.scheduler import DecodeScheduler
@@ -12,6 +15,7 @@ from decode.steps import DecodeLimits
 from engine.attention.cpu import CpuAttention
 from engine.attention.cpu_latent import CpuLatentAttention
 from engine.attention.tree import TreeAttention
+from engine.batch import ForwardBatch
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pages import PageAllocator
@@ -40,6 +44,7 @@ class Speculation:
     num_draft_tokens: int
     capture_layers: frozenset[int] = frozenset()
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
+    poisons_leftovers: bool = False  # see `Leftovers`
 
 
 def build_executor(description: ModelDescription, layers: LayerRange, *, page_size: int, num_pages: int,
@@ -62,11 +67,44 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
     trees = None if attention is None or geometry is None else TreeAttention(
         paged=attention, kv_pools=kv, page_size=page_size,
         backend_over=lambda over: CpuAttention(kv_pools=over, geometry=geometry, numerics=exact))
-    states = TreeRecurrent(
-        slots=recurrent, conv_pools=conv, state_pools=state, max_nodes=speculation.num_draft_tokens + 1,
-        backend_over=lambda convs, states: CpuRecurrent(conv_pools=convs, state_pools=states, numerics=exact))
+    leftovers = Leftovers(pools, speculation.num_draft_tokens + 1)
+
+    def over_nodes(convs: Mapping[int, Tensor], states: Mapping[int, Tensor]) -> CpuRecurrent:
+        leftovers.nodes += [*convs.values(), *states.values()]
+        return CpuRecurrent(conv_pools=convs, state_pools=states, numerics=exact)
+
+    states = TreeRecurrent(slots=recurrent, conv_pools=conv, state_pools=state,
+                           max_nodes=speculation.num_draft_tokens + 1, backend_over=over_nodes)
+    found = (trees, latent, states, leftovers if speculation.poisons_leftovers else None)
     return StageExecutor(model=model, attention=trees, latent_attention=latent, recurrent=states,
-                         caches=[cache for cache in (trees, latent, states) if cache is not None]), pools
+                         caches=[cache for cache in found if cache is not None]), pools
+
+
+@dataclass
+class Leftovers:
+    """Once a batch's rows have committed what they accepted, what they did not accept becomes NaN: entries behind their
+    tokens, states of nodes. So does everything that padding reads."""
+
+    pools: StagePools
+    max_nodes: int
+    nodes: list[Tensor] = field(default_factory=list)
+
+    def commit(self, batch: ForwardBatch) -> None:
+        size = self.pools.geometry.page_size
+        for row, context_len in enumerate(batch.context_lens):
+            pages = batch.page_tables[row].tolist()
+            for kind in (kind for kind in CacheKind if kind.is_paged):
+                for pool in self.pools.of_kind(kind).values():
+                    pool[0] = math.nan
+                    for place in range(context_len // size, len(pages)):
+                        kept = max(0, context_len - place * size)
+                        pool[pages[place]].narrow(-2, kept, size - kept).fill_(math.nan)
+            for scratch in self.nodes:
+                first = int(batch.slot_ids[row]) * self.max_nodes
+                scratch[first:first + self.max_nodes] = math.nan
+        for kind in (CacheKind.CONV, CacheKind.STATE):
+            for pool in self.pools.of_kind(kind).values():
+                pool[0] = math.nan
 
 
 @contextmanager
