@@ -1,24 +1,22 @@
 """`python -m bench.speculation`: decode tokens per second with a draft and without, by requests in flight.
 
 Two clusters are up at the same time, one with the draft; the same prompts go to one and the other in turn, so that what
-else the machine does falls on both. The answers must be equal.
+else the machine does falls on both. The answers must be equal. Step times and planner calls are the pools' own metrics.
 """
 
 import argparse
 import asyncio
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
 from baton.values import Finish, Query, Sampling, Stop
+from bench.pool_metrics import PoolPorts, decode_ports, planner_calls
 from bench.report import Value, render
 from demo.corpus import speculation_prompts
 from runtime.errors import BatonError
@@ -31,7 +29,7 @@ class Side:
     """One of the two clusters, and what it has done: tokens after the first one, and the seconds they took."""
 
     client: AsyncBatonClient
-    metrics_port: int
+    ports: PoolPorts
     tokens: int = 0
     seconds: float = 0.0
     answers: list[tuple[int, ...]] = field(default_factory=list)
@@ -58,14 +56,14 @@ class Side:
                 ids += event.token_ids
         return tuple(ids), first, last
 
-    def tokens_per_pass(self) -> float:
-        """Mean over all requests and steps since the cluster started."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as response:
-            text = response.read().decode()
-        samples = {sample.name: sample.value for family in text_string_to_metric_families(text)
-                   for sample in family.samples if family.name == "baton_spec_accept_length"}
-        count = samples.get("baton_spec_accept_length_count", 0.0)
-        return samples["baton_spec_accept_length_sum"] / count if count else 1.0
+    async def steps(self, name: str) -> dict[str, Value]:
+        """Since the cluster started: tokens a request got from a pass, seconds of a step, planner calls of its last
+        stage per step, by path."""
+        leader, last = await self.ports.leader(), await self.ports.last_stage()
+        calls = planner_calls(last)
+        return {f"{name}_tokens_per_pass": leader.mean("baton_spec_accept_length"),
+                f"{name}_step_s": leader.mean("baton_spec_step_seconds") or leader.mean("baton_step_seconds"),
+                **{f"{name}_planner_calls_per_step_{path}": calls[path] for path in calls}}
 
 
 @asynccontextmanager
@@ -74,10 +72,7 @@ async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[S
                            worker_flags=worker_flags)
     async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
                 AsyncBatonClient(cluster.address) as client):
-        leader = next(process for name, process in cluster.processes.items() if name in ("decode-0", "decode-0.0"))
-        assert leader.announcement is not None
-        assert leader.announcement.metrics_port is not None
-        yield Side(client, leader.announcement.metrics_port)
+        yield Side(client, decode_ports(cluster))
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
@@ -100,7 +95,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                     await each.run(queries[start:start + batch])
             values |= {f"plain_tokens_per_s_{batch}": plain.rate, f"draft_tokens_per_s_{batch}": drafting.rate,
                        f"speedup_{batch}": drafting.rate / plain.rate}
-        values["tokens_per_pass"] = drafting.tokens_per_pass()
+        values |= {**await plain.steps("plain"), **await drafting.steps("draft")}
         values["answers_equal"] = plain.answers == drafting.answers
     return values
 

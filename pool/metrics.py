@@ -1,7 +1,7 @@
 """What a pool measures, from the loop's and the scheduler's figures. Any thread; instruments lock themselves."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -32,9 +32,14 @@ class StageMeters:
 
     metrics: StageMetrics
     rank: int
+    num_plans: Callable[[], Mapping[str, int]] = dict  # by path, since the start
+    _counted: dict[str, int] = field(default_factory=dict)
 
     def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
         """The stage ran its layers on one batch."""
+        for path, count in self.num_plans().items():
+            self.metrics.plans.labels(path).inc(count - self._counted.get(path, 0))
+            self._counted[path] = count
         self.metrics.step_s.labels(str(self.rank)).observe(seconds)
         self.metrics.batch_rows.observe(batch.num_rows)
         self.metrics.batch_tokens.observe(batch.num_tokens)
@@ -57,8 +62,9 @@ class LeaderMeters:
     _window_began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, compatibility: str = "") -> Self:
-        meters = cls(StageMeters(StageMetrics.create(registry), 0), LeaderMetrics.create(registry),
+    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, compatibility: str = "",
+               num_plans: Callable[[], Mapping[str, int]] = dict) -> Self:
+        meters = cls(StageMeters(StageMetrics.create(registry), 0, num_plans), LeaderMetrics.create(registry),
                      PoolMetrics.create(registry), HandoffMetrics.create(registry), geometry)
         num_pages, num_slots = geometry.num_pages - 1, max(0, geometry.num_slots - 1)
         meters.pool.pages_total.set(num_pages)

@@ -152,7 +152,8 @@ async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None
 
 async def _lead(process: _Process) -> None:
     config, role, stage = process.config, process.role, process.stage
-    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.plan.compatibility.digest)
+    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.plan.compatibility.digest,
+                                 stage.num_plans)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -192,7 +193,7 @@ async def _lead(process: _Process) -> None:
 
 async def _follow(process: _Process) -> None:
     config, stage = process.config, process.stage
-    meters = StageMeters(StageMetrics.create(process.registry), config.rank)
+    meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.num_plans)
     server = _server(process, (PIPELINE_SERVICE,))
     channel = UcxStageChannel(rank=config.rank, max_frame_bytes=max_frame_bytes(config, stage.plan),
                               profile=TransportProfile(config.transport), on_sent=meters.on_frame)

@@ -16,6 +16,7 @@ from engine.numerics import Numerics
 from engine.pipeline.executor import LayerObserver, StageExecutor
 from engine.recurrent.cpu import CpuRecurrent
 from engine.speculative.drafter import Drafter
+from engine.speculative.eagle import EagleDrafter
 from engine.stages import LayerRange, get_pp_indices
 from models.loader import ModelDescription, read_model
 from pool.config import WorkerConfig
@@ -106,6 +107,7 @@ class Stage:
     executor: StageExecutor
     agent: TransferAgent
     drafter: Drafter | None = None  # on the last stage of a pool that speculates
+    num_plans: Callable[[], Mapping[str, int]] = dict  # by path
 
 
 def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
@@ -141,13 +143,17 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
         executor = StageExecutor(model=model, attention=paged, latent_attention=latent, recurrent=slots,
                                  on_layer_done=observer)
         reader = prompt_drafter(speculation, drafter, observer) if speculation is not None and drafter else None
-        return Stage(plan, pools, executor, agent, reader)
+        return Stage(plan, pools, executor, agent, reader, _plan_counts(executor, drafter))
     trees = None if paged is None or geometry is None else tree_attention(paged, kv, geometry, numerics)
     states = tree_recurrent(slots, conv, state, numerics, max_nodes=speculation.config.max_nodes)
     executor = StageExecutor(model=model, attention=trees, latent_attention=latent, recurrent=states,
                              caches=[cache for cache in (trees, latent, states) if cache is not None],
                              on_layer_done=observer)
-    return Stage(plan, pools, executor, agent, drafter)
+    return Stage(plan, pools, executor, agent, drafter, _plan_counts(executor, drafter))
+
+
+def _plan_counts(executor: StageExecutor, drafter: EagleDrafter | None) -> Callable[[], Mapping[str, int]]:
+    return lambda: {"target": executor.num_plans, **(drafter.num_plans if drafter is not None else {})}
 
 
 def _of_layers(tensors: Mapping[int, Tensor], layers: LayerRange) -> dict[int, Tensor]:

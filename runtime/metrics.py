@@ -150,6 +150,7 @@ class StageMetrics:
     batch_tokens: Histogram
     step_s: Histogram
     link_bytes: Counter
+    plans: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -158,6 +159,7 @@ class StageMetrics:
             _histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
             _histogram(registry, "pp_stage_step_seconds", "One forward of this stage alone.", STEP_S, "stage"),
             _counter(registry, "pp_link_bytes", "Bytes of the frames this stage sent to the next.", "stage"),
+            _counter(registry, "plans", "Times attention was planned: target, draft_extend or draft_round.", "path"),
         )
 
 

@@ -41,6 +41,7 @@ class StageExecutor:
         self._latent_attention = latent_attention
         self._recurrent = recurrent
         self._on_layer_done = on_layer_done
+        self.num_plans = 0
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, incoming: StageOutput | None = None) -> StageOutput:
@@ -52,6 +53,7 @@ class StageExecutor:
             cache.commit(batch)
         if batch.needs_forward_metadata_init():
             self._planner.plan(batch)
+            self.num_plans += 1
         observer = self._on_layer_done
         done = None if observer is None else lambda layer_id: observer(batch, layer_id)
         context = ForwardContext(self._attention, self._recurrent, done, self._latent_attention)

@@ -64,6 +64,7 @@ class EagleDrafter:
         self._topk = min(topk, model.vocab_size)
         self._steps = steps
         self._handed = handed
+        self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 
     @torch.inference_mode()
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
@@ -110,6 +111,7 @@ class EagleDrafter:
     def _extend(self, extend: ForwardBatch, followed: list[_Followed], output: StageOutput) -> Tensor:
         """Hidden states of all slots, [slots, hidden]."""
         self._attention.pages.plan(extend)
+        self.num_plans["draft_extend"] += 1
         features = self._model.features(output.aux_hidden, torch.tensor([t for row in followed for t in row.features]))
         return self._model.forward(extend, features, self._attention.on_pages)
 
@@ -130,6 +132,7 @@ class EagleDrafter:
     def _expand(self, proposal: Proposal, batch: ForwardBatch, hidden: Tensor, steps: int) -> None:
         rows, width = batch.num_rows, proposal.frontier_tokens.shape[1]
         self._attention.round.plan(batch)
+        self.num_plans["draft_round"] += 1
         hidden = hidden.repeat_interleave(width, 0)
         for step in range(1, steps):
             batch.token_ids = proposal.frontier_tokens.flatten()

@@ -1,0 +1,79 @@
+"""`python -m bench.acceptance`: tokens that a request gets from one pass of the demo model with its draft.
+
+Held-out prompts, greedy, through a whole cluster; the figures are the decode pool's own metrics.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.values import Query, Sampling, Stop
+from bench.pool_metrics import Figures, decode_ports
+from bench.report import Value, render
+from demo.corpus import speculation_prompts
+from runtime.errors import BatonError
+
+SHAPES = {"chain_3": (1, 3, 3), "tree_4x4_15": (4, 4, 15)}
+BARS = {"chain_3": 2.7, "tree_4x4_15": 3.5}
+OUTPUT_TOKENS, IN_FLIGHT, REQUEST_TIMEOUT_S = 96, 8, 120.0
+
+
+def held_out_queries(count: int) -> list[Query]:
+    return [Query(item.prompt, Sampling(temperature=0), Stop(max_tokens=OUTPUT_TOKENS))
+            for item in speculation_prompts(count, seed=0)]
+
+
+async def ask_all(client: AsyncBatonClient, queries: Sequence[Query]) -> None:
+    """A few at a time."""
+    for start in range(0, len(queries), IN_FLIGHT):
+        await asyncio.gather(*(client.complete(query, timeout_s=REQUEST_TIMEOUT_S)
+                               for query in queries[start:start + IN_FLIGHT]))
+
+
+async def accepted(flags: argparse.Namespace, shape: tuple[int, int, int]) -> Figures:
+    """What the decode pool's metrics gained."""
+    topk, steps, tokens = map(str, shape)
+    config = ClusterConfig(
+        model=demo_model(), decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning",
+        worker_flags=("--draft", str(flags.draft), "--spec-topk", topk, "--spec-steps", steps, "--spec-draft-tokens",
+                      tokens, "--no-spec-adaptive"))
+    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
+                AsyncBatonClient(cluster.address) as client):
+        ports = decode_ports(cluster)
+        before = await ports.leader()
+        await ask_all(client, held_out_queries(flags.prompts))
+        return (await ports.leader()).since(before)
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    values: dict[str, Value] = {"prompts": flags.prompts, "decode_pp": flags.decode_pp}
+    for name, shape in SHAPES.items():
+        figures = await accepted(flags, shape)
+        values[f"{name}_tokens_per_pass"] = figures.mean("baton_spec_accept_length")
+        values[f"{name}_passes"] = figures.value("baton_spec_accept_length_count")
+        values[f"{name}_bar"] = BARS[name]
+    return values
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
+    parser.add_argument("--decode-pp", type=int, default=2, help="stages of the decode pool, default 2")
+    parser.add_argument("--prompts", type=int, default=50, help="default 50")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    flags = parser.parse_args()
+    try:
+        values = asyncio.run(measure(flags))
+    except BatonError as error:
+        print(f"bench.acceptance: {error}", file=sys.stderr)
+        return 1
+    print(render("acceptance", values, as_json=flags.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

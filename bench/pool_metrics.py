@@ -1,0 +1,72 @@
+"""What a pool says about itself on /metrics, as benchmarks read it."""
+
+import asyncio
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.cluster import LocalCluster
+
+PATHS = ("target", "draft_extend", "draft_round")
+
+
+@dataclass(frozen=True)
+class PoolPorts:
+    """Where the stages of a pool serve metrics, by rank."""
+
+    ports: tuple[int, ...]
+
+    async def leader(self) -> "Figures":
+        return await asyncio.to_thread(scrape, self.ports[0])
+
+    async def last_stage(self) -> "Figures":
+        return await asyncio.to_thread(scrape, self.ports[-1])
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Samples by name and labels at one moment."""
+
+    samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+    def value(self, name: str, **labels: str) -> float:
+        """Summed over the labels that are not given; 0 for what never moved."""
+        wanted = set(labels.items())
+        return sum(value for (found, own), value in self.samples.items() if found == name and wanted <= own)
+
+    def mean(self, histogram: str, **labels: str) -> float | None:
+        """None where nothing was observed."""
+        count = self.value(f"{histogram}_count", **labels)
+        return self.value(f"{histogram}_sum", **labels) / count if count else None
+
+    def since(self, before: "Figures") -> "Figures":
+        """What was added."""
+        return Figures({key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()})
+
+
+def scrape(port: int) -> Figures:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        text = response.read().decode()
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return Figures({(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples})
+
+
+def decode_ports(cluster: LocalCluster) -> PoolPorts:
+    """Of the first decode pool of a cluster that is up."""
+    names = [name for name in cluster.processes if name.partition(".")[0] == "decode-0"]
+    return PoolPorts(tuple(_port(cluster, name) for name in sorted(names)))
+
+
+def _port(cluster: LocalCluster, name: str) -> int:
+    announcement = cluster.processes[name].announcement
+    assert announcement is not None, f"{name} is up"
+    assert announcement.metrics_port is not None
+    return announcement.metrics_port
+
+
+def planner_calls(figures: Figures) -> dict[str, float]:
+    """Per forward of the stage, by path."""
+    forwards = figures.value("baton_pp_stage_step_seconds_count")
+    return {path: figures.value("baton_plans_total", path=path) / forwards if forwards else 0.0 for path in PATHS}
