@@ -62,7 +62,8 @@ class Side:
         leader, last = await self.ports.leader(), await self.ports.last_stage()
         calls = planner_calls(last)
         return {f"{name}_tokens_per_pass": leader.mean("baton_spec_accept_length"),
-                f"{name}_step_s": leader.mean("baton_spec_step_seconds") or leader.mean("baton_step_seconds"),
+                f"{name}_step_s": leader.mean("baton_spec_step_seconds", drafts="yes")
+                or leader.mean("baton_pp_step_seconds"),
                 **{f"{name}_planner_calls_per_step_{path}": calls[path] for path in calls}}
 
 
