@@ -19,7 +19,7 @@ async def test_the_demo_draft_reaches_its_bar(name: str, monkeypatch: pytest.Mon
     drafting = {"draft": demo_model().parent / "draft", "spec_topk": topk, "spec_steps": steps,
                 "spec_draft_tokens": tokens, "spec_adaptive": False}
     async with cluster_in_process(demo_model(), decode_pp=2, prefill=drafting, decode=drafting) as client:
-        await ask_all(client, held_out_queries(20))
+        await ask_all(client, held_out_queries(12))
     lengths = [1 + count for step in seen for count in step.accepted]
-    assert len(lengths) > 100
+    assert len(lengths) > 60
     assert sum(lengths) / len(lengths) >= BARS[name]
