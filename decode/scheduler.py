@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from decode.entry import Drawn, Emit, Entry, Failed, Finished
+from decode.memory import RequestMemory, Reservation
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
 from decode.steps import DecodeLimits, StepBuilder
 from engine.batch import ForwardBatch, ForwardMode
@@ -27,18 +28,9 @@ from engine.request import DrawnToken, FinishReason, Request
 from engine.trees import Kept, Verified
 from pool.metrics import PoolCensus
 from runtime.clock import Clock
-from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
+from runtime.errors import BatonError, CapacityError
 
 _DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """Memory for one request: the pages its prompt lands in, in position order, and its state slot."""
-
-    key: int
-    prompt_page_ids: tuple[int, ...]
-    slot_id: int
 
 
 @dataclass(frozen=True)
@@ -73,11 +65,7 @@ class DecodeScheduler:
             CapacityError: no room now, or a preempted request waits for it first.
             InvalidRequestError: the request could never fit.
         """
-        entry = self._admit(request, emit, replayed)
-        assert entry.pages is not None
-        assert entry.slot is not None
-        prompt_pages = pages_for_tokens(len(request.prompt_token_ids), self.limits.page_size)
-        return Reservation(entry.key, tuple(entry.pages.page_ids[:prompt_pages]), entry.slot.slot_id)
+        return self._memory.reservation(self._admit(request, emit, replayed))
 
     def join(self, key: int, first_token: int, *, with_draft: bool = False) -> None:
         """The prompt has landed, with the draft's state or without: the request joins the running batch without a
@@ -186,6 +174,10 @@ class DecodeScheduler:
                         live_owners={entry.owner for entry in self._entries.values()})
 
     @cached_property
+    def _memory(self) -> RequestMemory:
+        return RequestMemory(self.limits, self.pages, self.slots)
+
+    @cached_property
     def _steps(self) -> StepBuilder:
         return StepBuilder(self.limits, self.pages, self._num_draft_tokens)
 
@@ -195,7 +187,7 @@ class DecodeScheduler:
         return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
 
     def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = ()) -> Entry:
-        self._check_fits(request)
+        self._memory.check_fits(request)
         if self._waiting:
             raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
         limit = self.limits.max_held or self.limits.max_running
@@ -203,29 +195,10 @@ class DecodeScheduler:
             raise CapacityError(f"{len(self._entries)} requests hold memory, the limit is {limit}",
                                 resource="held requests")
         entry = Entry(self._next_key, request, emit, outputs=list(replayed), joined_s=self.clock.now())
-        self._lease(entry)
+        self._memory.lease(entry)
         self._next_key += 1
         self._entries[entry.key] = entry
         return entry
-
-    def _check_fits(self, request: Request) -> None:
-        total = len(request.prompt_token_ids) + request.max_tokens
-        room = min(self.limits.max_context_tokens, self.pages.num_total * self.limits.page_size)
-        if total > room:
-            raise InvalidRequestError(FieldViolation(
-                "max_tokens", f"prompt of {len(request.prompt_token_ids)} and max_tokens {request.max_tokens} "
-                              f"are {total} tokens, the decode pool's limit is {room}"))
-
-    def _lease(self, entry: Entry) -> None:
-        """Lease pages for the entry's tokens and some growth, and a slot; both or neither."""
-        most = len(entry.request.prompt_token_ids) + entry.request.max_tokens
-        wanted = min(entry.num_tokens + self.limits.growth_tokens, max(most, entry.num_tokens))
-        try:
-            entry.slot = self.slots.alloc(owner=entry.owner)
-            entry.pages = self.pages.alloc(pages_for_tokens(wanted, self.limits.page_size), owner=entry.owner)
-        except CapacityError:
-            entry.free()
-            raise
 
     def _run(self, entry: Entry) -> None:
         entry.running = True
@@ -238,7 +211,7 @@ class DecodeScheduler:
         while self._waiting:
             entry = self._waiting[0]
             try:
-                self._lease(entry)
+                self._memory.lease(entry)
             except CapacityError:
                 return
             self._waiting.pop(0)

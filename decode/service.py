@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import grpc
 
 from decode.entry import Drawn, Event, Failed, Finished
-from decode.scheduler import DecodeScheduler, Reservation
+from decode.memory import Reservation
+from decode.scheduler import DecodeScheduler
 from engine.request import FinishReason, Request
 from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor

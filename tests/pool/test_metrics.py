@@ -54,16 +54,20 @@ def test_waiting_is_a_share_of_time() -> None:
 
 def test_steps_and_handoffs_are_counted() -> None:
     registry = CollectorRegistry()
-    meters = LeaderMeters.create(registry, GEOMETRY)
+    plans = {"target": 1, "draft_round": 0}  # the warm-up's
+    meters = LeaderMeters.create(registry, GEOMETRY, num_plans=lambda: plans)
     batch = build_batch(ForwardMode.PREFILL, [Row(1, [5, 6, 7], 0, [1], 0, None)])
     assert batch.token_ids is not None
     assert torch.equal(batch.token_ids, torch.tensor([5, 6, 7]))
     meters.on_launch(0.01, batch)
+    plans.update(target=2, draft_round=3)
+    meters.stage.on_forward(0.0, batch)
     meters.on_frame(100)
     meters.on_step(0.02, batch)
     meters.on_handoff(num_tokens=9, seconds=0.5)  # three pages of 2 * 4 * 8 floats, one state of 32
     assert value(registry, "baton_prompt_tokens_total") == 3
-    assert value(registry, "baton_batch_tokens_sum") == 3
+    assert value(registry, "baton_batch_tokens_sum") == 6
+    assert [value(registry, "baton_plans_total", path=path) for path in plans] == [2, 3]
     assert value(registry, "baton_pp_stage_step_seconds_sum", stage="0") == 0.01
     assert value(registry, "baton_pp_link_bytes_total", stage="0") == 100
     assert value(registry, "baton_pp_step_seconds_sum") == 0.02
