@@ -64,10 +64,14 @@ class ServerSecurity:
     pool: PeerRole | None = None
 
     @property
-    def is_open(self) -> bool:
-        """Whoever can connect is served."""
+    def weakness(self) -> str:
+        """What an operator of a server beyond loopback has to know; empty if nothing."""
         has_names = self.certificates is not None and self.client_certificates is ClientCertificates.REQUIRED
-        return not has_names and self.tokens is None
+        if not has_names and self.tokens is None:
+            return "open to everybody who can reach it: no certificates and no tokens are asked for"
+        if self.certificates is None:
+            return "asking for tokens in plain text: everybody on the way can read them"
+        return ""
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """None: plain text."""

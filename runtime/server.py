@@ -105,9 +105,8 @@ class GrpcServer:
         if self._options.reflection:
             names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self.grpc)
-        if self._security.is_open and not self._listen.is_loopback:
-            logger.warning("%s is open to everybody who can reach it: no certificates and no tokens are asked for",
-                           self._listen)
+        if self._security.weakness and not self._listen.is_loopback:
+            logger.warning("%s is %s", self._listen, self._security.weakness)
         address = await _bind(self.grpc, self._listen, self._security.credentials(), field="listen")
         await self.health.start()
         await self._start_health()

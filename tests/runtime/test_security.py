@@ -1,7 +1,7 @@
 """Certificates, tokens and roles at a server's door, by clients that are gRPC's own."""
 
 import asyncio
-import logging
+import re
 import socket
 import ssl
 import threading
@@ -18,8 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from prometheus_client import CollectorRegistry
 
+from pool.config import WorkerConfig
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.config import RouterConfig
 from runtime.access import PeerRole
 from runtime.certificates import CertificateStore, TlsFiles
 from runtime.client import open_channel, open_sync_channel
@@ -281,15 +283,32 @@ def test_a_role_has_all_three_files_or_none(tmp_path: Path, given: set[str]) -> 
     assert TlsConfig().certificates() is None
 
 
-async def test_plain_text_beyond_this_machine_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+async def test_what_is_weak_beyond_this_machine_is_warned_of(authority: Authority, tmp_path: Path, token_file: Path,
+                                                            caplog: pytest.LogCaptureFixture) -> None:
+    store, tokens = authority.store(tmp_path, "router"), TokenList(token_file)
+    expected = {
+        ServerSecurity(): "open to everybody", ServerSecurity(store, ClientCertificates.NONE): "open to everybody",
+        ServerSecurity(tokens=tokens): "asking for tokens in plain text", ServerSecurity(store): "",
+        ServerSecurity(store, ClientCertificates.NONE, tokens): "",
+    }
+    for security, warning in expected.items():
         for listen in ("127.0.0.1:0", "0.0.0.0:0"):
-            server = GrpcServer(ServerOptions(listen=listen), services=(),
+            caplog.clear()
+            server = GrpcServer(ServerOptions(listen=listen), services=(), security=security,
                                 metrics=RpcMetrics.create(CollectorRegistry()))
             await server.start()
             await server.drain(grace_s=0)
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert "0.0.0.0:0 is open to everybody" in warning
+            said = [record.getMessage() for record in caplog.records]
+            assert len(said) == bool(warning and listen.startswith("0.")), said
+            assert all(f"0.0.0.0:0 is {warning}" in line for line in said)
+
+
+@pytest.mark.parametrize("config", [RouterConfig, WorkerConfig])
+def test_secrets_are_settings_that_name_a_file(config: type[RouterConfig] | type[WorkerConfig]) -> None:
+    secret = [name for name in config.model_fields if re.search(r"(key|secret|password)s?$|token_file", name)]
+    assert "tls_key" in secret
+    for name in secret:
+        assert config.model_fields[name].annotation == Path | None, f"{name} would put a secret into flags and logs"
 
 
 class Rotation:
