@@ -35,6 +35,7 @@ _ANY_PORT = "127.0.0.1:0"
 _NARRATOR = "baton"
 _MAX_PROCESSES = 64
 _REAP_S = 5.0
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,25 @@ class LocalCluster:
             if process.spec.leads:
                 left_s = max(deadline - asyncio.get_running_loop().time(), 0.1)
                 await _wait_process(process, self._config.security, left_s)
+
+    async def restart(self, *names: str, timeout_s: float) -> None:
+        """Stop these processes of workers together, start them again, and wait until every pool serves and the router
+        knows.
+
+        Raises:
+            UnavailableError: not all serve after `timeout_s`; the message names who does not.
+        """
+        async with asyncio.timeout(timeout_s), AsyncBatonClient(self.address) as client:
+            before = {worker.incarnation for worker in (await client.cluster_status()).workers}
+            await asyncio.gather(*(self.processes[name].restart(grace_s=timeout_s) for name in names))
+            await self.wait_serving(timeout_s=timeout_s)
+            led = sum(self.processes[name].spec.leads for name in names)
+            while True:
+                workers = (await client.cluster_status()).workers
+                fresh = sum(worker.incarnation not in before for worker in workers)
+                if fresh >= led and all(worker.serving for worker in workers):
+                    return
+                await asyncio.sleep(_POLL_S)
 
     async def wait_ended(self) -> None:
         """Until cancelled: processes that die are restarted. Raises what ends the watching of one."""

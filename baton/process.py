@@ -49,6 +49,7 @@ class RoleProcess:
         self._tail: deque[str] = deque(maxlen=20)
         self._settled = False
         self._stopping = False
+        self._restarting = False
         self._num_starts = 0
 
     @property
@@ -81,6 +82,9 @@ class RoleProcess:
             code = await self._run_once()
             if self._stopping:
                 return
+            if self._restarting:
+                self._restarting, backoff_s = False, _FIRST_BACKOFF_S
+                continue
             if not self._settled:
                 raise UnavailableError(f"{self.spec.name} {_ending(code)}: {self._last_words()}")
             if asyncio.get_running_loop().time() - started > _HEALTHY_AFTER_S:
@@ -102,6 +106,15 @@ class RoleProcess:
     async def stop(self, *, grace_s: float) -> None:
         """SIGTERM, then SIGKILL to its whole group when the time is up."""
         self._stopping = True
+        await self._end(grace_s)
+
+    async def restart(self, *, grace_s: float) -> None:
+        """Stop it as an operator would, and start it again under its old address at once. Returns when the old child
+        is gone."""
+        self._restarting = True
+        await self._end(grace_s)
+
+    async def _end(self, grace_s: float) -> None:
         child = self._child
         if child is None or child.returncode is not None:
             return
@@ -109,15 +122,14 @@ class RoleProcess:
             child.send_signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(child.wait(), grace_s)
-        self.kill()
+        _kill(child)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(child.wait(), _REAP_S)
 
     def kill(self) -> None:
         """End the process and its children at once. For the last resort, and for tests."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if self._child is not None:
+            _kill(self._child)
 
     def _listens(self) -> bool:
         self._announcement = self._announcement or read_announcement(self.spec.announce)
@@ -159,6 +171,12 @@ class RoleProcess:
 
     def _last_words(self) -> str:
         return next((line for line in reversed(self._tail) if line), "it said nothing")
+
+
+def _kill(child: asyncio.subprocess.Process) -> None:
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def _ending(code: int) -> str:

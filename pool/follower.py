@@ -2,7 +2,7 @@
 
 Two threads: the engine thread owns the batch channel and the model, the event loop owns the Join stream. The leader's
 life is heard on that stream: when it drops, every session is closed, the batch channel is left, and the stage joins
-again with patience.
+again with patience. A stage that is told to stop says so on the stream and serves on until its leader lets it go.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import grpc
 
@@ -29,6 +30,7 @@ from transfer.stage_channel import UcxStageChannel
 from transfer.terms import StageSessionEvent
 
 REJOIN_MIN_S, REJOIN_MAX_S = 0.2, 2.0
+GOODBYE_S = 3.0  # what a leader may take beyond the grace to hand requests back
 EVENT_LIMIT = 65536
 
 logger = logging.getLogger(__name__)
@@ -103,16 +105,30 @@ class Follower:
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
-        self._events: asyncio.Queue[StageSessionEvent] = asyncio.Queue(EVENT_LIMIT)
+        self._outbox: asyncio.Queue[pb.JoinRequest] = asyncio.Queue(EVENT_LIMIT)
+        self._is_leaving = False
+        self._has_parted = asyncio.Event()
         self.joined = False
 
     def on_stage_event(self, event: StageSessionEvent) -> None:
         """Event loop's thread: a report of the transfer agent for the leader."""
         if self.joined:
-            self._events.put_nowait(event)
+            self._outbox.put_nowait(pb.JoinRequest(session=codec.event_to_proto(event)))
+
+    async def leave(self, grace_s: float) -> None:
+        """Serve on until the leader says goodbye, because nothing runs any more. Not longer than the grace, and not at
+        all if the leader is gone."""
+        self._is_leaving = True
+        if not self.joined:
+            return
+        logger.info("leaving: waiting for the leader's goodbye")
+        self._outbox.put_nowait(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s + GOODBYE_S):
+                await self._has_parted.wait()
 
     async def run(self, on_joined: Callable[[bool], None]) -> None:
-        """Join, serve, rejoin, for ever. `on_joined` hears of each change of membership."""
+        """Join, serve, rejoin, until cancelled. `on_joined` hears of each change of membership."""
         delay = REJOIN_MIN_S
         async with open_channel(self._config.leader, security=self._security) as channel:
             stub = pipeline_pb2_grpc.PipelineStub(channel)
@@ -121,24 +137,27 @@ class Follower:
                     async for command in stub.Join(self._requests()):
                         delay = REJOIN_MIN_S
                         self._obey(command, on_joined)
-                    logger.warning("the leader %s closed the pool", self._config.leader)
+                    logger.info("the leader %s closed the pool", self._config.leader)
                 except grpc.aio.AioRpcError as error:
                     logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
                 finally:
                     self._part(on_joined)
+                if self._is_leaving:
+                    await asyncio.get_running_loop().create_future()  # nowhere to go but out
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, REJOIN_MAX_S)
 
     async def _requests(self) -> AsyncIterator[pb.JoinRequest]:
         compatibility = self._stage.plan.compatibility
-        self._events = asyncio.Queue(EVENT_LIMIT)
+        self._outbox = asyncio.Queue(EVENT_LIMIT)
         yield pb.JoinRequest(hello=pb.StageHello(
             rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
             channel_address=self._channel_address, compatibility=compatibility.digest,
             compatibility_text=compatibility.text))
         self.joined = True
+        self._has_parted.clear()
         while True:
-            yield pb.JoinRequest(session=codec.event_to_proto(await self._events.get()))
+            yield await self._outbox.get()
 
     def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
         match command.WhichOneof("command"):
@@ -161,5 +180,6 @@ class Follower:
     def _part(self, on_joined: Callable[[bool], None]) -> None:
         self.joined = False
         on_joined(False)  # noqa: FBT003
+        self._has_parted.set()
         self._engine.leave()
         self._stage.agent.close_all()

@@ -28,11 +28,13 @@ ServingListener = Callable[[bool, str], None]
 class Leader:
     """Ties a scheduler to the stages of its pool. Satisfies `pool.membership.MembershipObserver`.
 
-    `warm_up` sends one token through all stages; only when it returned does the pool serve.
+    `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty` lets requests
+    finish for some seconds and hands the rest back to their routers.
     """
 
     def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: Sampler, *,
                  warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
+                 empty: Callable[[float], Awaitable[None]],
                  observer: LoopObserver | None = None,
                  on_frame: Callable[[int], object] = lambda num_bytes: None) -> None:
         self._config = config
@@ -40,6 +42,9 @@ class Leader:
         self._sampler = sampler
         self._warm_up = warm_up
         self._on_serving = on_serving
+        self._empty = empty
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._is_draining = False
         self.group = StageGroup(stage.agent, config.world_size)
         self.loop = EngineLoop(scheduler, observer=observer)
         self._channel: UcxStageChannel | None = None
@@ -63,10 +68,15 @@ class Leader:
         else:
             self._set_serving(None, f"waiting for {self._config.world_size - 1} more stages to join")
 
+    def drain(self) -> None:
+        """Take no more requests; what runs goes on."""
+        self._is_draining = True
+        self._close("draining")
+
     def stop(self) -> None:
-        if self._warming is not None:
-            self._warming.cancel()
-        self._set_serving(None, "stopping")
+        for leaving in self._leaving.values():
+            leaving.cancel()
+        self._close("stopping")
         self.loop.stop()
         if self._channel is not None:
             self._channel.close()
@@ -85,10 +95,19 @@ class Leader:
         self.loop.post(attach)
         self._warming = asyncio.create_task(self._become_ready())
 
+    def stage_leaving(self, link: StageLink, grace_s: float) -> None:
+        self._close(f"stage {link.rank} of the pool is leaving")
+        self._leaving[link.rank] = asyncio.create_task(self._let_go(link, grace_s))
+
+    async def _let_go(self, link: StageLink, grace_s: float) -> None:
+        await self._empty(grace_s)
+        link.dismiss()
+
     def stage_lost(self, rank: int) -> None:
-        if self._warming is not None:
-            self._warming.cancel()
-        self._set_serving(None, f"stage {rank} of the pool died")
+        leaving = self._leaving.pop(rank, None)
+        if leaving is not None:
+            leaving.cancel()
+        self._close(f"stage {rank} of the pool {'died' if leaving is None else 'left'}")
         if self._channel is not None:
             self._channel.fail(rank, f"stage {rank} left the pool")
         error = PeerLostError(f"stage {rank} of the {self._config.world_size}-stage pool died")
@@ -103,6 +122,11 @@ class Leader:
         logger.error("the pool is unhealthy: %s", reason)
         self._set_serving(None, reason)
 
+    def _close(self, reason: str) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+        self._set_serving(None, reason)
+
     async def _become_ready(self) -> None:
         try:
             await self._warm_up()
@@ -112,6 +136,8 @@ class Leader:
         self._set_serving(self._config.world_size, "")
 
     def _set_serving(self, stages: int | None, reason: str) -> None:
+        if stages and self._is_draining:
+            return  # a stage that joins now comes too late
         self.serving, self.reason = stages is not None, reason
         logger.info("serving with %d stages", stages) if stages else logger.info("not serving: %s", reason)
         self._on_serving(self.serving, reason)

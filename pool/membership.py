@@ -37,11 +37,15 @@ class StageLink:
     rank: int
     endpoint: StageEndpoint
     channel_address: bytes
-    outbox: asyncio.Queue[pb.JoinResponse] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
+    outbox: asyncio.Queue[pb.JoinResponse | None] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
 
     def send(self, **command: Message) -> None:
         """Queue one command. A stage that lets thousands pile up is as good as lost: asyncio.QueueFull says so."""
         self.outbox.put_nowait(pb.JoinResponse(**command))  # type: ignore[arg-type]
+
+    def dismiss(self) -> None:
+        """Say goodbye: the stage's stream ends when all that was said before has gone out."""
+        self.outbox.put_nowait(None)
 
 
 class MembershipObserver(Protocol):
@@ -52,6 +56,10 @@ class MembershipObserver(Protocol):
     def stage_lost(self, rank: int) -> None: ...
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None: ...
+
+    def stage_leaving(self, link: StageLink, grace_s: float) -> None:
+        """Dismiss it when nothing runs any more, at the latest after the grace."""
+        ...
 
 
 class PipelineService(pipeline_pb2_grpc.PipelineServicer):
@@ -83,15 +91,22 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
                 if command not in done:
                     command.cancel()
                     break
-                yield command.result()
+                if (response := command.result()) is None:
+                    break
+                yield response
         finally:
             reader.cancel()
             self._lose(link)
 
     async def _read(self, link: StageLink, requests: AsyncIterator[pb.JoinRequest]) -> None:
         async for request in requests:
-            if request.WhichOneof("event") == "session" and self._links.get(link.rank) is link:
-                self._observer.stage_event(link.rank, codec.event_from_proto(request.session))
+            if self._links.get(link.rank) is not link:
+                return
+            match request.WhichOneof("event"):
+                case "session":
+                    self._observer.stage_event(link.rank, codec.event_from_proto(request.session))
+                case "leaving":
+                    self._observer.stage_leaving(link, request.leaving.grace_s)
 
     def _welcome(self, request: pb.JoinRequest) -> StageLink:
         hello = request.hello

@@ -171,7 +171,8 @@ async def _lead(process: _Process) -> None:
     observer = LoopObserver(launched_s=meters.on_launch, step_s=meters.on_step, waited_s=meters.on_wait,
                             unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
     leader = Leader(config, stage, leading.scheduler, sample, warm_up=lambda: leading.warm_up(parts),
-                    on_serving=on_serving, observer=observer, on_frame=meters.on_frame)
+                    on_serving=on_serving, empty=lambda grace_s: server.empty(grace_s=grace_s),
+                    observer=observer, on_frame=meters.on_frame)
     janitor = Janitor(leader.group, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, janitor, meters, process.registry)
     worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
@@ -187,6 +188,7 @@ async def _lead(process: _Process) -> None:
             async with background(process.stop, _refresh(leading, parts), _watch_agent(stage.agent)):
                 await process.stop.wait()
         finally:
+            leader.drain()
             await server.drain(grace_s=config.drain_s)
             leader.stop()
 
@@ -208,6 +210,7 @@ async def _follow(process: _Process) -> None:
             joined = follower.run(_HealthSetter(server, (PIPELINE_SERVICE,)))
             async with background(process.stop, joined, _watch_agent(stage.agent)):
                 await process.stop.wait()
+                await follower.leave(config.drain_s)
         finally:
             await server.drain(grace_s=0.5)
             engine.stop()

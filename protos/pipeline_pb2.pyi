@@ -51,13 +51,21 @@ class StageSession(_message.Message):
     num_bytes: int
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[StageSessionState, str]] = ..., error_reason: _Optional[str] = ..., error_text: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
+class Leaving(_message.Message):
+    __slots__ = ("grace_s",)
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    grace_s: float
+    def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "session")
+    __slots__ = ("hello", "session", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     session: StageSession
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class PoolFormed(_message.Message):
     __slots__ = ("pool_epoch", "channel_addresses")

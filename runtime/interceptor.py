@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -54,7 +54,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._refusal = ""
-        self._expelling = False
+        self._expelled: set[asyncio.Task[object]] = set()
 
     def refuse_new(self, reason: str) -> None:
         """From now on new calls end with UNAVAILABLE and this reason."""
@@ -67,10 +67,17 @@ class CallGuard(grpc.aio.ServerInterceptor):
             await asyncio.wait_for(self._quiet.wait(), timeout_s)
         return self._quiet.is_set()
 
+    def hand_back(self) -> None:
+        """End the calls that count with UNAVAILABLE, so that their callers go on elsewhere."""
+        self._expel(task for task, method in self._tasks.items() if method not in self._background)
+
     def expel(self) -> None:
         """End every call, the background ones too, with UNAVAILABLE."""
-        self._expelling = True
-        for task in self._tasks:
+        self._expel(self._tasks)
+
+    def _expel(self, tasks: Iterable[asyncio.Task[object]]) -> None:
+        for task in tasks:
+            self._expelled.add(task)
             task.cancel()
 
     async def intercept_service(
@@ -124,7 +131,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 yield
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
-                if not self._expelling:
+                if asyncio.current_task() not in self._expelled:
                     raise
                 failure = failure_of(DrainingError("the server is stopping"))
             except grpc.aio.AbortError:
@@ -150,6 +157,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             yield
         finally:
             del self._tasks[task]
+            self._expelled.discard(task)
             self._metrics.in_flight(method).dec()
             self._note_quiet()
 

@@ -7,6 +7,7 @@
     await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
 """
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -97,6 +98,7 @@ class GrpcServer:
                                 metrics=metrics, security=security, tracing=tracing)
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
+        self._turning_away: asyncio.Task[None] | None = None
         self.grpc = grpc.aio.server(interceptors=[self._guard], options=options.as_grpc())
 
     async def start(self) -> str:
@@ -123,6 +125,19 @@ class GrpcServer:
         await _bind(self._health_server, listen, None, field="health_listen")
         await self._health_server.start()
 
+    async def empty(self, *, grace_s: float) -> None:
+        """Wait `grace_s` for the calls in flight and hand the rest back; the server stays. Refusing new calls is up to
+        the services."""
+        if not await self._guard.wait_quiet(timeout_s=grace_s):
+            logger.warning("calls still in flight after the grace period are handed back", extra={"grace_s": grace_s})
+        self._guard.hand_back()
+        await self._guard.wait_quiet(timeout_s=1.0)
+
+    def turn_away(self, *, grace_s: float) -> None:
+        """Ask clients to connect elsewhere and listen no more; calls in flight go on for `grace_s`. For the start of a
+        drain in front of clients that keep their connection."""
+        self._turning_away = asyncio.create_task(self.grpc.stop(grace_s))
+
     async def drain(self, *, grace_s: float) -> None:
         """Say NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest, stop."""
         await self.health.shut_down()
@@ -131,6 +146,8 @@ class GrpcServer:
             logger.warning("calls still in flight after the grace period are ended", extra={"grace_s": grace_s})
         self._guard.expel()
         await self._guard.wait_quiet(timeout_s=1.0)
+        if self._turning_away is not None:
+            self._turning_away.cancel()  # health watches of clients would hold it up
         await self.grpc.stop(grace=0.2)
         if self._health_server is not None:
             await self._health_server.stop(grace=None)

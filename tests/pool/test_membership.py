@@ -41,6 +41,10 @@ class Observer:
     def stage_event(self, rank: int, event: StageSessionEvent) -> None:
         self.log.append(f"{rank} says {event.session_id} {event.state}")
 
+    def stage_leaving(self, link: StageLink, grace_s: float) -> None:
+        self.log.append(f"leaving {link.rank} in {grace_s:g} s")
+        self.leaving = link
+
     async def until(self, entry: str) -> None:
         async with asyncio.timeout(5):
             while entry not in self.log:  # noqa: ASYNC110 - a list has no event to wait for
@@ -67,6 +71,11 @@ class FakeStage:
         response = await asyncio.wait_for(self._call.read(), 5)
         assert isinstance(response, pb.JoinResponse), "the stream has ended"
         return response
+
+    async def hears_goodbye(self) -> bool:
+        """Whether the stream ended with OK."""
+        ended = await asyncio.wait_for(self._call.read(), 5) is grpc.aio.EOF
+        return ended and await self._call.code() is grpc.StatusCode.OK
 
     def die(self) -> None:
         self._call.cancel()
@@ -101,6 +110,22 @@ async def test_a_pool_forms_when_the_last_stage_joins_and_again_after_a_loss() -
         assert (await successor.read()).formed.pool_epoch == (await first.read()).formed.pool_epoch
         assert observer.epochs[1] > observer.epochs[0]
         assert observer.log == ["formed 1", "lost 2", "formed 2"]
+
+
+async def test_a_stage_that_leaves_waits_for_goodbye_and_hears_all_that_was_said_before() -> None:
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await second.read()
+        await second.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=2)))
+        await observer.until("leaving 2 in 2 s")
+        assert "lost 2" not in observer.log
+        observer.leaving.send(close_session=pb.CloseSession(session_id="last words"))
+        observer.leaving.dismiss()
+        assert (await second.read()).close_session.session_id == "last words"
+        assert await second.hears_goodbye()
+        await observer.until("lost 2")
 
 
 async def test_a_stage_that_comes_back_before_its_death_is_noticed_replaces_itself() -> None:

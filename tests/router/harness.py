@@ -165,9 +165,9 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
     """Start the fakes and a router in front of them; it is paired when the block begins, if the workers fit."""
     async with AsyncExitStack() as stack:
         for worker in workers:
-            if start_workers:
+            if start_workers:  # else they are somebody else's
                 await worker.start()
-            stack.push_async_callback(worker.die)
+                stack.push_async_callback(worker.die)
         registry = CollectorRegistry()
         metrics, clock, model = RouterMetrics.create(registry), SystemClock(), model or served_model()
         options = DirectoryOptions(_addresses(workers, FakePrefill), _addresses(workers, FakeDecode), policy,

@@ -1,0 +1,79 @@
+"""Every worker is restarted, one is killed, and clients notice nothing: no error, no gap, no other bit."""
+
+import asyncio
+import urllib.request
+from pathlib import Path
+
+from baton.load import LoadPlan, Outcome, random_queries, run_load
+from engine.request import Request
+from runtime.errors import BatonError
+from tests.cluster.conftest import Reference
+from tests.cluster.test_equality import on_the_wire
+from tests.support.clusters import RunningCluster, running_cluster
+from tests.support.questions import as_query, make_questions, shown
+
+DRAIN_S = 0.5  # shorter than a question takes, so that decode pools hand some back
+# A prefill worker and a part of a decode pool at a time: a stage alone, a leader alone, a whole pool.
+STEPS = (("prefill-0", "decode-0.1"), ("prefill-1", "decode-0.0"), ("decode-1.0", "decode-1.1"))
+RESTART_S = 60.0
+
+
+async def steady_load(running: RunningCluster, over: asyncio.Event) -> list[Outcome]:
+    """`baton load` until told that it is over."""
+    info = await running.client.model_info()
+    outcomes: list[Outcome] = []
+    while not over.is_set():
+        queries = random_queries(info, count=8, prompt_tokens=40, output_tokens=30, seed=len(outcomes))
+        outcomes += await run_load(running.client, queries, LoadPlan(rate=4, seed=len(outcomes)))
+    return outcomes
+
+
+async def long_answers(running: RunningCluster, questions: list[Request],
+                       over: asyncio.Event) -> list[tuple[int, object]]:
+    """(question, answer or error) of questions that outlast every drain, asked one after the other."""
+    answers: list[tuple[int, object]] = []
+    while not over.is_set():
+        index = len(answers) % len(questions)
+        try:
+            answers.append((index, shown(await running.client.complete(as_query(questions[index]), timeout_s=60))))
+        except BatonError as error:
+            answers.append((index, error))
+    return answers
+
+
+async def migrations(running: RunningCluster) -> dict[str, float]:
+    """By type and outcome, as the router's /metrics say."""
+    url = f"http://127.0.0.1:{await running.metrics_port('router')}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+    lines = [line.split(" ") for line in text.splitlines() if line.startswith("baton_migrations_total{")]
+    return {labels.removeprefix("baton_migrations_total"): float(value) for labels, value in lines}
+
+
+async def test_a_rolling_restart_and_a_kill_under_load_cost_no_request(checkpoint: Path, reference: Reference) -> None:
+    questions = [question for question in make_questions(12, seed=21, max_prompt=200, max_tokens=300)
+                 if question.max_tokens > 150]
+    expected = on_the_wire(reference.answers(questions))
+    async with running_cluster(checkpoint, prefill=2, decode=2, decode_pp=2,
+                               worker_flags=("--drain-s", str(DRAIN_S))) as running:
+        over = asyncio.Event()
+        load = asyncio.create_task(steady_load(running, over))
+        witnesses = [asyncio.create_task(long_answers(running, questions[i::2], over)) for i in range(2)]
+        pids = {name: process.pid for name, process in running.cluster.processes.items()}
+        for step in STEPS:
+            await running.cluster.restart(*step, timeout_s=RESTART_S)
+        running.cluster.processes["decode-0.0"].kill()
+        await running.cluster.wait_serving(timeout_s=RESTART_S)
+        over.set()
+        outcomes = await load
+        assert [outcome.error for outcome in outcomes if outcome.error is not None] == []
+        assert len(outcomes) > 20
+        for i, witness in enumerate(witnesses):
+            for index, answer in await witness:
+                assert answer == expected[i::2][index]
+        moved = await migrations(running)
+        assert moved.pop('{outcome="resumed",type="drained"}', 0) > 0, "no drain met a request in mid-stream"
+        assert moved.pop('{outcome="resumed",type="lost"}', 0) > 0, "the kill met no request in mid-stream"
+        assert not any(moved.values()), f"a move failed: {moved}"
+        await running.until_clean(timeout_s=60)
+        restarted = {name for name, process in running.cluster.processes.items() if process.pid != pids[name]}
+        assert restarted == {name for step in STEPS for name in step}
