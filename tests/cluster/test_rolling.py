@@ -4,7 +4,8 @@ import asyncio
 import urllib.request
 from pathlib import Path
 
-from baton.load import LoadPlan, Outcome, random_queries, run_load
+from baton.load import Outcome, run_load
+from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from engine.request import Request
 from runtime.errors import BatonError
 from tests.cluster.conftest import Reference
@@ -20,11 +21,12 @@ RESTART_S = 60.0
 
 async def steady_load(running: RunningCluster, over: asyncio.Event) -> list[Outcome]:
     """`baton load` until told that it is over."""
-    info = await running.client.model_info()
+    info, shape = await running.client.model_info(), Shape(Lengths("constant", 40), Lengths("constant", 30))
     outcomes: list[Outcome] = []
     while not over.is_set():
-        queries = random_queries(info, count=8, prompt_tokens=40, output_tokens=30, seed=len(outcomes))
-        outcomes += await run_load(running.client, queries, LoadPlan(rate=4, seed=len(outcomes)))
+        planned = plan(8, Arrivals(rate=4), shape, seed=len(outcomes))
+        queries = make_queries(info, planned, seed=len(outcomes))
+        outcomes += await run_load(running.client, queries, [item.at_s for item in planned])
     return outcomes
 
 

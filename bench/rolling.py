@@ -1,0 +1,77 @@
+"""`python -m bench.rolling`: every worker of a local cluster is restarted, round after round, under a steady load.
+
+One process at a time: each prefill worker, each decode pool's leader and stages. Reports the requests that failed, of
+which there should be none, and what clients felt of it. Ends with 1 if any failed.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.load import Outcome, Slo, run_load, summarise
+from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
+from bench.report import Value, render
+from runtime.errors import BatonError
+
+BATCH = 20  # requests planned at a time; the next ones follow when they have all arrived and ended
+RESTART_S = 120.0
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    config = ClusterConfig(model=flags.model, prefill=flags.prefill, decode=flags.decode, decode_pp=flags.decode_pp,
+                           listen="127.0.0.1:0", log_level="warning", worker_flags=("--drain-s", str(flags.drain_s)))
+    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
+                AsyncBatonClient(cluster.address) as client):
+        over = asyncio.Event()
+        load = asyncio.create_task(steady_load(client, flags, over))
+        started, restarts = time.monotonic(), 0
+        try:
+            for _ in range(flags.rounds):
+                for name in [name for name in cluster.processes if name != "router"]:
+                    await cluster.restart(name, timeout_s=RESTART_S)
+                    restarts += 1
+        finally:
+            over.set()
+        outcomes = await load
+    values = summarise(outcomes, Slo(flags.slo_ttft_s, flags.slo_tpot_s), time.monotonic() - started)
+    topology = f"{flags.prefill} prefill, {flags.decode}x{flags.decode_pp} decode"
+    return {"topology": topology, "rate_per_s": flags.rate, "drain_s": flags.drain_s, "restarts": restarts, **values}
+
+
+async def steady_load(client: AsyncBatonClient, flags: argparse.Namespace, over: asyncio.Event) -> list[Outcome]:
+    """Requests at the asked rate until it is over; then those that have begun end."""
+    info = await client.model_info()
+    shape = Shape(Lengths("constant", flags.prompt_tokens), Lengths("constant", flags.output_tokens))
+    outcomes: list[Outcome] = []
+    while not over.is_set():
+        planned = plan(BATCH, Arrivals(rate=flags.rate), shape, seed=len(outcomes))
+        queries = make_queries(info, planned, seed=len(outcomes))
+        outcomes += await run_load(client, queries, [item.at_s for item in planned])
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    for name, default in (("rounds", 3), ("prefill", 2), ("decode", 2), ("decode-pp", 2), ("prompt-tokens", 192),
+                          ("output-tokens", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    for name, rate in (("rate", 4.0), ("drain-s", 1.0), ("slo-ttft-s", 0.5), ("slo-tpot-s", 0.05)):
+        parser.add_argument(f"--{name}", type=float, default=rate, help=f"default {rate}")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    flags = parser.parse_args()
+    try:
+        values = asyncio.run(measure(flags))
+    except BatonError as error:
+        print(f"bench.rolling: {error}", file=sys.stderr)
+        return 1
+    print(render("rolling", values, as_json=flags.json))
+    return 0 if values["failed"] == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
