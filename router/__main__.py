@@ -15,13 +15,16 @@ from runtime.log import LogStyle, configure
 from runtime.security import ClientCertificates
 from runtime.supervision import EXIT_CONFIG, run_process
 
+TARGET_HELP = ("HOST:PORT of a {} pool's leader, dns:///NAME:PORT for all of a name, or "
+               "k8s:///[NAMESPACE/]SERVICE:PORT for a Kubernetes service's endpoints; repeat.")
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command()
 def router(
-    prefill: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a prefill pool's leader; repeat.")] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a decode pool's leader; repeat.")] = None,
+    prefill: Annotated[list[str] | None, typer.Option(help=TARGET_HELP.format("prefill"))] = None,
+    decode: Annotated[list[str] | None, typer.Option(help=TARGET_HELP.format("decode"))] = None,
     model: Annotated[Path | None, typer.Option(help="Model directory; config and tokenizer are read.")] = None,
     model_name: Annotated[str | None, typer.Option(help="What clients call it; default: the directory.")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on; port 0: any free one.")] = None,

@@ -11,6 +11,7 @@ from router.admission import Admission, AdmissionLimits
 from router.api import GenerationService, RequestLimits
 from router.config import RouterConfig
 from router.directory import Directory, DirectoryOptions
+from router.discovery import DiscoveryOptions
 from router.flow import Services
 from router.legs import FlowLimits
 from router.model_facts import load_served_model
@@ -46,8 +47,9 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)
     registry = new_registry(role="router", version=VERSION)
     metrics, clock = RouterMetrics.create(registry), SystemClock()
+    discovery = DiscoveryOptions(config.discovery_interval_s, config.kubernetes_api, config.service_account)
     directory = Directory(DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s,
-                                           config.decode_lookahead, ChannelSecurity(certificates)),
+                                           config.decode_lookahead, ChannelSecurity(certificates), discovery),
                           model.facts, metrics, random.Random())
     limits = AdmissionLimits(config.max_waiting, config.max_wait_s, config.peer_wait_s)
     admission = Admission(directory, limits, metrics, clock)

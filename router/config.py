@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from router.discovery import DiscoveryOptions, TargetField
 from router.policy import Policy
 from runtime.config import AddressField
 from runtime.log import LogStyle
@@ -15,8 +16,11 @@ class RouterConfig(TlsConfig):
 
     model: Path
     model_name: str = ""
-    prefill: tuple[AddressField, ...] = Field(min_length=1)
-    decode: tuple[AddressField, ...] = Field(min_length=1)
+    prefill: tuple[TargetField, ...] = Field(min_length=1)
+    decode: tuple[TargetField, ...] = Field(min_length=1)
+    discovery_interval_s: float = Field(default=5.0, ge=0.1, le=3600)
+    kubernetes_api: str = ""
+    service_account: Path = DiscoveryOptions().service_account
     listen: AddressField = "127.0.0.1:7000"
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str = Field(default="127.0.0.1", description="Address /metrics is served on.")

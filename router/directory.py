@@ -1,22 +1,23 @@
 """Which workers there are, which can be used, and who gets the next request.
 
-Every configured worker is watched over one `Worker.Watch` stream. A worker is usable while that stream is alive, says
-that it serves, and describes the router's model. A prefill and a decode worker are a pair if their compatibility
-digests fit. Choosing a worker books the request on it; whoever books must release.
+Workers are named to the router or found (`router.discovery`). Each is watched over one `Worker.Watch` stream. A worker
+is usable while that stream is alive, says that it serves, and describes the router's model. A prefill and a decode
+worker are a pair if their compatibility digests fit. Choosing a worker books the request on it; whoever books
+must release.
 """
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
 
-import grpc
-
 from protos import generation_pb2
+from router.discovery import DiscoveryOptions
 from router.model_facts import ModelFacts
 from router.policy import Draw, Policy, choose
+from router.roster import Roster, open_source
 from router.watch import watch_worker
 from router.worker import Booking, Role, Worker
 from runtime.access import PeerRole
@@ -49,7 +50,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """Static addresses, and how often workers report."""
+    """Targets (`router.discovery`), and how often workers report."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -57,6 +58,7 @@ class DirectoryOptions:
     watch_interval_s: float = 0.25
     decode_lookahead: int = 2
     security: ChannelSecurity = PLAIN_CHANNEL
+    discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
 
 
 class Directory:
@@ -70,26 +72,27 @@ class Directory:
         self._rng = rng
         self._turns = dict.fromkeys(Role, 0)
         self._changed = asyncio.Event()
-        self.workers = tuple(
-            Worker(role, address, self._open(role, address), self._on_change, options.decode_lookahead)
-            for role, addresses in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode))
-            for address in addresses)
+        sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
+                   for role, targets in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode))}
+        self._roster = Roster(sources, self._worker, self._watch)
         # Affinity is about prompts; a decode pool has nothing to remember of them.
         affine = options.policy is Policy.PREFIX_AFFINITY
         self._policies = {Role.PREFILL: options.policy, Role.DECODE: Policy.LEAST_LOAD if affine else options.policy}
 
-    def _open(self, role: Role, address: str) -> grpc.aio.Channel:
-        return open_channel(address, security=self._options.security.to(PeerRole(role.value)))
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return self._roster.workers
 
     async def run(self) -> None:
-        """Watch every worker."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for worker in self.workers:
-                    group.create_task(watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng))
-        finally:
-            for worker in self.workers:
-                await worker.channel.close()
+        """Find and watch every worker."""
+        await self._roster.run()
+
+    def _worker(self, role: Role, address: str) -> Worker:
+        channel = open_channel(address, security=self._options.security.to(PeerRole(role.value)))
+        return Worker(role, address, channel, self._on_change, self._options.decode_lookahead)
+
+    def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
+        return watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng)
 
     async def changed(self) -> None:
         """Return at the next change of any worker or booking."""
@@ -118,7 +121,7 @@ class Directory:
         for role in Role:
             if not self._usable(role):
                 reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
-                return f"no {role} worker is usable ({'; '.join(reasons) or 'none configured'})"
+                return f"no {role} worker is usable ({'; '.join(reasons) or 'none found'})"
         if any(self._fits(digest, Role.DECODE) for digest in self._digests(Role.PREFILL)):
             return ""
         prefill, decode = (next(iter(self._usable(role))).info for role in Role)
@@ -210,6 +213,7 @@ class Directory:
         return any(may_pair(digest, other) for other in self._digests(role))
 
     def _on_change(self) -> None:
+        self._roster.sweep()
         self._changed.set()
         self._changed = asyncio.Event()
         for role in Role:
@@ -219,11 +223,11 @@ class Directory:
             self._metrics.workers.labels(role.value, "unusable").set(total - usable)
 
     def _status_of(self, worker: Worker) -> generation_pb2.WorkerStatus:
+        reason = worker.problem or worker.unlisted or self._unpaired(worker)
         status = generation_pb2.WorkerStatus(
-            role=worker.role, address=worker.address, serving=worker.is_usable,
-            reason=worker.problem or self._unpaired(worker), queued_requests=worker.load.queued_requests,
-            running_requests=worker.load.running_requests, pages_free=worker.load.pages_free,
-            slots_free=worker.load.slots_free, open_sessions=worker.load.open_sessions)
+            role=worker.role, address=worker.address, serving=worker.is_usable, reason=reason,
+            queued_requests=worker.load.queued_requests, running_requests=worker.load.running_requests,
+            pages_free=worker.load.pages_free, slots_free=worker.load.slots_free, open_sessions=worker.load.open_sessions)
         if worker.info is not None:
             status.incarnation = worker.info.incarnation
             status.stages.extend(worker.info.stages)

@@ -117,7 +117,8 @@ class PrefillLeg:
         self._attempts += 1
         self.has_first_token = False
         stub = prefill_pb2_grpc.PrefillStub(self._booking.worker.channel)
-        stream = WorkerStream(stub.Run, self.address, self._leg.inbox.put, self._leg.group, self._leg.time_left_s())
+        stream = WorkerStream(stub.Run, self._booking.worker, self._leg.inbox.put, self._leg.group,
+                              self._leg.time_left_s())
         stream.send(prefill_pb2.RunRequest(request=self._leg.request))
         return stream
 
@@ -251,7 +252,7 @@ class DecodeLeg:
 
     def _open(self, source: transfer_pb2.SourceTerms) -> None:
         stub = decode_pb2_grpc.DecodeStub(self._booking.worker.channel)
-        self.stream = WorkerStream(stub.Generate, self.address, self._leg.inbox.put, self._leg.group,
+        self.stream = WorkerStream(stub.Generate, self._booking.worker, self._leg.inbox.put, self._leg.group,
                                    self._leg.time_left_s())
         self._landings_due = 0
         self.stream.send(decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import grpc
 from grpc.aio import StreamStreamMultiCallable
 
+from router.worker import Worker
 from runtime.errors import BatonError, PeerLostError
 from runtime.status import DETAILS_KEY, error_from_rpc
 from runtime.tracing import outgoing
@@ -44,10 +45,11 @@ class Ended:
 class WorkerStream(Generic[Request, Response]):
     """One bidirectional call. `deliver` may wait: a flow that does not read slows the worker down."""
 
-    def __init__(self, method: "StreamStreamMultiCallable[Request, Response]", address: str,
+    def __init__(self, method: "StreamStreamMultiCallable[Request, Response]", worker: Worker,
                  deliver: Callable[[Received[Response] | Ended], Awaitable[None]], group: asyncio.TaskGroup,
                  time_limit_s: float) -> None:
-        self._address = address
+        self._worker = worker
+        worker.attach(self)
         self._deliver = deliver
         self.has_ended = False
         # At most a handful of messages by protocol, so it needs no bound of its own.
@@ -70,6 +72,7 @@ class WorkerStream(Generic[Request, Response]):
         self._call.cancel()
         self.half_close()  # ends the task in which gRPC waits for more requests
         self._reader.cancel()
+        self._worker.detach(self)
 
     async def _requests(self) -> AsyncIterator[Request]:
         while (message := await self._outgoing.get()) is not None:
@@ -81,13 +84,13 @@ class WorkerStream(Generic[Request, Response]):
             async for message in self._call:
                 await self._deliver(Received(self, message))
         except grpc.aio.AioRpcError as rpc_error:
-            error = _error_of(rpc_error, self._address)
+            error = _error_of(rpc_error, self._worker.address)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # gRPC cancels a call itself when sending on it fails before its status is known.
-            error = PeerLostError(f"worker {self._address} was lost: a message could not be sent")
+            error = PeerLostError(f"worker {self._worker.address} was lost: a message could not be sent")
         finally:
             self.has_ended = True
         await self._deliver(Ended(self, error))

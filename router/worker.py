@@ -57,7 +57,7 @@ class _Claims:
 
 @dataclass
 class Worker:
-    """Mutable state of one address; only its watch and its bookings write it."""
+    """Mutable state of one address; only discovery, its watch and its requests write it."""
 
     role: Role
     address: str
@@ -67,12 +67,40 @@ class Worker:
     info: worker_pb2.WorkerInfo | None = None
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
     problem: str = "not reached yet"  # why it cannot be used; empty if it can
+    is_listed: bool = True
     _bookings: list[Booking] = field(default_factory=list)
+    _streams: list[object] = field(default_factory=list)
     _claims_at_report: _Claims = field(default_factory=_Claims)
 
     @property
     def is_usable(self) -> bool:
-        return not self.problem
+        return not self.problem and self.is_listed
+
+    @property
+    def unlisted(self) -> str:
+        """Why a worker that serves gets nothing new; empty if it is listed."""
+        return "" if self.is_listed else f"discovery does not name it any more; {len(self._streams)} streams go on"
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a request needs its channel."""
+        return bool(self._bookings or self._streams)
+
+    def list(self, is_listed: bool) -> None:  # noqa: FBT001 - a property with a listener
+        """Whether discovery names it; what it is not named for any more goes on."""
+        if is_listed != self.is_listed:
+            self.is_listed = is_listed
+            self.on_change()
+
+    def attach(self, stream: object) -> None:
+        """A stream uses its channel, from now to `detach`."""
+        self._streams.append(stream)
+
+    def detach(self, stream: object) -> None:
+        """Idempotent."""
+        if stream in self._streams:
+            self._streams.remove(stream)
+            self.on_change()
 
     @property
     def incarnation(self) -> str:

@@ -118,6 +118,7 @@ class RouterMetrics:
     pick_s: Histogram
     retries: Counter
     migrations: Counter
+    discovery_errors: Counter
     workers: Gauge
 
     @classmethod
@@ -138,6 +139,8 @@ class RouterMetrics:
             _counter(registry, "router_retries", "Requests given to another worker.", "role", "reason"),
             _counter(registry, "migrations", "Requests that moved to another decode pool after theirs was lost.",
                      "type", "outcome"),
+            _counter(registry, "discovery_errors", "Times workers could not be looked up; the last known ones stay.",
+                     "kind"),
             _gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
         )
 

@@ -18,6 +18,7 @@ from protos import generation_pb2, generation_pb2_grpc
 from router.admission import Admission, AdmissionLimits
 from router.api import GenerationService, RequestLimits
 from router.directory import Directory, DirectoryOptions
+from router.discovery import DiscoveryOptions
 from router.flow import Services
 from router.legs import FlowLimits
 from router.model_facts import ModelFacts, ServedModel
@@ -157,11 +158,21 @@ async def eventually(condition: Callable[[], object], what: str, within_s: float
         await asyncio.sleep(0.01)
 
 
+@dataclass(frozen=True)
+class Discovered:
+    """Targets instead of the workers' addresses."""
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    options: DiscoveryOptions
+
+
 @asynccontextmanager
 async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
                          admission: AdmissionLimits = ADMISSION_LIMITS, policy: Policy = Policy.LEAST_LOAD,
                          model: ServedModel | None = None, decode_lookahead: int = 2,
-                         start_workers: bool = True, warms_up: bool = False) -> AsyncIterator[RouterHarness]:
+                         start_workers: bool = True, warms_up: bool = False,
+                         discovered: Discovered | None = None) -> AsyncIterator[RouterHarness]:
     """Start the fakes and a router in front of them; it is paired when the block begins, if the workers fit."""
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -172,6 +183,9 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
         metrics, clock, model = RouterMetrics.create(registry), SystemClock(), model or served_model()
         options = DirectoryOptions(_addresses(workers, FakePrefill), _addresses(workers, FakeDecode), policy,
                                    watch_interval_s=0.05, decode_lookahead=decode_lookahead)
+        if discovered is not None:
+            options = replace(options, prefill=discovered.prefill, decode=discovered.decode,
+                              discovery=discovered.options)
         directory = Directory(options, model.facts, metrics, random.Random(0))
         services = Services(Admission(directory, admission, metrics, clock), directory, flow, metrics)
         server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),

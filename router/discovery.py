@@ -1,0 +1,137 @@
+"""Where workers are found. A target names one worker, or a place that lists them:
+
+    10.0.0.7:7000                       this one
+    dns:///prefill.baton:7000           every address of the name, asked again at an interval
+    k8s:///baton/prefill:grpc           ready endpoints of a Kubernetes service, by port name or number, as they change;
+    k8s:///prefill:grpc                 the same in the router's own namespace
+
+A source only says who is there. Whether a worker can be used, its own reports say; so a source that fails keeps what
+it found last, and never takes a worker away that it did not see go.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from prometheus_client import Counter
+from pydantic import AfterValidator
+
+from runtime.config import Address, parse_address
+from runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DNS, KUBERNETES = "dns:///", "k8s:///"
+
+Found = Callable[[frozenset[str]], None]
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+
+# What a resolver says when a name has no addresses, as opposed to when it could not find out.
+_NO_SUCH_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
+
+
+@dataclass(frozen=True)
+class ServiceTarget:
+    """A Kubernetes service. `namespace` is empty for the router's own; `port` is a name or a number."""
+
+    namespace: str
+    service: str
+    port: str
+
+
+@dataclass(frozen=True)
+class DiscoveryOptions:
+    """`interval_s` between two looks at DNS. The Kubernetes API is found as every pod finds it, unless
+    `kubernetes_api` names another; `service_account` is the folder with token, ca.crt and namespace."""
+
+    interval_s: float = 5.0
+    kubernetes_api: str = ""
+    service_account: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+class Source(Protocol):
+    """One target."""
+
+    async def run(self, found: Found) -> None:
+        """Call `found` with all addresses at first and at every change, until cancelled."""
+        ...
+
+
+def parse_target(text: str, *, field: str = "target") -> Address | ServiceTarget:
+    """What `text` names; the address of a dns target is a name. Raises ConfigError naming `field`."""
+    if text.startswith(DNS):
+        return parse_address(text.removeprefix(DNS), field=field)
+    if not text.startswith(KUBERNETES):
+        return parse_address(text, field=field)
+    path, _, port = text.removeprefix(KUBERNETES).rpartition(":")
+    namespace, _, service = path.rpartition("/")
+    if not service or not port or "/" in namespace:
+        raise ConfigError(f"{field} must be k8s:///[NAMESPACE/]SERVICE:PORT, got {text!r}", field=field)
+    return ServiceTarget(namespace, service, port)
+
+
+def _checked(text: str) -> str:
+    try:
+        parse_target(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+TargetField = Annotated[str, AfterValidator(_checked)]
+
+
+@dataclass(frozen=True)
+class StaticSource:
+    """One address, for good."""
+
+    address: str
+
+    async def run(self, found: Found) -> None:
+        found(frozenset({self.address}))
+
+
+async def resolve(name: str, port: int) -> list[str]:
+    """Every address of a name, as HOST:PORT. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    answers = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return [str(Address(str(answer[4][0]), port)) for answer in answers]
+
+
+@dataclass(frozen=True)
+class DnsSource:
+    """The addresses of a name, such as a headless service's. A name without any has lost its last worker; a resolver
+    that does not answer says nothing."""
+
+    name: Address
+    interval_s: float
+    errors: Counter
+    resolve: Resolve = resolve
+
+    async def run(self, found: Found) -> None:
+        known: frozenset[str] | None = None
+        while True:
+            addresses = await self._look()
+            if addresses is not None and addresses != known:
+                known = addresses
+                found(addresses)
+            await asyncio.sleep(self.interval_s)
+
+    async def _look(self) -> frozenset[str] | None:
+        try:
+            return frozenset(await self.resolve(self.name.host, self.name.port))
+        except socket.gaierror as error:
+            if error.errno in _NO_SUCH_NAME:
+                return frozenset()
+            self._failed(error)
+        except OSError as error:
+            self._failed(error)
+        return None
+
+    def _failed(self, error: OSError) -> None:
+        self.errors.labels("dns").inc()
+        logger.warning("cannot resolve %s, its last addresses stay: %s", self.name.host, error)
