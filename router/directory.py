@@ -227,7 +227,8 @@ class Directory:
         status = generation_pb2.WorkerStatus(
             role=worker.role, address=worker.address, serving=worker.is_usable, reason=reason,
             queued_requests=worker.load.queued_requests, running_requests=worker.load.running_requests,
-            pages_free=worker.load.pages_free, slots_free=worker.load.slots_free, open_sessions=worker.load.open_sessions)
+            pages_free=worker.load.pages_free, slots_free=worker.load.slots_free,
+            open_sessions=worker.load.open_sessions)
         if worker.info is not None:
             status.incarnation = worker.info.incarnation
             status.stages.extend(worker.info.stages)

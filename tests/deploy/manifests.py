@@ -68,15 +68,23 @@ def pod_kinds(documents: list[Document]) -> list[PodKind]:
 
 def _pods_of(document: Document) -> Iterator[PodKind]:
     name = document["metadata"]["name"]
-    if document["kind"] in ("Deployment", "StatefulSet"):
+    if document["kind"] == "Deployment":
         template = document["spec"]["template"]
         yield PodKind(name, name, template["spec"], template["metadata"]["labels"])
     elif document["kind"] == "LeaderWorkerSet":
-        group = document["spec"]["leaderWorkerTemplate"]
-        for index, part in enumerate(("leader", "worker")):
-            template = group[f"{part}Template"]
-            labels = {**template["metadata"]["labels"], WORKER_INDEX: str(index)}
-            yield PodKind(f"{name}-{part}", name, template["spec"], labels, index, group["size"])
+        yield from _pods_of_group(name, document["spec"]["leaderWorkerTemplate"])
+    elif document["kind"] == "DisaggregatedSet":
+        for role in document["spec"]["roles"]:
+            yield from _pods_of_group(role["name"], role["spec"]["leaderWorkerTemplate"])
+
+
+def _pods_of_group(role: str, group: Document) -> Iterator[PodKind]:
+    """A group of one has no leader's template and takes the workers'."""
+    alone = group["size"] == 1
+    for index, part in enumerate(("worker",) if alone else ("leader", "worker")):
+        template = group[f"{part}Template"]
+        labels = {**template["metadata"]["labels"], WORKER_INDEX: str(index)}
+        yield PodKind(role if alone else f"{role}-{part}", role, template["spec"], labels, index, group["size"])
 
 
 def selects(selector: Document, labels: Mapping[str, str]) -> bool:

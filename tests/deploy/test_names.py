@@ -11,11 +11,13 @@ import typer
 
 from decode.worker import DecodeRole
 from pool.config import WorkerConfig
+from pool.follower import GOODBYE_S
 from pool.main import worker_command
 from pool.process import PIPELINE_SERVICE
 from prefill.worker import PrefillRole
 from router.__main__ import app as router_app
 from router.config import RouterConfig
+from router.discovery import ServiceTarget, parse_target
 from router.readiness import SERVICE as ROUTER_SERVICE
 from runtime.config import leader_from_environment, parse_address
 from runtime.config import load as load_config
@@ -140,36 +142,61 @@ def test_variables_are_read_by_the_roles_or_by_ucx(documents: list[Document]) ->
 def test_grace_periods_are_longer_than_drains(documents: list[Document], settings_of: SettingsOf) -> None:
     needed = {}
     for pod in pod_kinds(documents):
-        drain_s = settings_of(pod).drain_s if pod.index == 0 else 0  # the stages behind a leader have nothing to drain
         pause_s = pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        needed[pod.name] = pause_s + drain_s
+        goodbye_s = GOODBYE_S if pod.index else 0  # a stage waits for its leader's
+        needed[pod.name] = pause_s + settings_of(pod).drain_s + goodbye_s
         assert pod.spec["terminationGracePeriodSeconds"] >= needed[pod.name] + STOPPING_S
-    assert needed["decode-worker"] >= needed["decode-leader"] + STOPPING_S, "stages outlive their draining leader"
+    assert needed["decode-worker"] >= needed["decode-leader"], "stages outlive their draining leader"
 
 
 def test_selectors_meet_pods(documents: list[Document]) -> None:
     pods = pod_kinds(documents)
-    for document in of_kind(documents, "PodDisruptionBudget", "PodMonitor", "Deployment", "StatefulSet"):
+    for document in of_kind(documents, "PodDisruptionBudget", "PodMonitor", "Deployment"):
         role = document["metadata"]["name"]
         assert {p.role for p in pods if selects(document["spec"]["selector"], p.labels)} == {role}
     for document in of_kind(documents, "Service"):
         selector = {"matchLabels": document["spec"]["selector"]}
-        assert {p.role for p in pods if selects(selector, p.labels)} == {document["metadata"]["name"]}
-    scaled = {(d["kind"], d["metadata"]["name"]) for d in of_kind(documents, "Deployment", "StatefulSet",
-                                                                   "LeaderWorkerSet")}
+        assert {p.name for p in pods if selects(selector, p.labels)} == {document["metadata"]["name"]}
+    scaled = {(d["kind"], d["metadata"]["name"]) for d in of_kind(documents, "Deployment", "LeaderWorkerSet")}
     for document in of_kind(documents, "HorizontalPodAutoscaler"):
         target = document["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in scaled
 
 
-def test_routers_know_every_leader_there_may_be(documents: list[Document], settings_of: SettingsOf) -> None:
-    counts = {d["metadata"]["name"]: d["spec"].get("replicas") for d in of_kind(documents, "StatefulSet",
-                                                                               "LeaderWorkerSet")}
-    counts |= {d["metadata"]["name"]: d["spec"]["maxReplicas"] for d in of_kind(documents, "HorizontalPodAutoscaler")}
+def test_routers_find_the_leaders_of_every_pool(documents: list[Document], settings_of: SettingsOf) -> None:
     (router,) = [settings_of(pod) for pod in pod_kinds(documents) if pod.role == "router"]
     assert isinstance(router, RouterConfig)
-    assert router.prefill == tuple(f"prefill-{n}.prefill:7000" for n in range(counts["prefill"]))
-    assert router.decode == tuple(f"decode-{n}.decode:7000" for n in range(counts["decode"]))
+    services = {document["metadata"]["name"]: document["spec"] for document in of_kind(documents, "Service")}
+    for targets, leader in ((router.prefill, "prefill"), (router.decode, "decode-leader")):
+        (place,) = [parse_target(target) for target in targets]
+        assert isinstance(place, ServiceTarget)
+        assert not place.namespace, "the router's own"
+        service = services[place.service]
+        assert service["clusterIP"] == "None"
+        assert place.port in [port["name"] for port in service["ports"]]
+        assert not service.get("publishNotReadyAddresses"), "ready must mean ready"
+        assert {pod.name for pod in pod_kinds(documents)
+                if selects({"matchLabels": service["selector"]}, pod.labels)} == {leader}
+
+
+def test_routers_may_read_endpoints_and_nobody_may_do_anything_else(documents: list[Document],
+                                                                    settings_of: SettingsOf) -> None:
+    (role,), (binding,) = of_kind(documents, "Role"), of_kind(documents, "RoleBinding")
+    assert role["rules"] == [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"],
+                              "verbs": ["list", "watch"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [(subject["kind"], subject["name"]) for subject in binding["subjects"]] == [("ServiceAccount", "router")]
+    for pod in pod_kinds(documents):
+        projected = {volume["name"]: volume["projected"]["sources"] for volume in pod.spec["volumes"]
+                     if "projected" in volume}
+        assert bool(projected) == (pod.role == "router"), "nobody else gets a token"
+        if isinstance(settings := settings_of(pod), RouterConfig):
+            (name, sources), = projected.items()
+            (mount,) = [mount for mount in pod.container["volumeMounts"] if mount["name"] == name]
+            assert Path(mount["mountPath"]) == settings.service_account
+            paths = [item["path"] for source in sources for part in source.values()
+                     for item in part.get("items", [part])]
+            assert paths == ["token", "ca.crt", "namespace"]
 
 
 def test_pods_are_confined(documents: list[Document]) -> None:

@@ -24,8 +24,8 @@ def _allowed(policies: list[Document], pod: PodKind, peer: PodKind, direction: s
     side = "from" if direction == "ingress" else "to"
     return {(port["port"], port.get("endPort", port["port"]))
             for rule in rules for port in rule["ports"]
-            if any("namespaceSelector" not in other and selects(other["podSelector"], peer.labels)
-                   for other in rule[side])}
+            if any("podSelector" in other and "namespaceSelector" not in other
+                   and selects(other["podSelector"], peer.labels) for other in rule[side])}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -35,6 +35,18 @@ def test_exactly_these_edges_are_open_between_pods(overlay: str) -> None:
     edges = {(source.name, target.name, ports) for source in pods for target in pods
              for ports in _allowed(policies, source, target, "egress") & _allowed(policies, target, source, "ingress")}
     assert edges == EDGES
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_only_routers_reach_the_api_server_and_only_stages_dns(overlay: str) -> None:
+    documents = load(overlay)
+    policies = of_kind(documents, "NetworkPolicy")
+    outward = {(pod.name, port["port"])
+               for pod in pod_kinds(documents) for policy in policies
+               if selects(policy["spec"]["podSelector"], pod.labels)
+               for rule in policy["spec"].get("egress", []) for port in rule["ports"]
+               if any("ipBlock" in peer or "namespaceSelector" in peer for peer in rule["to"])}
+    assert outward == {("router", 443), ("router", 6443), ("decode-leader", 53), ("decode-worker", 53)}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

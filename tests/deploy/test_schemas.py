@@ -15,7 +15,9 @@ def test_every_manifest_fits_its_schema(overlay: str, release: str) -> None:
     documents = load(overlay)
     found = {f"{d['kind']}/{d['metadata']['name']}": problems(d, release) for d in documents}
     assert {name: text for name, text in found.items() if text} == {}
-    assert {d["kind"] for d in documents} >= {"Deployment", "StatefulSet", "LeaderWorkerSet", "NetworkPolicy"}
+    kinds = {d["kind"] for d in documents}
+    assert kinds >= {"Deployment", "Role", "NetworkPolicy"}
+    assert kinds & {"LeaderWorkerSet", "DisaggregatedSet"}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -51,6 +53,26 @@ def _edited(kind: str, path: str, value: object) -> dict[str, Any]:
 ])
 def test_mistakes_are_noticed(kind: str, path: str, value: object, said: str) -> None:
     assert said in " ".join(problems(_edited(kind, path, value))).replace("Servise", "servise")
+
+
+def test_rules_of_a_definition_are_applied() -> None:
+    """A set whose prefill is scaled to nothing and whose decode is not: CEL, not the schema, forbids it."""
+    (document,) = of_kind(load("disaggregated"), "DisaggregatedSet")
+    assert problems(document) == []
+    document["spec"]["roles"][0]["spec"]["replicas"] = 0
+    assert problems(document)[0].startswith("$.spec: ")
+    document["spec"]["roles"][0]["spec"]["replicas"] = "none"
+    assert "none" in problems(document)[0]
+
+
+def test_a_disaggregated_sets_pods_are_those_of_the_plain_kinds() -> None:
+    """All but their resources, which are the overlays' own."""
+    plain, together = ({pod.name: pod for pod in pod_kinds(load(overlay))}
+                       for overlay in ("single-node", "disaggregated"))
+    assert plain.keys() == together.keys()
+    for name, pod in plain.items():
+        for key in ("env", "ports", "readinessProbe", "lifecycle", "securityContext", "volumeMounts"):
+            assert pod.container.get(key) == together[name].container.get(key), f"{name}: {key}"
 
 
 def test_the_operators_rules_are_the_plain_ones() -> None:

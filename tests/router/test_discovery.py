@@ -197,6 +197,7 @@ async def test_the_server_is_checked_against_the_service_accounts_authority(tmp_
     authority, stranger = Authority(), Authority("stranger")
     files = authority.files(tmp_path / "server", "kubernetes")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    assert files.cert is not None
     context.load_cert_chain(files.cert, files.key)
     async with fake_api(context) as api:
         api.put(endpoint_slice("a", "prefill", ("10.0.0.1", READY)))

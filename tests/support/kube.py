@@ -1,4 +1,4 @@
-"""A Kubernetes API server that knows EndpointSlices only: real HTTP and TLS, list and watch as the real one has them."""
+"""A Kubernetes API server that knows EndpointSlices only: real HTTP and TLS, lists and watches as the real one."""
 
 import asyncio
 import json
