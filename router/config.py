@@ -18,9 +18,10 @@ class RouterConfig(TlsConfig):
     model_name: str = ""
     prefill: tuple[TargetField, ...] = Field(min_length=1)
     decode: tuple[TargetField, ...] = Field(min_length=1)
-    discovery_interval_s: float = Field(default=5.0, ge=0.1, le=3600)
-    kubernetes_api: str = ""
-    service_account: Path = DiscoveryOptions().service_account
+    discovery_interval_s: float = Field(default=5.0, ge=0.1, le=3600, description="Pause between two looks at DNS.")
+    kubernetes_api: str = Field(default="", description="URL of the API server; default: as every pod finds it.")
+    service_account: Path = Field(default=DiscoveryOptions().service_account,
+                                  description="Folder with token, ca.crt and namespace for the API server.")
     listen: AddressField = "127.0.0.1:7000"
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str = Field(default="127.0.0.1", description="Address /metrics is served on.")
@@ -37,7 +38,7 @@ class RouterConfig(TlsConfig):
     max_wait_s: float = Field(default=60.0, gt=0, description="How long a request is held back for want of room.")
     peer_wait_s: float = Field(default=4.0, gt=0, description="How long to wait for a lost worker or its successor.")
     prefill_attempts: int = Field(default=3, ge=1, description="Prefill workers a request may try before its commit.")
-    migrations: int = Field(default=3, ge=0, description="How often a request may move to another pair of pools.")
+    migrations: int = Field(default=3, ge=0, description="Decode pools that may be lost under one request.")
     max_request_s: float = Field(default=3600.0, gt=0, description="Limit for clients that set no deadline.")
     client_stall_s: float = Field(default=60.0, gt=0, description="How long a client may leave its stream unread.")
     warm_up_s: float = Field(default=60.0, gt=0, description="Limit of the warm-up token before readiness.")
