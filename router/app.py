@@ -29,8 +29,6 @@ from runtime.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-HARD_STOP_S = 2.0  # beyond the drain: calls that would not end even then
-
 
 async def serve(config: RouterConfig, stop: StopSignal) -> None:
     """Run a router until `stop`, then drain.
@@ -73,7 +71,6 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
         readiness = Readiness(services, server.health, config.warm_up_s)
         async with background(stop, directory.run(), admission.run(), readiness.run()):
             await stop.wait()
-            server.turn_away(grace_s=config.drain_s + HARD_STOP_S)
             await server.drain(grace_s=config.drain_s)
     finally:
         if exposition is not None:

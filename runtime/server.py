@@ -7,7 +7,6 @@
     await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
 """
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -98,7 +97,6 @@ class GrpcServer:
                                 metrics=metrics, security=security, tracing=tracing)
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
-        self._turning_away: asyncio.Task[None] | None = None
         self.grpc = grpc.aio.server(interceptors=[self._guard], options=options.as_grpc())
 
     async def start(self) -> str:
@@ -133,11 +131,6 @@ class GrpcServer:
         self._guard.hand_back()
         await self._guard.wait_quiet(timeout_s=1.0)
 
-    def turn_away(self, *, grace_s: float) -> None:
-        """Ask clients to connect elsewhere and listen no more; calls in flight go on for `grace_s`. For the start of a
-        drain in front of clients that keep their connection."""
-        self._turning_away = asyncio.create_task(self.grpc.stop(grace_s))
-
     async def drain(self, *, grace_s: float) -> None:
         """Say NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest, stop."""
         await self.health.shut_down()
@@ -146,8 +139,6 @@ class GrpcServer:
             logger.warning("calls still in flight after the grace period are ended", extra={"grace_s": grace_s})
         self._guard.expel()
         await self._guard.wait_quiet(timeout_s=1.0)
-        if self._turning_away is not None:
-            self._turning_away.cancel()  # health watches of clients would hold it up
         await self.grpc.stop(grace=0.2)
         if self._health_server is not None:
             await self._health_server.stop(grace=None)
