@@ -3,9 +3,10 @@
 28 layers of 8 kv heads with head_dim 128 in bf16, 2,048 tokens in scattered pages of 64: 896 items of 256 KiB, 235 MB,
 through two transfer agents with every digest made and checked. The clock runs from "all layers are done" on the source
 to "everything landed and was checked" on the destination. The reference is UCX's own `tag_bw` with 64 MiB messages
-(out of cache, no digests, nothing scattered) under the same UCX settings. Both take turns; figures are medians over
-rounds in GB/s (1e9 bytes), the ratio is the median of the rounds' ratios. `foreign_cores` says how many cores other
-processes took: above 0.2 the figures are noise.
+(out of cache, no digests, nothing scattered) under the same UCX settings. Both take turns, and of both each side has a
+core of its own, as in containers; the pools are in huge pages, as the roles' are. Figures are medians over rounds in
+GB/s (1e9 bytes), the ratio is the median of the rounds' ratios. `foreign_cores` says how many cores other processes
+took: above 0.2 the figures are noise.
 """
 
 import argparse
@@ -17,19 +18,24 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.handoff_pools import Destination, source_process
 from bench.report import Value, render
 from bench.ucx_reference import UcxReference
 from transfer.ucx_settings import TransportProfile
 
 
-def measure(profile: TransportProfile, rounds: int) -> Mapping[str, Value]:
-    """Alternate handoffs and reference runs."""
-    reference = UcxReference(profile)
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
+
+
+def measure(profile: TransportProfile, rounds: int, cores: tuple[int, int]) -> Mapping[str, Value]:
+    """Alternate handoffs and reference runs. `cores`: the sending side's and the receiving side's."""
+    from bench.handoff_pools import Destination, source_process
+
+    reference = UcxReference(profile, cores)
     started, foreign_s = time.monotonic(), _foreign_cpu_s()
+    os.sched_setaffinity(0, {cores[1]})
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    source = context.Process(target=source_process, args=(there, profile), daemon=True)
+    source = context.Process(target=source_process, args=(there, profile, cores[0]), daemon=True)
     source.start()
     destination = Destination(profile)
     ours, theirs = [], []
@@ -68,8 +74,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="default 7")
     parser.add_argument("--json", action="store_true", help="one JSON object per transport")
     flags = parser.parse_args()
+    os.environ.update(HUGE_PAGES)
+    usable = sorted(os.sched_getaffinity(0))
     for transport in flags.transport or ("shm", "tcp"):
-        print(render("handoff", measure(TransportProfile(transport), flags.rounds), as_json=flags.json), flush=True)
+        figures = measure(TransportProfile(transport), flags.rounds, (usable[-1], usable[0]))
+        print(render("handoff", figures, as_json=flags.json), flush=True)
     return 0
 
 

@@ -1,5 +1,6 @@
 """The two processes of the handoff benchmark: real pools, real agents, and nothing else."""
 
+import os
 import random
 import threading
 import time
@@ -66,8 +67,9 @@ def _scattered_pages(seed: str) -> tuple[int, ...]:
     return tuple(random.Random(seed).sample(range(1, NUM_PAGES + 1), NUM_TOKENS // PAGE_SIZE))
 
 
-def source_process(connection: Connection, profile: TransportProfile) -> None:
-    """Serve handoffs until told None: terms, landing in, moment of release out."""
+def source_process(connection: Connection, profile: TransportProfile, core: int) -> None:
+    """Serve handoffs on this core until told None: terms, landing in, moment of release out."""
+    os.sched_setaffinity(0, {core})
     side = _Side(profile, "source")
     while (number := connection.recv()) is not None:
         terms = SourceTerms("", "", PAGE_SIZE, NUM_TOKENS, NUM_TOKENS, _scattered_pages(f"source {number}"), 0,

@@ -21,8 +21,9 @@ START_S = 20
 class UcxReference:
     """Runs the test under the same UCX settings as a handoff, with endpoint error handling on."""
 
-    def __init__(self, profile: TransportProfile) -> None:
-        """Raises ConfigError when there is no ucx_perftest."""
+    def __init__(self, profile: TransportProfile, cores: tuple[int, int]) -> None:
+        """`cores`: the sending side's and the receiving side's. Raises ConfigError when there is no ucx_perftest."""
+        self._cores = cores
         self._binary, libraries = _find_perftest()
         options = {f"UCX_{name}": value for name, value in {**ucx_options(profile), **HANDOFF_OPTIONS}.items()}
         paths = [*libraries, *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
@@ -34,17 +35,26 @@ class UcxReference:
         port = _free_port()
         server = subprocess.Popen([self._binary, "-p", str(port)], env=self._environment, stdout=subprocess.DEVNULL,
                                   stderr=subprocess.DEVNULL)
+        os.sched_setaffinity(server.pid, {self._cores[1]})
         try:
             _wait_until_listening(server, port)
-            client = subprocess.run(
+            client = subprocess.Popen(
                 [self._binary, "localhost", "-p", str(port), "-t", "tag_bw", "-s", str(MESSAGE_BYTES), "-n",
                  str(ITERATIONS), "-w", str(WARM_UP_ITERATIONS), "-e", "-v", "-f"],
-                env=self._environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+                env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            os.sched_setaffinity(client.pid, {self._cores[0]})
+            try:
+                printed, _ = client.communicate(timeout=TIMEOUT_S)
+            finally:
+                client.kill()
+                client.wait()
         finally:
             server.kill()
             server.wait()
+        if client.returncode:
+            raise ConfigError(f"ucx_perftest ended with status {client.returncode}")
         # Last line: iterations, median and mean latency, overall latency, mean and overall bandwidth (MiB/s), ...
-        return float(client.stdout.strip().splitlines()[-1].split(",")[5]) * (1 << 20) / 1e9
+        return float(printed.strip().splitlines()[-1].split(",")[5]) * (1 << 20) / 1e9
 
 
 def _find_perftest() -> tuple[str, list[str]]:

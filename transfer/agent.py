@@ -198,8 +198,8 @@ class TransferAgent:
         ended = self._transport.progress()
         for operation in ended:
             self._ended(operation)
-        for sender, operations in self._outbox.pump():
-            self._flows.started(sender, operations)
+        for sender, operation in self._outbox.pump():
+            self._flows.started(sender, operation)
         wait_s = self._flows.sweep(IDLE_WAIT_S)
         if not ended and not was_busy:
             self._transport.wait(wait_s)
@@ -225,7 +225,7 @@ class TransferAgent:
             lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_from(stage)
         except BatonError as error:
             return RefusedFlow(source, landing, self._transport, error)
-        return Sender(source, landing, lanes, memory=self._memory, transport=self._transport)
+        return Sender(source, landing, lanes, memory=self._memory, transport=self._transport, outbox=self._outbox)
 
     def _stage_of(self, stages: tuple[StageEndpoint, ...]) -> int:
         for index, stage in enumerate(stages):
@@ -246,7 +246,7 @@ class TransferAgent:
         prompt.layer_tokens[layer_id] = num_tokens
         for flow in prompt.flows:
             if isinstance(flow, Sender):
-                self._outbox.add(flow.release({layer_id: num_tokens}))
+                flow.release({layer_id: num_tokens})
 
     def _open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
         prompt = self._prompts.setdefault(request_key, _Prompt(source.num_tokens))
@@ -254,7 +254,7 @@ class TransferAgent:
         prompt.flows.append(flow)
         self._flows.open(flow)
         if isinstance(flow, Sender):
-            self._outbox.add(flow.release(prompt.layer_tokens))
+            flow.release(prompt.layer_tokens)
 
     def _close(self, session_id: str) -> None:
         self._flows.close(session_id)

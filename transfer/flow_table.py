@@ -93,10 +93,9 @@ class FlowTable:
             flow.fail(error)
             self._report_change(flow)
 
-    def started(self, flow: Flow, operations: list[Operation]) -> None:
-        """The flow has started these operations."""
-        for operation in operations:
-            self._owners[operation] = flow
+    def started(self, flow: Flow, operation: Operation) -> None:
+        """The flow has started this operation."""
+        self._owners[operation] = flow
 
     def ended(self, operation: Operation) -> None:
         """Tell the operation's flow, and everybody what became of it."""
@@ -151,7 +150,8 @@ class FlowTable:
             self._report(flow, StageSessionState.OPEN)
         except BatonError as error:
             flow.fail(error)
-        self.started(flow, list(flow.outstanding))
+        for operation in flow.outstanding:
+            self.started(flow, operation)
         self._report_change(flow)
 
     def _cut(self, peers: Iterable[Peer]) -> None:

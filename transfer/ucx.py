@@ -13,6 +13,7 @@ memory (keepalive; the process must have been reaped by its parent).
 """
 
 import os
+import time
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
@@ -24,6 +25,7 @@ from transfer.ucx_settings import HANDOFF_OPTIONS, TransportProfile, close_endpo
 from transfer.wakeup import Wakeup
 
 SPIN_S = 50e-6
+SHARED_CORE_S = 30e-6
 ACTIVE_WAIT_S = 1e-3  # shared memory does not report that a full queue has room again
 PEER_CHECK_S = 0.02
 MAX_PROGRESS_STEPS = 64
@@ -149,15 +151,26 @@ class UcxTransport:
         if self._ended or self._wakeup.is_set:
             self._wakeup.clear()
             return
-        if self._active:
-            # The next message is microseconds away; going to sleep would cost more than it saves.
-            spin_until_s = self._clock.now() + self._spin_s
-            while self._clock.now() < spin_until_s:
-                if self._worker.progress_once() or self._wakeup.is_set:
-                    return
-                os.sched_yield()  # the peer may need this very core to go on
+        if self._active and self._spin():
+            return
         if self._worker.arm():
             self._wakeup.wait(min(timeout_s, ACTIVE_WAIT_S) if self._active else timeout_s)
+
+    def _spin(self) -> bool:
+        """Look out for a moment without sleeping: the next message is microseconds away, and going to sleep would cost
+        more than it saves. Whether there is something to do."""
+        now = self._clock.now()
+        spin_until_s = now + self._spin_s
+        while now < spin_until_s:
+            if self._worker.progress_once() or self._wakeup.is_set:
+                return True
+            os.sched_yield()  # the peer may need this very core to go on
+            yielded_at_s, now = now, self._clock.now()
+            if now - yielded_at_s > SHARED_CORE_S:
+                # Somebody else works on this core, likely the peer. Schedulers leave two that only yield to each other
+                # where they are, but wake a sleeper on an idle core.
+                time.sleep(SHARED_CORE_S)
+        return False
 
     def wake(self) -> None:
         self._wakeup.set()
