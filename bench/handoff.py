@@ -22,7 +22,6 @@ from bench.report import Value, render
 from bench.ucx_reference import UcxReference
 from transfer.ucx_settings import TransportProfile
 
-
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
 
 

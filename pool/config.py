@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from runtime.config import AddressField
+from runtime.errors import ConfigError
 from runtime.security import TlsConfig
+from transfer.ucx_binding import UcxBinding, parse_ports
 
 TransportName = Literal["auto", "shm", "tcp"]
 
@@ -33,6 +35,9 @@ class WorkerConfig(TlsConfig):
     numerics: Literal["exact", "fast"] = Field(default="exact", description="exact: the same bits from every topology")
     threads: int = Field(default=1, ge=1, le=256, description="compute threads of this process")
     transport: TransportName = Field(default="auto", description="UCX profile: shm within a host, tcp between hosts")
+    transport_interface: str = Field(
+        default="", description="network devices UCX listens on, as eth0 or mlx5_0:1,eth0; default: all")
+    transport_ports: str = Field(default="", description="TCP ports UCX listens in, as 7300-7363; default: any")
     draft: Path | None = Field(default=None, description="directory of a draft model; a decode pool then speculates")
     spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
     spec_steps: int = Field(default=3, ge=1, le=16, description="tokens drafted ahead at most")
@@ -44,3 +49,16 @@ class WorkerConfig(TlsConfig):
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
     log_style: Literal["human", "json"] = Field(default="human", description="for people or for machines")
     otel_endpoint: str = Field(default="", description="URL of an OTLP collector over gRPC; empty: no traces")
+
+    @field_validator("transport_ports")
+    @classmethod
+    def _checked_ports(cls, text: str) -> str:
+        try:
+            return text and "{}-{}".format(*parse_ports(text))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @property
+    def binding(self) -> UcxBinding:
+        """Where UCX listens. Raises ConfigError."""
+        return UcxBinding.parse(self.transport_interface, self.transport_ports)

@@ -54,7 +54,8 @@ class Leader:
         self.reason = "starting"
         if config.world_size > 1:
             self._channel = UcxStageChannel(rank=0, max_frame_bytes=max_frame_bytes(config, stage.plan),
-                                            profile=TransportProfile(config.transport), on_sent=on_frame)
+                                            profile=TransportProfile(config.transport), binding=config.binding,
+                                            on_sent=on_frame)
             self.service = PipelineService(layers=stage.plan.ranges, compatibility=stage.plan.compatibility,
                                            leader_channel=self._channel.address, observer=self)
 

@@ -46,6 +46,8 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         numerics: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
         threads: Annotated[int | None, typer.Option(help="Compute threads.")] = None,
         transport: Annotated[str | None, typer.Option(help="UCX profile: auto, shm or tcp.")] = None,
+        transport_interface: Annotated[str | None, typer.Option(help="Network devices UCX listens on.")] = None,
+        transport_ports: Annotated[str | None, typer.Option(help="TCP ports UCX listens in, LOW-HIGH.")] = None,
         draft: Annotated[Path | None, typer.Option(help="Draft model: decode pools then speculate.")] = None,
         spec_topk: Annotated[int | None, typer.Option(help="Drafted continuations per node; 1: chains.")] = None,
         spec_steps: Annotated[int | None, typer.Option(help="Tokens drafted ahead at most.")] = None,

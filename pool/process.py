@@ -198,7 +198,8 @@ async def _follow(process: _Process) -> None:
     meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.num_plans)
     server = _server(process, (PIPELINE_SERVICE,))
     channel = UcxStageChannel(rank=config.rank, max_frame_bytes=max_frame_bytes(config, stage.plan),
-                              profile=TransportProfile(config.transport), on_sent=meters.on_frame)
+                              profile=TransportProfile(config.transport), binding=config.binding,
+                              on_sent=meters.on_frame)
     engine = FollowerEngine(stage, sample, channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward)
     security = ChannelSecurity(process.certificates).to(process.peer_role)

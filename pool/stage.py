@@ -132,7 +132,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
         index_pools=_of_layers(pools.of_kind(CacheKind.INDEX_KEY), layers), geometry=latent_geometry)
     slots = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=numerics)
     clock = SystemClock()
-    transport = UcxTransport(profile=TransportProfile(config.transport), clock=clock)
+    transport = UcxTransport(profile=TransportProfile(config.transport), clock=clock, binding=config.binding)
     agent = TransferAgent(memory=pools, transport=transport, clock=clock, incarnation=incarnation, on_event=on_event)
     agent.start()
     observer = observe_layers(agent)

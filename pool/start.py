@@ -32,3 +32,4 @@ def _check(config: WorkerConfig) -> None:
     if config.rank > 0 and not config.leader:
         raise ConfigError("a stage other than 0 needs --leader HOST:PORT (or MASTER_ADDR and MASTER_PORT)",
                           field="leader")
+    config.binding.check()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from runtime.errors import DeadlineError, InternalError, PeerLostError
 from transfer.ucx_address import frame_address, unframe_address
 from transfer.ucx_api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
+from transfer.ucx_binding import ANYWHERE, UcxBinding
 from transfer.ucx_settings import STAGE_CHANNEL_OPTIONS, TransportProfile, close_endpoint, create_worker
 from transfer.wakeup import Wakeup
 
@@ -31,7 +32,8 @@ _EPOCH_LIMIT = 1 << (64 - _RANK_BITS)
 class UcxStageChannel:
     """See `engine.pipeline.channel.StageChannel`. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
 
-    def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile, spin_s: float = SPIN_S,
+    def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile,
+                 binding: UcxBinding = ANYWHERE, spin_s: float = SPIN_S,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
         """`on_sent` hears of the bytes of each frame that left. Raises ConfigError when UCX cannot work here."""
         self._rank = rank
@@ -39,7 +41,7 @@ class UcxStageChannel:
         self._max_frame_bytes = max_frame_bytes
         self._spin_s = spin_s
         self._ucx = UcxLibrary()
-        self._context, self._worker = create_worker(self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS)
+        self._context, self._worker = create_worker(self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS, binding)
         self.address = frame_address(self._worker.address.tobytes())
         self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
         self._epoch = 0

@@ -21,6 +21,7 @@ from transfer.matching import Matcher
 from transfer.transport import Operation, OperationState, Peer
 from transfer.ucx_address import frame_address, unframe_address
 from transfer.ucx_api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
+from transfer.ucx_binding import ANYWHERE, UcxBinding
 from transfer.ucx_settings import HANDOFF_OPTIONS, TransportProfile, close_endpoint, create_worker
 from transfer.wakeup import Wakeup
 
@@ -53,10 +54,11 @@ class UcxPeer:
 class UcxTransport:
     """See `Transport`."""
 
-    def __init__(self, *, profile: TransportProfile, clock: Clock, spin_s: float = SPIN_S) -> None:
+    def __init__(self, *, profile: TransportProfile, clock: Clock, binding: UcxBinding = ANYWHERE,
+                 spin_s: float = SPIN_S) -> None:
         """Raises ConfigError when UCX cannot work here."""
         self._ucx = UcxLibrary()
-        self._context, self._worker = create_worker(self._ucx, profile, "handoff", HANDOFF_OPTIONS)
+        self._context, self._worker = create_worker(self._ucx, profile, "handoff", HANDOFF_OPTIONS, binding)
         self.address = frame_address(self._worker.address.tobytes())
         self._clock = clock
         self._spin_s = spin_s

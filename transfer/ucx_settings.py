@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from runtime.errors import ConfigError
 from transfer.ucx_api import UcxContext, UcxEndpoint, UcxLibrary, UcxWorker
+from transfer.ucx_binding import UcxBinding
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ def ucx_options(profile: TransportProfile) -> dict[str, str]:
 
 
 def create_worker(ucx: UcxLibrary, profile: TransportProfile, purpose: str,
-                  options: dict[str, str]) -> tuple[UcxContext, UcxWorker]:
+                  options: dict[str, str], binding: UcxBinding) -> tuple[UcxContext, UcxWorker]:
     """A UCX context and worker that can sleep. Logs which transports are live, and warns when only slow ones are.
 
     Raises:
-        ConfigError: UCX cannot work with these transports on this machine.
+        ConfigError: UCX cannot work with these transports, devices or ports on this machine.
     """
+    binding.check()
     try:
-        context = ucx.context({**ucx_options(profile), **options})
+        context = ucx.context({**ucx_options(profile), **options, **binding.options})
     except ucx.error as error:
         raise ConfigError(f"UCX has no transport for profile {profile.value!r} here: {error}",
                           field="transport") from error

@@ -23,9 +23,10 @@ from runtime.config import leader_from_environment, parse_address
 from runtime.config import load as load_config
 from runtime.security import ClientCertificates
 from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
+from tests.deploy.test_network_policies import UCX
 
 SettingsOf = Callable[[PodKind], RouterConfig | WorkerConfig]
-UCX_VARIABLES = {"UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES", "UCX_TLS"}  # read by UCX itself
+UCX_VARIABLES = {"UCX_TLS"}  # read by UCX itself
 STOPPING_S = 5  # from the end of the drain to the end of the process
 
 
@@ -122,6 +123,13 @@ def test_every_pod_has_the_certificate_of_its_role_or_none_has(documents: list[D
     assert len(secured) == 1
     assert {port["appProtocol"] for service in of_kind(documents, "Service") for port in service["spec"]["ports"]} == {
         "https" if secured == {True} else "kubernetes.io/h2c"}
+
+
+def test_ucx_is_bound_to_the_ports_that_are_open(documents: list[Document], settings_of: SettingsOf) -> None:
+    for pod in pod_kinds(documents):
+        if isinstance(settings := settings_of(pod), WorkerConfig):
+            assert settings.binding.ports == UCX
+            assert "eth0" in settings.binding.devices
 
 
 def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) -> None:

@@ -67,11 +67,3 @@ def test_the_outside_reaches_routers_and_metrics_only(overlay: str) -> None:
                if any("namespaceSelector" in peer for peer in rule["from"])}
     scraped = {(pod.name, METRICS[0]) for pod in pod_kinds(documents)} if of_kind(documents, "PodMonitor") else set()
     assert outside == {("router", GRPC[0])} | scraped
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_ucx_is_bound_to_the_ports_that_are_open(overlay: str) -> None:
-    for pod in pod_kinds(load(overlay)):
-        if pod.role != "router":
-            assert pod.environment["UCX_TCP_PORT_RANGE"] == "{}-{}".format(*UCX)
-            assert "eth0" in pod.environment["UCX_NET_DEVICES"].split(",")

@@ -1,0 +1,93 @@
+"""Where UCX listens: the settings, and the sockets that a worker really opens."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pool.config import WorkerConfig
+from runtime.clock import SystemClock
+from runtime.config import load
+from runtime.errors import ConfigError
+from transfer.stage_channel import UcxStageChannel
+from transfer.ucx import UcxTransport
+from transfer.ucx_binding import UcxBinding
+from transfer.ucx_settings import TransportProfile
+
+LOOPBACK = "0100007F"  # 127.0.0.1 as the kernel's table writes it
+
+
+def listening() -> set[tuple[str, int]]:
+    """(address, port) of every TCP socket this process listens on, from the kernel's table."""
+    own = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {(row[1].split(":")[0], int(row[1].split(":")[1], 16)) for row in rows
+            if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+@pytest.fixture
+def neighbours() -> Iterator[tuple[socket.socket, int]]:
+    """A port somebody listens on, and the free port after it."""
+    for port in range(23000, 24000, 2):
+        with socket.socket() as taken, socket.socket() as free:
+            try:
+                free.bind(("", port + 1))
+                taken.bind(("", port))
+            except OSError:
+                continue
+            free.close()
+            taken.listen()
+            yield taken, port + 1
+            return
+
+
+@pytest.mark.parametrize("profile", list(TransportProfile))
+def test_ucx_listens_on_the_interface_and_in_the_ports_alone(profile: TransportProfile) -> None:
+    before, binding = listening(), UcxBinding.parse("lo", "24100-24163")
+    transport = UcxTransport(profile=profile, clock=SystemClock(), binding=binding)
+    channel = UcxStageChannel(rank=0, max_frame_bytes=1024, profile=profile, binding=binding)
+    opened = listening() - before
+    transport.close()
+    channel.close()
+    assert len(opened) == 2
+    assert {address for address, _ in opened} == {LOOPBACK}
+    assert all(24100 <= port <= 24163 for _, port in opened)
+
+
+def test_a_taken_port_of_the_range_is_passed_over(neighbours: tuple[socket.socket, int]) -> None:
+    _, free = neighbours
+    before = listening()
+    transport = UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(),
+                             binding=UcxBinding.parse("lo", f"{free - 1}-{free}"))
+    opened = listening() - before
+    transport.close()
+    assert opened == {(LOOPBACK, free)}
+
+
+def test_a_range_without_a_free_port_is_refused_at_once(neighbours: tuple[socket.socket, int]) -> None:
+    taken = neighbours[0].getsockname()[1]
+    with pytest.raises(ConfigError, match=f"no port of {taken}-{taken} is free") as refused:
+        UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(),
+                     binding=UcxBinding.parse("", f"{taken}-{taken}"))
+    assert refused.value.field == "transport_ports"
+
+
+@pytest.mark.parametrize("interface", ["nope0", "lo,nope0", "mlx5_99:1"])
+def test_an_interface_that_does_not_exist_is_refused(interface: str) -> None:
+    with pytest.raises(ConfigError, match=r"no network device .* here, only .*\blo\b") as refused:
+        UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(), binding=UcxBinding.parse(interface, ""))
+    assert refused.value.field == "transport_interface"
+
+
+@pytest.mark.parametrize("ports", ["7300", "7363-7300", "0-10", "7300-65536", "a-b", "-5", "7300-"])
+def test_ports_that_are_no_range_are_refused_by_field(ports: str) -> None:
+    with pytest.raises(ConfigError, match="LOW-HIGH with 1 <= LOW <= HIGH <= 65535") as refused:
+        load(WorkerConfig, section="decode", flags={"model": "m", "transport_ports": ports})
+    assert refused.value.field == "transport_ports"
+
+
+def test_a_list_of_interfaces_with_a_gap_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names separated by commas"):
+        UcxBinding.parse("lo,,eth0", "")
