@@ -31,6 +31,7 @@ def measure(profile: TransportProfile, rounds: int, cores: tuple[int, int]) -> M
 
     reference = UcxReference(profile, cores)
     started, foreign_s = time.monotonic(), _foreign_cpu_s()
+    usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {cores[1]})
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -48,6 +49,7 @@ def measure(profile: TransportProfile, rounds: int, cores: tuple[int, int]) -> M
     finally:
         destination.close()
         source.kill()
+        os.sched_setaffinity(0, usable)
     return {
         "transport": profile.value,
         "gbps": round(statistics.median(ours), 3),

@@ -39,7 +39,7 @@ IDLE_WAIT_S = 0.5
 class AgentLimits:
     """`window_bytes` under way to one peer; `drain_s` from a close until connections are cut to force the drain."""
 
-    window_bytes: int = 2 << 20
+    window_bytes: int = 4 << 20
     drain_s: float = 3.0
 
 
