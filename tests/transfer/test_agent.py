@@ -182,6 +182,22 @@ def test_a_newer_epoch_replaces_the_older_one(pools: Pools) -> None:
     assert dest.stages[0].log.states("s", 0) == [OPEN, DRAINED]
 
 
+def test_an_epoch_that_is_opened_twice_is_sent_once(pools: Pools) -> None:
+    source, dest = source_and_dest(pools)
+    terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
+    landing = dest.landing(terms, DEST_PAGES)
+    dest.open_receive(terms, landing)
+    source.send(terms, landing)
+    source.open_send(terms, landing)
+    ended = source.wait("s", COMPLETE, FAILED) + dest.wait("s", COMPLETE, FAILED)
+    assert {event.state for event in ended} == {COMPLETE}
+    source.open_send(terms, landing)
+    source.close("s")
+    source.wait("s", DRAINED)
+    assert source.stages[0].agent.failure is None
+    assert source.stages[0].agent.stats().num_pending_operations == 0
+
+
 def test_terms_for_another_life_of_this_process_are_refused(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
