@@ -38,9 +38,13 @@ TOKEN, OTHER_TOKEN = "first-token-of-the-tests", "second-token-of-the-tests"
 
 
 class Watched(worker_pb2_grpc.WorkerServicer):
+    """Says which certificate its caller shows."""
+
     async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any],
                     ) -> AsyncIterator[worker_pb2.WatchResponse]:
-        yield worker_pb2.WatchResponse()
+        (pem,) = context.auth_context().get("x509_pem_cert", [b""])
+        serial_number = x509.load_pem_x509_certificate(bytes(pem)).serial_number if pem else 0
+        yield worker_pb2.WatchResponse(info=worker_pb2.WorkerInfo(incarnation=str(serial_number)))
 
 
 @asynccontextmanager
@@ -319,6 +323,7 @@ class Rotation:
         self.server, self.client = folder / "server", folder / "client"
         self.first = self.old.issue("prefill")
         self.second = self.new.issue("prefill")
+        self.client_second = self.new.issue("router")
         write(self.server, self.old.pem, self.first)
         write(self.client, self.old.pem, self.old.issue("router"))
 
@@ -334,7 +339,7 @@ class Rotation:
         (self.server / "ca.pem").write_bytes(both)
         (self.client / "ca.pem").write_bytes(both)
         yield
-        write(self.client, both, self.new.issue("router"))
+        write(self.client, both, self.client_second)
         yield
         write(self.server, both, self.second)
         yield
@@ -380,6 +385,8 @@ async def test_rotation_under_load_fails_nothing(tmp_path: Path) -> None:
         for _ in rotation.steps():
             await answered_more(20)
         assert await served_serial(address) == rotation.second.serial_number
+        shown = await anext(aiter(worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())))
+        assert shown.info.incarnation == str(rotation.client_second.serial_number)
         stop.set()
         await asyncio.gather(*tasks)
         assert not held.done(), "the stream that began before the rotation still runs"
@@ -404,9 +411,11 @@ async def test_threads_rotate_too(tmp_path: Path) -> None:
                     seen.append(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5).model)
                 seen.append(next(held).chunk.text)
                 held.cancel()
-                return seen
+                shown = next(worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()))
+                return [*seen, shown.info.incarnation]
 
-        assert await asyncio.to_thread(run) == ["first ", "echo", "echo", "echo", "echo", "hang "]
+        assert await asyncio.to_thread(run) == ["first ", "echo", "echo", "echo", "echo", "hang ",
+                                                str(rotation.client_second.serial_number)]
 
 
 async def test_half_a_pair_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
