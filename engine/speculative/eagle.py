@@ -54,8 +54,7 @@ class _Followed:
 
 
 class EagleDrafter:
-    """A `Drafter`. `topk` is 1 for chains; only their steps may share a choice of keys, because the branches of trees
-    change places between steps. `handed` is what crosses with prompts, where the draft's state does."""
+    """A `Drafter`. `topk` is 1 for chains. `handed` is what crosses with prompts, where the draft's state does."""
 
     def __init__(self, *, model: DraftModel, attention: DraftAttention, topk: int, steps: int,
                  handed: HandedEnds | None = None) -> None:
@@ -93,9 +92,7 @@ class EagleDrafter:
         if not followed:
             return [TokenTree()] * len(runs)
         extend = _extend_batch(batch, followed)
-        carried = CarriedKeys()
-        if self._topk == 1:
-            extend.spec_info = carried  # else nothing is left there, and nothing carried on
+        extend.spec_info = carried = CarriedKeys()
         hidden = self._extend(extend, followed, output)
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
         trees = {}
@@ -194,9 +191,10 @@ def _ends(batch: ForwardBatch) -> Tensor:
 
 
 def _round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, width: int) -> ForwardBatch:
-    """A row's branches at the slot after its last; each step sets tokens and positions."""
+    """A row's branches at the slot after its last; each step sets tokens and positions. Only chains carry keys: the
+    branches of a tree change places between steps."""
     return ForwardBatch(
         mode=ForwardMode.DRAFT, request_ids=rows.request_ids, query_lens=(width,) * rows.num_rows,
         context_lens=tuple(slots), token_ids=None, positions=positions.repeat_interleave(width),
         page_tables=rows.page_tables, slot_ids=rows.slot_ids, sampling=(None,) * rows.num_rows,
-        spec_info=rows.spec_info)
+        spec_info=rows.spec_info if width == 1 else None)

@@ -21,7 +21,7 @@ from tests.support.tree_oracle import CheckedDrafter
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 WANTED = [Request(f"r{i}", tuple(torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(i)).tolist()),
-                  10, SAMPLING[i], num_top_logprobs=2) for i, length in enumerate((1, 15, 30))]
+                  8, SAMPLING[i], num_top_logprobs=2) for i, length in enumerate((1, 12, 27))]
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +69,20 @@ def test_trees_are_the_formulas(folders: dict[str, Path], references: dict[str, 
 
     description = read_model(folders[family])
     speculation = Speculation(build, shape.nodes, frozenset({description.facts.num_layers - 1}))
-    with local_pool(description, size, speculation=speculation) as pool:
+    with local_pool(description, size, chunk_tokens=16, speculation=speculation) as pool:
         assert shown(pool.generate(WANTED)) == shown(references[family])
         assert_nothing_leaked(pool)
     assert made[0].num_trees > 3
     assert made[0].num_equal >= 0.9 * made[0].num_trees, "but for scores that are equal up to rounding"
+
+
+@pytest.mark.parametrize(("shape", "size"), [(CHAINS["chain 5"], 2), (TREES["tree 8x5/31"], 1)], ids=["chain", "tree"])
+def test_steps_that_share_a_choice_of_keys_change_nothing_s2_7(
+        folders: dict[str, Path], references: dict[str, list[Answer]], shape: Shape, size: int) -> None:
+    folder = folders["sharing"]
+    description = read_model(folder)
+    speculation = Speculation(lambda num_pages: nextn(folder, shape, num_pages), shape.nodes,
+                              frozenset({description.facts.num_layers - 1}))
+    with local_pool(description, size, speculation=speculation) as pool:
+        assert shown(pool.generate(WANTED)) == shown(references["sharing"])
+        assert_nothing_leaked(pool)

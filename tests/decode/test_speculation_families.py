@@ -83,6 +83,21 @@ def test_a_random_draft(target: str, shape: str, size: int) -> None:
     assert_changes_nothing(target, size, drafter_for(target, SHAPES[shape], error_rate=1))
 
 
+def test_preempted_and_replayed() -> None:
+    """Known tokens run again as chains. Admission alone needs all 23 pages, the longer answers want more."""
+    wanted = requests(max_tokens=36)
+    with local_pool(described("glm-5")) as pool:
+        plain = pool.generate(wanted)
+    drafter = OracleDrafter(SHAPES["chain 3"], {
+        key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
+        for key, (request, answer) in enumerate(zip(wanted, plain, strict=True), start=1)}, error_rate=0.3)
+    with local_pool(described("glm-5"), 2, num_pages=24, speculation=speculating(drafter)) as pool:
+        answers = pool.generate(wanted)
+        assert_nothing_leaked(pool)
+    assert shown(answers) == shown(plain)
+    assert sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None) > 0
+
+
 @pytest.mark.parametrize(("shape", "size"), [("chain 5", 1), ("tree 4x4/15", 2)])
 @pytest.mark.parametrize("target", SELECTING)
 def test_alone(target: str, shape: str, size: int) -> None:

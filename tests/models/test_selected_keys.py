@@ -14,12 +14,16 @@ from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import CacheKind
 from engine.model import StageOutput
 from engine.numerics import Numerics
-from engine.stages import LayerRange
+from engine.rows import build_batch
+from engine.stages import LayerRange, get_pp_indices
 from engine.trees import SpecInfo, SpecRow
 from models.loader import ModelDescription, random_model, read_model
 from runtime.errors import ConfigError, InternalError
 from tests.models.conftest import CheckpointMaker
+from tests.support.drafters import CHAINS, OracleDrafter
+from tests.support.local_pool import Speculation, build_executor
 from tests.support.single_stage import StageDriver
+from tests.support.tiny_models import GLM_DSA, tiny
 
 PROMPT = torch.randint(3, 240, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -127,11 +131,59 @@ def test_a_sharing_stage_without_keys_fails_and_never_falls_back_s2_5(model: Mod
             driver.stages[1].forward(batch, hidden, context, selected_keys=keys)
 
 
+@pytest.mark.parametrize(("sharing", "is_refused"), [
+    ({"index_topk_freq": 1}, False), ({"index_topk_freq": 2}, True), ({"index_topk_pattern": "FFFFFF"}, False),
+    ({"index_topk_pattern": "FFFSFS"}, True),
+    ({"indexer_types": ["full", "full", "full", "shared", "full", "full"]}, True)])
+def test_half_a_batch_with_the_keys_of_the_whole_is_refused_s2_8(sharing: dict[str, object], *, is_refused: bool,
+                                                                 checkpoint: CheckpointMaker) -> None:
+    """A batch cut in two between stages: where the next layer shares, each half must bring its own tokens' keys."""
+    config = json.loads((checkpoint("glm_moe_dsa") / "config.json").read_text())
+    for name in ("indexer_types", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"):
+        config.pop(name, None)
+    driver = StageDriver(random_model(config | sharing), cuts=(3,))
+    batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20], 1: PROMPT[20:]}, draw=True)
+    hidden, selected = run_first_stage(driver, batch)
+    assert hidden is not None
+    assert (selected is not None) == is_refused
+    expected, found = run_last_stage(driver, batch.clone(), hidden, selected), []
+    for half, tokens in zip(batch.split(1), (slice(20), slice(20, 40)), strict=True):
+        if selected is not None:
+            for keys in (None, selected):
+                with pytest.raises(InternalError, match="needs the keys selected for 20 tokens"):
+                    run_last_stage(driver, half.clone(), hidden[tokens], keys)
+        own = None if selected is None else selected[tokens]
+        found.append(run_last_stage(driver, half, hidden[tokens], own))
+    assert torch.equal(torch.cat(found), expected)
+
+
+def run_last_stage(driver: StageDriver, batch: ForwardBatch, hidden: Tensor, selected: Tensor | None) -> Tensor:
+    batch.token_ids = None
+    driver.plan(1, batch)
+    logits = driver.stages[1].forward(batch, hidden, driver.contexts[1], selected_keys=selected).logits
+    assert logits is not None
+    return logits
+
+
 def test_a_batch_without_tokens_needs_no_keys_s2_5(model: ModelDescription) -> None:
     driver = StageDriver(model, cuts=(1, 2, 4))
     logits = driver.run(driver.batch(ForwardMode.IDLE, {}, draw=False)).logits
     assert logits is not None
     assert logits.shape == (0, 256)
+
+
+def test_an_idle_batch_passes_where_trees_are_verified_s2_5() -> None:
+    speculation = Speculation(lambda num_pages: OracleDrafter(CHAINS["chain 1"]), num_draft_tokens=1)
+    output: StageOutput | None = None
+    for rank in range(3):
+        stage, _ = build_executor(tiny(GLM_DSA), get_pp_indices(5, rank, 3), page_size=16, num_pages=4, num_slots=0,
+                                  speculation=speculation)
+        batch = build_batch(ForwardMode.IDLE, [])
+        batch.spec_info = SpecInfo(torch.empty(0, dtype=torch.int64), ())
+        output = stage.run(batch, output)
+    assert output is not None
+    assert output.logits is not None
+    assert output.logits.shape == (0, 256)
 
 
 def test_sharing_layers_have_no_indexer_weights(checkpoint: CheckpointMaker, tmp_path: Path) -> None:

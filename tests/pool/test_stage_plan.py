@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.memory.layout import CacheKind
 from engine.stages import get_pp_indices
 from pool.config import WorkerConfig
 from pool.stage import plan_stage
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import add_nextn, make_checkpoint
 from tests.support.eagle import save_draft
 
 NUM_LAYERS = 4
@@ -17,6 +18,23 @@ NUM_LAYERS = 4
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("plan")
     return make_checkpoint(folder, "qwen3_5_text"), save_draft(folder / "eagle3", layers=(0, 1, 3))
+
+
+@pytest.mark.parametrize(("size", "partition"), [(1, ""), (3, ""), (3, "1,4,1")])
+def test_a_nextn_draft_is_one_layer_of_both_its_caches_s0_8(tmp_path: Path, size: int, partition: str) -> None:
+    """Latents and index keys of the one layer behind the target's last, on the last stage and in the handoff."""
+    model = add_nextn(make_checkpoint(tmp_path, "glm_moe_dsa"), tmp_path / "nextn")
+    for rank in range(size):
+        plan = plan_stage(WorkerConfig(model=model, draft=model, spec_prompt=True, rank=rank, world_size=size,
+                                       partition=partition, num_pages=8), speculates=rank % 2 == 0)
+        assert plan.speculation is not None
+        expected = get_pp_indices(6, rank, size, partition or None)
+        assert plan.model_layers == expected
+        drafted = [spec.kind for spec in plan.geometry.local_specs() if spec.layer_id == 6]
+        assert drafted == ([CacheKind.LATENT, CacheKind.INDEX_KEY] if rank == size - 1 else [])
+        assert plan.geometry.layers.end == expected.end + (rank == size - 1)
+        for kind in ("latent", "index_key"):
+            assert f"{kind} (64," in plan.compatibility.text
 
 
 @pytest.mark.parametrize(("size", "partition"), [(1, ""), (2, ""), (3, ""), (4, ""), (3, "1,1,2")])

@@ -57,6 +57,17 @@ def test_a_pool_without_the_draft_pairs_and_is_no_stage_of_the_same_pool() -> No
         check_compatible(first, second.digest, second.text)
 
 
+@pytest.mark.parametrize(("kind", "shard"), [(CacheKind.CONV, (3, 12)), (CacheKind.STATE, (1, 8, 8)),
+                                             (CacheKind.KV, (2, 1, 4, 8))])
+def test_a_pool_of_tensor_parallel_shards_is_refused_s4_8(kind: CacheKind, shard: tuple[int, ...]) -> None:
+    """No pool cuts heads or channels between processes yet; one that did would be told so, and nothing re-sliced."""
+    sharded = tuple(replace(spec, record_shape=shard) if spec.kind is kind else spec for spec in SPECS)
+    theirs = compatibility(revision="abcdef0123456789", specs=sharded, page_size=4)
+    with pytest.raises(IncompatiblePeerError) as caught:
+        check_compatible(MINE, theirs.digest, theirs.text)
+    assert f"{kind} {shard}" in str(caught.value)
+
+
 def test_the_text_groups_equal_layers() -> None:
     assert MINE.text == (
         "schema 2, weights abcdef012345, page size 4, layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "

@@ -1,0 +1,44 @@
+"""A whole cluster that drafts with the target's own NextN layer: the answers of one process without any draft."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import Reference
+from tests.cluster.test_equality import on_the_wire
+from tests.support.checkpoints import add_nextn, make_checkpoint
+from tests.support.clusters import running_cluster
+from tests.support.one_process import cluster_in_process
+from tests.support.questions import as_query, make_questions, shown
+
+QUESTIONS = make_questions(4, seed=17, max_prompt=150, max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLM-5 with layers that share their selection on both sides of the cut, and a draft whose steps share theirs."""
+    folder = tmp_path_factory.mktemp("nextn")
+    return add_nextn(make_checkpoint(folder, "glm_moe_dsa_pattern"), folder / "model",
+                     index_share_for_mtp_iteration=True)
+
+
+async def test_a_nextn_draft_changes_nothing(checkpoint: Path) -> None:
+    flags = ("--draft", str(checkpoint), "--spec-steps", "3", "--spec-draft-tokens", "3", "--no-spec-adaptive")
+    expected = on_the_wire(Reference(checkpoint).answers(QUESTIONS))
+    async with running_cluster(checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags) as running:
+        completions = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
+                                             for question in QUESTIONS))
+        assert [shown(completion) for completion in completions] == expected
+        await running.until_clean()
+
+
+async def test_nor_do_its_trees(tmp_path: Path) -> None:
+    """DeepSeek-V3.2, in one process."""
+    checkpoint = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "model")
+    expected = on_the_wire(Reference(checkpoint).answers(QUESTIONS))
+    async with cluster_in_process(checkpoint, prefill_pp=1, decode_pp=3, draft=checkpoint, spec_topk=4, spec_steps=3,
+                                  spec_draft_tokens=8) as client:
+        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
+                                             for question in QUESTIONS))
+        assert [shown(completion) for completion in completions] == expected
