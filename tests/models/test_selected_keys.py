@@ -133,15 +133,15 @@ def test_a_sharing_stage_without_keys_fails_and_never_falls_back_s2_5(model: Mod
 
 @pytest.mark.parametrize(("sharing", "is_refused"), [
     ({"index_topk_freq": 1}, False), ({"index_topk_freq": 2}, True), ({"index_topk_pattern": "FFFFFF"}, False),
-    ({"index_topk_pattern": "FFFSFS"}, True),
-    ({"indexer_types": ["full", "full", "full", "shared", "full", "full"]}, True)])
+    ({"index_topk_pattern": "FFFFSF"}, True),
+    ({"indexer_types": ["full", "full", "full", "full", "shared", "full"]}, True)])
 def test_half_a_batch_with_the_keys_of_the_whole_is_refused_s2_8(sharing: dict[str, object], *, is_refused: bool,
                                                                  checkpoint: CheckpointMaker) -> None:
     """A batch cut in two between stages: where the next layer shares, each half must bring its own tokens' keys."""
     config = json.loads((checkpoint("glm_moe_dsa") / "config.json").read_text())
     for name in ("indexer_types", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"):
         config.pop(name, None)
-    driver = StageDriver(random_model(config | sharing), cuts=(3,))
+    driver = StageDriver(random_model(config | sharing), cuts=(4,))
     batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20], 1: PROMPT[20:]}, draw=True)
     hidden, selected = run_first_stage(driver, batch)
     assert hidden is not None
