@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from models.blocks.indexer import read_indexer
-from models.blocks.mla import read_mla
+from models.blocks.mla import read_draft_mla, read_mla
 from models.blocks.moe import read_sigmoid_moe
 from models.blocks.rotary import read_rope
 from models.config import RawConfig
@@ -20,5 +20,5 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     feed_forwards = read_feed_forwards(raw)
     layers = tuple(LayerSpec(computing if computes else sharing, feed_forward) for computes, feed_forward
                    in zip(computing_layers(raw, len(feed_forwards)), feed_forwards, strict=True))
-    draft_layer = LayerSpec(computing.of_draft(raw), read_sigmoid_moe(raw))
+    draft_layer = LayerSpec(read_draft_mla(raw, computing), read_sigmoid_moe(raw))
     return assemble_decoder(raw, rope=rope, draft_layer=draft_layer, layers=layers)

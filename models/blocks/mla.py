@@ -52,10 +52,6 @@ class MlaSpec:
     def shares_selection(self) -> bool:
         return self.max_selected > 0 and self.indexer is None
 
-    def of_draft(self, raw: RawConfig) -> "MlaSpec":
-        """The same in a NextN layer, whose steps share a choice where the config says so."""
-        return replace(self, takes_carried=raw.flag("index_share_for_mtp_iteration", default=False))
-
     def attention_geometry(self, page_size: int) -> LatentGeometry:
         return LatentGeometry(num_heads=self.num_heads, latent_dim=self.latent_dim, rope_dim=self.rope_dim,
                               page_size=page_size, scale=self.scale, max_selected=self.max_selected)
@@ -81,6 +77,11 @@ def read_mla(raw: RawConfig, rope: RopeSpec, *, max_selected: int = 0, indexer: 
         rope_dim=rope_dim, value_dim=raw.integer("v_head_dim"), bias=raw.flag("attention_bias", default=False),
         scale=(nope_dim + rope_dim) ** -0.5 * rope.score_gain, max_selected=max_selected, indexer=indexer,
     )
+
+
+def read_draft_mla(raw: RawConfig, selecting: MlaSpec) -> MlaSpec:
+    """A NextN layer's, which selects for itself; steps of its rounds share a choice where the config says so."""
+    return replace(selecting, takes_carried=raw.flag("index_share_for_mtp_iteration", default=False))
 
 
 class Mla:
