@@ -167,7 +167,7 @@ def test_constructors_take_names_so_that_no_argument_can_slip_s0_8() -> None:
     built = [(cls, parameters) for module in modules for cls in vars(module).values()
              if inspect.isclass(cls) and cls.__module__ == module.__name__ and not is_dataclass(cls)
              and {"weights", "files"} & (parameters := inspect.signature(cls).parameters).keys()]
-    assert {"DecoderStage", "DecoderLayer", "Attention", "GatedDeltaNet", "Mla", "Eagle1", "Eagle3"} <= {
+    assert {"DecoderStage", "DecoderLayer", "Attention", "GatedDeltaNet", "Mla", "Eagle1", "Eagle3", "Mtp"} <= {
         cls.__name__ for cls, _ in built}
     for cls, parameters in built:
         positional = [name for name, parameter in parameters.items()
