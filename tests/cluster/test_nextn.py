@@ -9,7 +9,6 @@ from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
 from tests.support.checkpoints import add_nextn, make_checkpoint
 from tests.support.clusters import running_cluster
-from tests.support.one_process import cluster_in_process
 from tests.support.questions import as_query, make_questions, shown
 
 QUESTIONS = make_questions(4, seed=17, max_prompt=150, max_tokens=16)
@@ -31,14 +30,3 @@ async def test_a_nextn_draft_changes_nothing(checkpoint: Path) -> None:
                                              for question in QUESTIONS))
         assert [shown(completion) for completion in completions] == expected
         await running.until_clean()
-
-
-async def test_nor_do_its_trees(tmp_path: Path) -> None:
-    """DeepSeek-V3.2, in one process."""
-    checkpoint = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "model")
-    expected = on_the_wire(Reference(checkpoint).answers(QUESTIONS))
-    async with cluster_in_process(checkpoint, prefill_pp=1, decode_pp=3, draft=checkpoint, spec_topk=4, spec_steps=3,
-                                  spec_draft_tokens=8) as client:
-        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
-                                             for question in QUESTIONS))
-        assert [shown(completion) for completion in completions] == expected
