@@ -21,7 +21,7 @@ from tests.support.one_process import cluster_in_process
 from tests.support.questions import as_query
 from tests.support.single_stage import StageDriver
 
-ASKED = Request("r", tuple(range(40, 110)), 6, SamplingParams(temperature=0.0))  # longer than a page and than index_topk
+ASKED = Request("r", tuple(range(40, 110)), 6, SamplingParams(temperature=0.0))  # longer than a page
 
 
 @pytest.mark.parametrize(("family", "shape"), [("glm_moe_dsa", Shape(1, 4, 4)), ("deepseek_v32", Shape(3, 3, 8))],
