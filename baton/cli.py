@@ -22,7 +22,7 @@ from baton.load import Slo
 from baton.load_command import Api, LoadSpec, connect, measure, report
 from baton.load_plot import check_can_plot
 from baton.render import event_json, log_printer, status_table
-from baton.values import ChatMessage, Chunk, Event, Prompt, Query, Sampling, Stop
+from baton.values import ChatMessage, Chunk, Event, Prompt, Query, Sampling, Stop, StructuredOutput
 from baton.workload import Arrivals, Lengths, Process, Shape
 from runtime.errors import BatonError, ConfigError, FieldViolation, InvalidRequestError, RequestAborted
 from runtime.supervision import StopSignal, interruptible, run_process
@@ -150,6 +150,8 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set with this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for more.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema for the answer.")] = None,
+    regex: Annotated[str | None, typer.Option(help="What the whole answer must match.")] = None,
     num_choices: Annotated[int | None, typer.Option("--n", help="Answers to draw, shown when they are whole.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: logprobs, and so many alternatives.")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="With --json: the same of the prompt's tokens.")] = None,
@@ -170,7 +172,8 @@ def generate(
             prompt=_prompt(prompt, ids=ids, as_chat=as_chat),
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
-            num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate)
+            num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
+            structured_output=_structured_output(json_schema, regex))
         with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
             events = client.generate(query, timeout_s=timeout)
             if as_json:
@@ -193,6 +196,15 @@ def _print_text(events: Iterable[Event], query: Query) -> None:
         elif event.index in whole:
             print(f"[{event.index}] {whole[event.index]}", flush=True)
     print(end="" if whole else "\n")
+
+
+def _structured_output(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
+    if json_schema is None:
+        return None if regex is None else StructuredOutput(regex=regex)
+    try:
+        return StructuredOutput(json_schema.read_text(), regex)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--json-schema: cannot read {json_schema}: {error}", field="json_schema") from None
 
 
 def _prompt(text: str, *, ids: bool, as_chat: bool) -> Prompt:

@@ -21,7 +21,7 @@ from typing import Self
 import grpc
 
 from baton import wire
-from baton.values import ClusterStatus, Completion, Event, ModelInfo, Query
+from baton.values import ClusterStatus, Completion, Event, Load, ModelInfo, Query
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
 from runtime.client import open_channel, open_sync_channel
@@ -96,6 +96,10 @@ class BatonClient:
         with _typed_errors():
             return wire.model_info_of(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S))
 
+    def load(self) -> Load:
+        with _typed_errors():
+            return wire.load_of(self._stub.GetLoad(pb.GetLoadRequest(), timeout=CONTROL_TIMEOUT_S))
+
     def cluster_status(self) -> ClusterStatus:
         with _typed_errors():
             response = self._stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)
@@ -150,6 +154,10 @@ class AsyncBatonClient:
         with _typed_errors():
             response = await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S)
             return wire.model_info_of(response)
+
+    async def load(self) -> Load:
+        with _typed_errors():
+            return wire.load_of(await self._stub.GetLoad(pb.GetLoadRequest(), timeout=CONTROL_TIMEOUT_S))
 
     async def cluster_status(self) -> ClusterStatus:
         with _typed_errors():

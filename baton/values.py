@@ -39,6 +39,14 @@ class Stop:
     ignore_eos: bool | None = None
 
 
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What the whole output must look like: exactly one of a JSON schema (as JSON text) and a regular expression."""
+
+    json_schema: str | None = None
+    regex: str | None = None
+
+
 # Text, token ids, or the messages of a chat.
 Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
@@ -55,6 +63,7 @@ class Query:
     model: str = ""
     num_top_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
     n: int | None = None  # choices; each has a seed of its own, see protos/generation.proto
     priority: int = 0
     skip_text: bool = False
@@ -157,6 +166,24 @@ class ModelInfo:
     has_tokenizer: bool
     has_chat_template: bool
     revision: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the router and its workers are; see GetLoadResponse in protos/generation.proto."""
+
+    waiting_requests: int
+    queued_requests: int
+    queued_tokens: int
+    running_requests: int
+    max_running_requests: int
+    page_size: int
+    kv_tokens_used: int
+    kv_tokens_total: int
+    kv_utilization: float
+    utilization: float
+    prefill_workers: int
+    decode_workers: int
 
 
 @dataclass(frozen=True)

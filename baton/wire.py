@@ -11,6 +11,7 @@ from baton.values import (
     Event,
     Finish,
     FinishReason,
+    Load,
     ModelInfo,
     Prompt,
     PromptLogprobs,
@@ -45,6 +46,7 @@ def request_of(query: Query) -> pb.GenerateRequest:
                                           ignore_eos=stop.ignore_eos),
             num_top_logprobs=query.num_top_logprobs,
             num_prompt_logprobs=query.num_prompt_logprobs,
+            structured_output=_structured_output_of(query),
             n=query.n,
             priority=query.priority,
             skip_text=query.skip_text,
@@ -54,6 +56,15 @@ def request_of(query: Query) -> pb.GenerateRequest:
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(FieldViolation("request", str(error))) from error
     return request
+
+
+def _structured_output_of(query: Query) -> types_pb2.StructuredOutput | None:
+    wanted = query.structured_output
+    if wanted is None:
+        return None
+    if wanted.json_schema is not None and wanted.regex is not None:
+        raise ValueError("structured_output takes a JSON schema or a regular expression, not both")
+    return types_pb2.StructuredOutput(json_schema=wanted.json_schema, regex=wanted.regex)
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
@@ -141,6 +152,10 @@ def completion_of(events: Iterable[Event]) -> Completion:
 def model_info_of(response: pb.GetModelInfoResponse) -> ModelInfo:
     values = {f.name: getattr(response, f.name) for f in fields(ModelInfo)}
     return ModelInfo(**{**values, "eos_token_ids": tuple(response.eos_token_ids)})
+
+
+def load_of(response: pb.GetLoadResponse) -> Load:
+    return Load(**{f.name: getattr(response, f.name) for f in fields(Load)})
 
 
 def cluster_status_of(response: pb.GetClusterStatusResponse) -> ClusterStatus:

@@ -264,14 +264,21 @@ class DecodeScheduler:
 
     def _append(self, entry: Entry, tokens: list[DrawnToken]) -> None:
         """Publish what a step drew; whatever follows the token that ends the request was never drawn."""
-        drawn = []
+        drawn: list[DrawnToken] = []
+        problem: BatonError | None = None
         for token in tokens:
+            if (problem := token.error) is not None:
+                break
             entry.outputs.append(token.token_id)
             drawn.append(token)
             if entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens) is not None:
                 break
-        entry.emit(Drawn(tuple(drawn)))
-        self._finish_if_done(entry)
+        if drawn:
+            entry.emit(Drawn(tuple(drawn)))
+        if problem is not None:
+            self._fail(entry, problem)
+        else:
+            self._finish_if_done(entry)
 
     def _finish_if_done(self, entry: Entry) -> None:
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)

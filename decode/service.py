@@ -23,7 +23,7 @@ from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor
 from pool.leader import Leader
 from pool.metrics import LeaderMeters
-from pool.requests import chunk_to_proto, request_from_proto
+from pool.requests import check_grammar, chunk_to_proto, request_from_proto
 from pool.stage import StagePlan
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
@@ -38,6 +38,7 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
+from runtime.grammar import Grammars
 from runtime.log import bind
 from runtime.metrics import ArrivalMetrics
 from runtime.pairing import share_draft
@@ -75,6 +76,7 @@ class DecodeParts:
     janitor: Janitor
     meters: LeaderMeters
     arrivals: ArrivalMetrics
+    grammars: Grammars | None = None
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -97,6 +99,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         source = codec.source_from_proto(opening.open.source)
         replayed = _replayed(opening.open, request, vocab_size=parts.plan.description.facts.vocab_size)
         note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
+        await check_grammar(request, parts.grammars)
         with bind(request_id=request.request_id), inbox:
             reservation = await parts.leader.loop.submit(
                 lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed),

@@ -65,7 +65,7 @@ class DecodeLeading:
         if parts.stage.plan.speculation is not None:
             self._observe_speculation(parts)
         service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.janitor, parts.meters,
-                                            ArrivalMetrics.create(parts.registry)))
+                                            ArrivalMetrics.create(parts.registry), parts.stage.grammars))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
     def _observe_speculation(self, parts: LeaderParts) -> None:

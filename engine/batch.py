@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
+from runtime.grammar import Grammar
 
 
 class ForwardMode(StrEnum):
@@ -39,6 +40,15 @@ _DROPPED = {"rule": FieldRule.DROPPED}
 
 
 @dataclass(frozen=True)
+class GrammarRow:
+    """A row's grammar and the output tokens so far. `request_id` only helps to find again what was made of them."""
+
+    request_id: str
+    grammar: Grammar
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SamplingRow:
     """What the last stage needs to draw one row's next token; it keeps nothing between steps.
 
@@ -52,6 +62,7 @@ class SamplingRow:
     history: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     banned_token_ids: tuple[int, ...] = ()
     banned_before: int = 0
+    grammar: GrammarRow | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.grammar import Grammar
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token
@@ -43,6 +46,7 @@ class Request:
     num_top_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     priority: int = 0
+    grammar: Grammar | None = None  # what the output must follow, from its first token on
     speculates: bool = True  # drafts for it where the pool has a draft; never changes its output
 
     def finish_reason(self, output_token_ids: list[int], max_context_tokens: int) -> FinishReason | None:
@@ -66,7 +70,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """One token of one request, as the sampler drew it."""
+    """One token of one request, as the sampler drew it. `problem`: why the request must end with an error instead."""
 
     token_id: int
     logprobs: TokenLogprobs | None = field(default=None)
+    problem: str = ""
+
+    @property
+    def error(self) -> InvalidRequestError | None:
+        return InvalidRequestError(FieldViolation("structured_output", self.problem)) if self.problem else None

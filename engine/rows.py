@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow
+from engine.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
 from engine.request import Request
 from engine.trees import SpecInfo, SpecRow, node_depths
 
@@ -60,7 +60,10 @@ def sampling_row(request: Request, output_token_ids: Sequence[int]) -> SamplingR
     banned = tuple(sorted(request.stop_token_ids)) if len(output_token_ids) < request.min_tokens else ()
     position = len(request.prompt_token_ids) + len(output_token_ids)
     banned_before = len(request.prompt_token_ids) + request.min_tokens if banned else 0
-    return SamplingRow(params, position, request.num_top_logprobs, history, banned, banned_before)
+    grammar = None
+    if request.grammar is not None:
+        grammar = GrammarRow(request.request_id, request.grammar, tuple(output_token_ids))
+    return SamplingRow(params, position, request.num_top_logprobs, history, banned, banned_before, grammar)
 
 
 def scoring_row(request: Request, start: int, end: int) -> ScoringRow | None:

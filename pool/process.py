@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from engine.loop import LoopObserver, Scheduler
 from engine.memory.budget import describe_pools
 from engine.pipeline.executor import LayerObserver
-from engine.sampling.sampler import sample
+from engine.sampling.guided import GuidedSampler
 from pool.config import WorkerConfig
 from pool.follower import Follower, FollowerEngine
 from pool.janitor import Janitor
@@ -170,9 +170,9 @@ async def _lead(process: _Process) -> None:
     loop = asyncio.get_running_loop()
     observer = LoopObserver(launched_s=meters.on_launch, step_s=meters.on_step, waited_s=meters.on_wait,
                             unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
-    leader = Leader(config, stage, leading.scheduler, sample, warm_up=lambda: leading.warm_up(parts),
-                    on_serving=on_serving, empty=lambda grace_s: server.empty(grace_s=grace_s),
-                    observer=observer, on_frame=meters.on_frame)
+    leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars),
+                    warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
+                    empty=lambda grace_s: server.empty(grace_s=grace_s), observer=observer, on_frame=meters.on_frame)
     janitor = Janitor(leader.group, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, janitor, meters, process.registry)
     worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
@@ -200,7 +200,7 @@ async def _follow(process: _Process) -> None:
     channel = UcxStageChannel(rank=config.rank, max_frame_bytes=max_frame_bytes(config, stage.plan),
                               profile=TransportProfile(config.transport), binding=config.binding,
                               on_sent=meters.on_frame)
-    engine = FollowerEngine(stage, sample, channel, rank=config.rank, size=config.world_size,
+    engine = FollowerEngine(stage, GuidedSampler(stage.grammars), channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward)
     security = ChannelSecurity(process.certificates).to(process.peer_role)
     follower = Follower(config, stage, engine, channel.address, security)

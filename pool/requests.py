@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from engine.request import DrawnToken, Request, SamplingParams
 from protos import types_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 
 MAX_TOP_LOGPROBS = 20
 
@@ -22,7 +23,27 @@ def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_contex
         stop_token_ids=frozenset(message.stop_token_ids),
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        grammar=_grammar(message.structured_output) if message.HasField("structured_output") else None,
         priority=message.priority, speculates=message.speculate or not message.HasField("speculate"))
+
+
+def _grammar(message: pb.StructuredOutput) -> Grammar | None:
+    kind = message.WhichOneof("grammar")
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(message, kind))
+
+
+async def check_grammar(request: Request, grammars: Grammars | None) -> None:
+    """Before any work on a request: its grammar is compiled, off the event loop.
+
+    Raises:
+        InvalidRequestError: it is no grammar, or the model has no tokenizer to follow one with.
+        CapacityError: too many others wait to be compiled.
+    """
+    if request.grammar is None:
+        return
+    if grammars is None:
+        raise request.grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
+    await grammars.check(request.grammar)
 
 
 def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:
@@ -60,6 +81,9 @@ def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: 
                          ("num_prompt_logprobs", message.num_prompt_logprobs)):
         if count > MAX_TOP_LOGPROBS:
             found.append(FieldViolation(field, f"must be at most {MAX_TOP_LOGPROBS}"))
+    output = message.structured_output
+    if len((output.json_schema or output.regex).encode()) > MAX_GRAMMAR_BYTES:
+        found.append(FieldViolation("structured_output", f"must have at most {MAX_GRAMMAR_BYTES} bytes"))
     return [*found, *_sampling_violations(message.sampling)]
 
 

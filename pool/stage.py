@@ -30,6 +30,7 @@ from pool.speculation import (
 )
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
+from runtime.grammar import MAX_GRAMMAR_BYTES, Grammars, load_grammars
 from transfer.agent import TransferAgent
 from transfer.compatibility import Compatibility, compatibility
 from transfer.terms import StageSessionEvent
@@ -108,6 +109,7 @@ class Stage:
     agent: TransferAgent
     drafter: Drafter | None = None  # on the last stage of a pool that speculates
     num_plans: Callable[[], Mapping[str, int]] = dict  # by path
+    grammars: Grammars | None = None  # on the first stage, which checks them, and on the last, which draws
 
 
 def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
@@ -136,6 +138,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     agent = TransferAgent(memory=pools, transport=transport, clock=clock, incarnation=incarnation, on_event=on_event)
     agent.start()
     observer = observe_layers(agent)
+    grammars = _grammars(config, plan.description.facts)
     drafter = None
     if speculation is not None and config.rank == config.world_size - 1:
         drafter = build_drafter(speculation, pools, numerics=numerics)
@@ -143,13 +146,13 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
         executor = StageExecutor(model=model, attention=paged, latent_attention=latent, recurrent=slots,
                                  on_layer_done=observer)
         reader = prompt_drafter(speculation, drafter, observer) if speculation is not None and drafter else None
-        return Stage(plan, pools, executor, agent, reader, _plan_counts(executor, drafter))
+        return Stage(plan, pools, executor, agent, reader, _plan_counts(executor, drafter), grammars)
     trees = None if paged is None or geometry is None else tree_attention(paged, kv, geometry, numerics)
     states = tree_recurrent(slots, conv, state, numerics, max_nodes=speculation.config.max_nodes)
     executor = StageExecutor(model=model, attention=trees, latent_attention=latent, recurrent=states,
                              caches=[cache for cache in (trees, latent, states) if cache is not None],
                              on_layer_done=observer)
-    return Stage(plan, pools, executor, agent, drafter, _plan_counts(executor, drafter))
+    return Stage(plan, pools, executor, agent, drafter, _plan_counts(executor, drafter), grammars)
 
 
 def _plan_counts(executor: StageExecutor, drafter: EagleDrafter | None) -> Callable[[], Mapping[str, int]]:
@@ -161,13 +164,20 @@ def _of_layers(tensors: Mapping[int, Tensor], layers: LayerRange) -> dict[int, T
     return {layer_id: tensor for layer_id, tensor in tensors.items() if layer_id in layers}
 
 
+def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:
+    if config.rank not in (0, config.world_size - 1):
+        return None
+    return load_grammars(config.model, facts.eos_token_ids)
+
+
 def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
     """An upper bound for a batch between stages: hidden states (and three captured ones) and selected keys of a full
-    chunk with its scores, tables of all rows, and per row everything sampling may carry (two token histories of the
-    context, biases, bans)."""
+    chunk with its scores, tables of all rows, and per row everything sampling may carry (three token histories of the
+    context, biases, bans, a grammar)."""
     facts = plan.description.facts
     tokens = max(config.chunk_tokens, plan.max_held * (1 + plan.num_draft_tokens))
     latent = plan.description.latent_geometry(config.page_size)
     per_token = 4 * facts.hidden_size * 4 + 50 * 8 + 4 * (0 if latent is None else latent.max_selected)
-    per_row = 8 * (2 * plan.max_context_tokens + 2 * 1024 + 64 + 32) + 4 * (plan.geometry.num_pages + 1)
+    per_row = MAX_GRAMMAR_BYTES + 8 * (3 * plan.max_context_tokens + 2 * 1024 + 64 + 64)
+    per_row += 4 * (plan.geometry.num_pages + 1)
     return tokens * per_token + plan.max_held * per_row + (1 << 16)

@@ -23,6 +23,9 @@ from pool.metrics import PoolCensus
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
+# Scoring takes a row of logits per token: 80 MB for these at a vocabulary of 150,000.
+SCORED_TOKENS = 128
+
 
 @dataclass(frozen=True)
 class Started:
@@ -183,7 +186,9 @@ class PrefillScheduler:
                 self._fail(entry, result.error)
             if scored:
                 entry.emit(Scored(batch.context_lens[row] + 1, scored))
-            if token is not None:
+            if token is not None and token.error is not None:
+                self._fail(entry, token.error)
+            elif token is not None:
                 entry.emit(FirstToken(token, self.clock.now() - entry.started_s))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
@@ -222,6 +227,8 @@ class PrefillScheduler:
     def _add_chunk(self, rows: list[Row], entry: _Entry, budget: int) -> int:
         """Append the entry's next chunk if `budget` tokens allow one; returns its tokens."""
         prompt = entry.request.prompt_token_ids
+        if entry.request.num_prompt_logprobs is not None:
+            budget = min(budget, max(SCORED_TOKENS // self.limits.grid, 1) * self.limits.grid)
         end = chunk_end(entry.launched, len(prompt), budget, self.limits.grid)
         if end == entry.launched or entry.pages is None or entry.slot is None:
             return 0

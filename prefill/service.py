@@ -16,7 +16,7 @@ from pool.inbox import Inbox, SessionChanged, StreamEnded
 from pool.janitor import Janitor
 from pool.leader import Leader
 from pool.metrics import LeaderMeters
-from pool.requests import chunk_to_proto, request_from_proto, scores_to_proto
+from pool.requests import check_grammar, chunk_to_proto, request_from_proto, scores_to_proto
 from pool.stage import StagePlan
 from prefill.scheduler import Event, Failed, FirstToken, PrefillScheduler, Scored, Started
 from protos import prefill_pb2 as pb
@@ -31,6 +31,7 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
+from runtime.grammar import Grammars
 from runtime.log import bind
 from runtime.tracing import Span, begin, note
 from transfer import codec
@@ -55,6 +56,7 @@ class PrefillParts:
     janitor: Janitor
     meters: LeaderMeters
     chunk_tokens: int
+    grammars: Grammars | None = None
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -75,6 +77,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         request = request_from_proto(opening.request, vocab_size=parts.plan.description.facts.vocab_size,
                                      max_context_tokens=parts.plan.max_context_tokens)
         note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
+        await check_grammar(request, parts.grammars)
         with bind(request_id=request.request_id), inbox:
             key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit),
                                                  undo=parts.scheduler.release)

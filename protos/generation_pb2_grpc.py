@@ -50,6 +50,11 @@ class GenerationStub:
                 request_serializer=protos_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=protos_dot_generation__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/baton.v1.Generation/GetLoad',
+                request_serializer=protos_dot_generation__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=protos_dot_generation__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
         self.GetClusterStatus = channel.unary_unary(
                 '/baton.v1.Generation/GetClusterStatus',
                 request_serializer=protos_dot_generation__pb2.GetClusterStatusRequest.SerializeToString,
@@ -83,6 +88,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """How busy this router and its workers are, for balancers in front of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetClusterStatus(self, request, context):
         """Workers, pools, pages and sessions at a glance, for people; metrics are for machines.
         """
@@ -107,6 +119,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=protos_dot_generation__pb2.GetModelInfoRequest.FromString,
                     response_serializer=protos_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=protos_dot_generation__pb2.GetLoadRequest.FromString,
+                    response_serializer=protos_dot_generation__pb2.GetLoadResponse.SerializeToString,
             ),
             'GetClusterStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterStatus,
@@ -196,6 +213,33 @@ class Generation:
             '/baton.v1.Generation/GetModelInfo',
             protos_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
             protos_dot_generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Generation/GetLoad',
+            protos_dot_generation__pb2.GetLoadRequest.SerializeToString,
+            protos_dot_generation__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class GenerationStub:
     """Ends requests by id; unknown ids are not an error. Their streams finish with FINISH_REASON_ABORTED."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelInfoRequest, _generation_pb2.GetModelInfoResponse]
     """What is served and within which limits."""
+    GetLoad: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetLoadRequest, _generation_pb2.GetLoadResponse]
+    """How busy this router and its workers are, for balancers in front of it."""
     GetClusterStatus: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetClusterStatusRequest, _generation_pb2.GetClusterStatusResponse]
     """Workers, pools, pages and sessions at a glance, for people; metrics are for machines."""
 
@@ -57,6 +59,8 @@ class GenerationAsyncStub(GenerationStub):
     """Ends requests by id; unknown ids are not an error. Their streams finish with FINISH_REASON_ABORTED."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelInfoRequest, _generation_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """What is served and within which limits."""
+    GetLoad: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetLoadRequest, _generation_pb2.GetLoadResponse]  # type: ignore[assignment]
+    """How busy this router and its workers are, for balancers in front of it."""
     GetClusterStatus: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetClusterStatusRequest, _generation_pb2.GetClusterStatusResponse]  # type: ignore[assignment]
     """Workers, pools, pages and sessions at a glance, for people; metrics are for machines."""
 
@@ -88,6 +92,14 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetModelInfoResponse, _abc.Awaitable[_generation_pb2.GetModelInfoResponse]]:
         """What is served and within which limits."""
+
+    @_abc_1.abstractmethod
+    def GetLoad(
+        self,
+        request: _generation_pb2.GetLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.GetLoadResponse, _abc.Awaitable[_generation_pb2.GetLoadResponse]]:
+        """How busy this router and its workers are, for balancers in front of it."""
 
     @_abc_1.abstractmethod
     def GetClusterStatus(

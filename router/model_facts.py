@@ -6,6 +6,7 @@ from typing import Any
 
 from router.tokenise import Tokeniser, load_tokeniser, read_json
 from runtime.errors import ConfigError
+from runtime.grammar import Grammars, load_grammars
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,12 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The facts, and the tokeniser if the model directory has one."""
+    """The facts, and the tokeniser if the model directory has one. `grammars` is None where structured output cannot be
+    offered."""
 
     facts: ModelFacts
     tokeniser: Tokeniser | None
+    grammars: Grammars | None = None
 
 
 def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
@@ -51,7 +54,7 @@ def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
         num_layers=_positive(text_config, "num_hidden_layers"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
     )
-    return ServedModel(facts, load_tokeniser(model_dir))
+    return ServedModel(facts, load_tokeniser(model_dir), load_grammars(model_dir, facts.eos_token_ids))
 
 
 def _positive(config: dict[str, Any], name: str) -> int:

@@ -11,6 +11,7 @@ from protos import generation_pb2, types_pb2
 from router.model_facts import ModelFacts
 from router.tokenise import Message, Tokeniser
 from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelError
+from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20
@@ -62,19 +63,25 @@ class AdmissibleRequest:
 
 
 async def admissible(request: generation_pb2.GenerateRequest, facts: ModelFacts, tokeniser: Tokeniser | None,
-                     draw_seed: Callable[[], int]) -> AdmissibleRequest:
-    """The request in the workers' terms. `draw_seed` gives the seed of a request that brings none.
+                     draw_seed: Callable[[], int], grammars: Grammars | None = None) -> AdmissibleRequest:
+    """The request in the workers' terms. `draw_seed` gives the seed of a request that brings none; without `grammars`
+    structured output cannot be had.
 
     Raises:
         UnknownModelError: it asks for another model.
         InvalidRequestError: with every violation found.
+        CapacityError: too many grammars wait to be compiled.
     """
     if request.model not in ("", facts.name):
         raise UnknownModelError(FieldViolation("model", f"{request.model!r} is not served, {facts.name!r} is"))
     violations = [*_identity(request), *_prompt(request, facts, tokeniser), *_sampling(request.sampling, facts),
-                  *_stop(request, facts, tokeniser)]
+                  *_stop(request, facts, tokeniser), *_structured_output(request)]
     if violations:
         raise InvalidRequestError(*violations)
+    if (grammar := grammar_of(request)) is not None:
+        if grammars is None:
+            raise grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
+        await grammars.check(grammar)
     prompt = await _prompt_token_ids(request, tokeniser)
     violations = list(_context(request, facts, len(prompt)))
     if violations:
@@ -181,6 +188,31 @@ def _stop_strings(request: generation_pb2.GenerateRequest, tokeniser: Tokeniser 
             yield FieldViolation(f"stop.stop_strings[{index}]", "must not be empty")
 
 
+def _structured_output(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolation]:
+    if not request.HasField("structured_output"):
+        return
+    grammar = grammar_of(request)
+    if grammar is None:
+        yield FieldViolation("structured_output", "one of json_schema and regex must be given")
+        return
+    if not grammar.text:
+        yield FieldViolation(grammar.field, "must not be empty")
+    if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
+        yield FieldViolation(grammar.field, f"has {size} bytes, the limit is {MAX_GRAMMAR_BYTES}")
+    if request.stop.min_tokens:
+        yield FieldViolation("stop.min_tokens", "cannot be combined with structured_output, which says itself when the "
+                                                "text is over")
+    if request.stop.ignore_eos:
+        yield FieldViolation("stop.ignore_eos", "cannot be combined with structured_output, which ends with an "
+                                                "end-of-sequence token")
+
+
+def grammar_of(request: generation_pb2.GenerateRequest) -> Grammar | None:
+    """What the output must follow."""
+    kind = request.structured_output.WhichOneof("grammar")
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(request.structured_output, kind))
+
+
 async def _prompt_token_ids(request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None) -> list[int]:
     if tokeniser is None or request.HasField("token_ids"):
         return list(request.token_ids.ids)
@@ -216,6 +248,7 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelFacts, prompt:
         stop_token_ids=sorted({*stop.stop_token_ids, *eos}),
         num_top_logprobs=request.num_top_logprobs if request.HasField("num_top_logprobs") else None,
         num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
+        structured_output=request.structured_output if request.HasField("structured_output") else None,
         priority=request.priority,
         speculate=request.speculate if request.HasField("speculate") else None,
     )

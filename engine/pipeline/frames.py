@@ -5,7 +5,7 @@ decides membership and ships it with every batch; later stages keep nothing betw
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -14,16 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow
+from engine.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
 from engine.model import StageOutput
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.scoring import Scores
 from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
 from runtime.errors import InternalError
+from runtime.grammar import Grammar, GrammarKind
 
 _HEADER = struct.Struct("<4sBBHQ")  # magic, schema, kind, number of arrays, sequence number
 _ENTRY = struct.Struct("<BBxxIQQ")  # dtype code, dims, first three extents (0 where absent)
-_MAGIC, _SCHEMA = b"BATN", 3
+_MAGIC, _SCHEMA = b"BATN", 4
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "float64")
 _TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _MODES = tuple(ForwardMode)
@@ -146,8 +147,10 @@ def _pack_tokens(tokens: Sequence[DrawnToken]) -> list[Array]:
     tops = [() if token.logprobs is None else token.logprobs.top for token in tokens]
     lens = np.array([len(top) for top in tops], np.int64)
     flat = [pair for top in tops for pair in top]
+    problems = [token.problem.encode() for token in tokens]
     return [ids, chosen, lens, np.array([pair[0] for pair in flat], np.int64),
-            np.array([pair[1] for pair in flat], np.float64)]
+            np.array([pair[1] for pair in flat], np.float64), np.array([len(text) for text in problems], np.int64),
+            np.frombuffer(b"".join(problems), np.uint8)]
 
 
 def unpack_result(frame: Frame) -> list[DrawnToken]:
@@ -162,12 +165,14 @@ def unpack_scores(frame: Frame) -> list[Scores]:
 
 
 def _unpack_tokens(arrays: Sequence[Array]) -> list[DrawnToken]:
-    ids, chosen, lens, top_ids, top_values = (array.tolist() for array in arrays)
-    tokens, start = [], 0
-    for token_id, logprob, count in zip(ids, chosen, lens, strict=True):
+    ids, chosen, lens, top_ids, top_values, problem_lens = (array.tolist() for array in arrays[:-1])
+    texts = arrays[-1].tobytes()
+    tokens, start, at = [], 0, 0
+    for token_id, logprob, count, length in zip(ids, chosen, lens, problem_lens, strict=True):
         top = tuple(zip(top_ids[start:start + count], top_values[start:start + count], strict=True))
-        start += count
-        tokens.append(DrawnToken(token_id, None if logprob != logprob else TokenLogprobs(logprob, top)))
+        problem = texts[at:at + length].decode()
+        start, at = start + count, at + length
+        tokens.append(DrawnToken(token_id, None if logprob != logprob else TokenLogprobs(logprob, top), problem))
     return tokens
 
 
@@ -202,10 +207,10 @@ def _array_tensor(code: Array, data: Array) -> Tensor:
     return tensor
 
 
-_TOKEN_ARRAYS = 5
+_TOKEN_ARRAYS = 7
 _VERIFIED_ARRAYS = 3
 _SCORING_ARRAYS = 2
-_SAMPLING_ARRAYS = 8
+_SAMPLING_ARRAYS = 11
 _SPEC_ARRAYS = 4
 
 
@@ -271,11 +276,36 @@ def _pack_sampling(rows: Sequence[SamplingRow | None]) -> list[Array]:
         np.array([value for bias in biases for _, value in bias], np.float64),
         _ragged(histories),
         _ragged([row.banned_token_ids for row in drawing]),
+        *_pack_grammars([row.grammar for row in drawing]),
     ]
 
 
+def _pack_grammars(rows: Sequence[GrammarRow | None]) -> list[Array]:
+    """Texts lie one after the other in UTF-8; a row without a grammar has none."""
+    texts = [() if row is None else (row.request_id.encode(), row.grammar.kind.encode(), row.grammar.text.encode())
+             for row in rows]
+    return [_ragged([[len(text) for text in row] for row in texts]),
+            np.frombuffer(b"".join(text for row in texts for text in row), np.uint8),
+            _ragged([() if row is None else row.token_ids for row in rows])]
+
+
+def _unpack_grammars(lens: Array, data: Array, token_ids: Array) -> Iterator[GrammarRow | None]:
+    start, raw = 0, data.tobytes()
+    for row_lens, tokens in zip(_unragged(lens), _unragged(token_ids), strict=True):
+        texts = []
+        for length in row_lens:
+            texts.append(raw[start:start + length].decode())
+            start += length
+        if not texts:
+            yield None
+            continue
+        request_id, kind, text = texts
+        yield GrammarRow(request_id, Grammar(GrammarKind(kind), text), tokens)
+
+
 def _unpack_sampling(arrays: Sequence[Array]) -> tuple[SamplingRow | None, ...]:
-    draws, floats, ints, seeds, bias_ids, bias_values, histories, banned = arrays
+    draws, floats, ints, seeds, bias_ids, bias_values, histories, banned, *grammar_arrays = arrays
+    grammars = list(_unpack_grammars(*grammar_arrays))
     bias_lists, sides, bans = _unragged(bias_ids), _unragged(histories), _unragged(banned)
     values, start, drawing = bias_values.tolist(), 0, []
     for i, (numbers, whole, seed) in enumerate(zip(floats.tolist(), ints.tolist(), seeds.tolist(), strict=True)):
@@ -288,6 +318,6 @@ def _unpack_sampling(arrays: Sequence[Array]) -> tuple[SamplingRow | None, ...]:
                            frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition,
                            seed=seed, logit_bias=bias),
             position, None if num_top < 0 else num_top,
-            (sides[2 * i], sides[2 * i + 1]) if has_history else None, bans[i], banned_before))
+            (sides[2 * i], sides[2 * i + 1]) if has_history else None, bans[i], banned_before, grammars[i]))
     rows = iter(drawing)
     return tuple(next(rows) if draw else None for draw in draws.tolist())

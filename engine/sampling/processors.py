@@ -14,6 +14,7 @@ from engine.request import SamplingParams
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 _NUCLEUS_GUESS = 4096
 

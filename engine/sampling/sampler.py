@@ -11,15 +11,16 @@ from torch import Tensor
 
 from engine.batch import SamplingRow
 from engine.request import DrawnToken, TokenLogprobs
-from engine.sampling.processors import Floats, adjusted, changes_logits, filtered, largest
+from engine.sampling.processors import Floats, Mask, adjusted, changes_logits, filtered, largest
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
 
 Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
-    """One token per row. logits: [R, vocab] fp32, `rows` its R rows.
+def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask | None] = ()) -> list[DrawnToken]:
+    """One token per row. logits: [R, vocab] fp32, `rows` its R rows; `allowed`, if given, has for each row None or
+    [vocab] bool: tokens that may be drawn.
 
     Temperature 0 takes the largest logit (the lowest id among equals); otherwise the inverse of the cumulative
     distribution, in the order of token ids, at `uniform(seed, position)`.
@@ -32,15 +33,18 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
         raise InternalError(f"{logits.shape[0]} rows of logits came with {len(rows)} sampling rows")
     if not rows:
         return []
-    if all(_takes_raw_maximum(row) for row in rows):
+    if not allowed and all(_takes_raw_maximum(row) for row in rows):
         return _raw_maxima(logits)
     host = logits.detach().cpu().numpy()
-    return [draw(host[index].astype(np.float64), row) for index, row in enumerate(rows)]
+    return [draw(host[index].astype(np.float64), row, allowed[index] if allowed else None)
+            for index, row in enumerate(rows)]
 
 
-def draw(logits: Floats, row: SamplingRow) -> DrawnToken:
+def draw(logits: Floats, row: SamplingRow, allowed: Mask | None = None) -> DrawnToken:
     """One token from one row of logits, [vocab] in double precision. Raises as `sample` does."""
     final = adjusted(logits, row) if changes_logits(row) else logits
+    if allowed is not None:
+        final = np.where(allowed, final, -np.inf)
     best = int(final.argmax())  # NaN counts as largest
     _check_finite(float(final[best]))
     if row.params.temperature == 0:

@@ -33,7 +33,10 @@ def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
     position = row.position + len(path)
     history = None if row.history is None else (row.history[0], (*row.history[1], *path))
     banned = row.banned_token_ids if position < row.banned_before else ()
-    return replace(row, position=position, history=history, banned_token_ids=banned,
+    grammar = row.grammar
+    if grammar is not None:
+        grammar = replace(grammar, token_ids=(*grammar.token_ids, *path))
+    return replace(row, position=position, grammar=grammar, history=history, banned_token_ids=banned,
                    banned_before=row.banned_before if banned else 0)
 
 

@@ -7,7 +7,18 @@ import pytest
 
 from baton import wire
 from baton.client import AsyncBatonClient, BatonClient
-from baton.values import ChatMessage, Chunk, Finish, FinishReason, Query, Sampling, Stop, Timings, Usage
+from baton.values import (
+    ChatMessage,
+    Chunk,
+    Finish,
+    FinishReason,
+    Query,
+    Sampling,
+    Stop,
+    StructuredOutput,
+    Timings,
+    Usage,
+)
 from protos import generation_pb2 as pb
 from protos import types_pb2
 from runtime import errors
@@ -34,12 +45,12 @@ async def test_events_become_values(echo: tuple[EchoGeneration, str]) -> None:
 
 
 async def test_sync_client_says_the_same(echo: tuple[EchoGeneration, str]) -> None:
-    def talk() -> tuple[str, str, tuple[str, ...]]:
+    def talk() -> tuple[str, str, tuple[str, ...], int]:
         with BatonClient(echo[1]) as client:
             return (client.complete(Query("one two")).text, client.model_info().model,
-                    client.cluster_status().workers[0].stages)
+                    client.cluster_status().workers[0].stages, client.load().prefill_workers)
 
-    assert await asyncio.to_thread(talk) == ("one two ", "echo", ("0-4", "4-8"))
+    assert await asyncio.to_thread(talk) == ("one two ", "echo", ("0-4", "4-8"), 3)
 
 
 async def test_absent_and_zero_differ_on_the_wire(echo: tuple[EchoGeneration, str]) -> None:
@@ -54,6 +65,19 @@ async def test_absent_and_zero_differ_on_the_wire(echo: tuple[EchoGeneration, st
         num_top_logprobs=0, priority=-1, skip_text=True, speculate=False)]
     assert not echo[0].requests[0].sampling.HasField("top_p")
     assert not wire.request_of(Query((4, 5))).HasField("speculate")
+
+
+async def test_choices_and_grammars_on_the_wire(echo: tuple[EchoGeneration, str]) -> None:
+    query = Query((4,), n=2, num_prompt_logprobs=0, structured_output=StructuredOutput(regex="a+"), speculate=False)
+    async with AsyncBatonClient(echo[1]) as client:
+        (only,) = await client.choices(query)
+        assert only.finish.index == 0
+        with pytest.raises(errors.InvalidRequestError, match="not both"):
+            await client.complete(Query((4,), structured_output=StructuredOutput("{}", "a")))
+        assert (await client.load()).prefill_workers == 3
+    assert echo[0].requests == [pb.GenerateRequest(
+        token_ids=types_pb2.TokenIds(ids=[4]), sampling=types_pb2.SamplingParams(), stop=types_pb2.StopConditions(),
+        n=2, num_prompt_logprobs=0, structured_output=types_pb2.StructuredOutput(regex="a+"), speculate=False)]
 
 
 async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:

@@ -9,7 +9,7 @@ from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from engine.request import DrawnToken, Request, SamplingParams
-from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler, Started
+from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler, Scored, Started
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
 
@@ -61,6 +61,22 @@ def test_chunks_end_on_the_grid_and_only_the_last_one_draws() -> None:
     key, client = submit(scheduler, 19)
     assert drain(scheduler) == [[(key, 0, 8)], [(key, 8, 16)], [(key, 16, 19)]]
     assert client.kinds() == ["Started", "FirstToken"]
+
+
+def test_scores_leave_per_chunk_and_before_the_first_token() -> None:
+    scheduler, client = make(), Client()
+    wanted = Request("r", tuple(range(100, 119)), 5, SamplingParams(temperature=0), num_prompt_logprobs=0)
+    scheduler.submit(wanted, client.events.append)
+    while (batch := scheduler.next_batch()) is not None:
+        (row,) = batch.scoring
+        assert row is not None
+        scores = tuple(DrawnToken(token) for token in row.next_token_ids)
+        tokens = [DrawnToken(7)] if batch.sampling[0] is not None else []
+        scheduler.on_result(batch, StepResult(0, tokens, scores=[scores]))
+    assert client.kinds() == ["Started", "Scored", "Scored", "Scored", "FirstToken"]
+    scored = [event for event in client.events if isinstance(event, Scored)]
+    assert [event.first_position for event in scored] == [1, 9, 17]
+    assert [token.token_id for event in scored for token in event.tokens] == list(range(101, 119))
 
 
 def test_a_batch_is_packed_over_requests_on_the_grid() -> None:

@@ -72,6 +72,9 @@ class EchoGeneration(generation_pb2_grpc.GenerationServicer):
         return pb.GetModelInfoResponse(model="echo", architecture="Echo", vocab_size=16, max_context_tokens=64,
                                        num_layers=1, eos_token_ids=[7], has_tokenizer=True, revision="abc")
 
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        return pb.GetLoadResponse(running_requests=len(self.running), prefill_workers=3)
+
     async def GetClusterStatus(self, request: pb.GetClusterStatusRequest,
                                context: Context) -> pb.GetClusterStatusResponse:
         worker = pb.WorkerStatus(role="decode", address="127.0.0.1:1", serving=False, reason="warming up",

@@ -7,13 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow
+from engine.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
 from engine.model import StageOutput
 from engine.pipeline import frames
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.rows import Row, build_batch
 from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
 from runtime.errors import InternalError
+from runtime.grammar import Grammar, GrammarKind
 
 PARAMS = st.builds(
     SamplingParams, temperature=st.floats(0, 2), top_k=st.integers(0, 99), top_p=st.floats(0.1, 1),
@@ -23,7 +24,9 @@ PARAMS = st.builds(
 TOKENS = st.lists(st.integers(0, 999), max_size=4).map(tuple)
 SAMPLING = st.none() | st.builds(
     SamplingRow, PARAMS, st.integers(0, 10**6), st.none() | st.integers(0, 20), st.none() | st.tuples(TOKENS, TOKENS),
-    TOKENS, st.integers(0, 10**6))
+    TOKENS, st.integers(0, 10**6),
+    st.none() | st.builds(GrammarRow, st.text(max_size=5), st.builds(Grammar, st.sampled_from(GrammarKind), st.text()),
+                          TOKENS))
 SPEC_ROWS = st.builds(
     SpecRow, st.just(()), st.none() | st.builds(Kept, st.integers(0, 99), TOKENS), st.none() | st.integers(0, 99),
     st.integers(0, 99), st.integers(0, 32))
@@ -74,7 +77,8 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
 DRAWN = st.lists(st.builds(
     DrawnToken, st.integers(0, 2**31),
     st.none() | st.builds(TokenLogprobs, st.floats(-50, 0),
-                          st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0)), max_size=3).map(tuple))))
+                          st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0)), max_size=3).map(tuple)),
+    st.text(max_size=5)))
 
 
 @given(tokens=DRAWN, scores=st.lists(DRAWN.map(tuple), max_size=3))

@@ -1,0 +1,66 @@
+"""Output under a grammar is the same from every topology, with and without drafts, and always follows it."""
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.values import Completion, FinishReason, Query, Sampling, Stop, StructuredOutput
+from runtime.errors import InvalidRequestError
+from tests.support.eagle import save_draft
+from tests.support.guided import write_character_tokenizer
+from tests.support.one_process import cluster_in_process
+
+PATTERN = "(cat|dog)-[0-9]{2,6}( [a-f]+)?!"
+SCHEMA = json.dumps({
+    "type": "object", "additionalProperties": False, "required": ["kind", "on"],
+    "properties": {"kind": {"enum": ["red", "green"]}, "on": {"type": "boolean"},
+                   "more": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}},
+    "x-guidance": {"whitespace_flexible": False}})
+QUERIES = [Query((5, 6, 7, 8, 9 + i), Sampling(temperature=1.2 * (i % 3), seed=i), Stop(max_tokens=120),
+                 structured_output=StructuredOutput(SCHEMA) if i % 2 else StructuredOutput(regex=PATTERN))
+           for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def speller(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with a tokenizer."""
+    folder = tmp_path_factory.mktemp("speller") / "model"
+    shutil.copytree(checkpoint, folder)
+    write_character_tokenizer(folder)
+    return folder
+
+
+async def answers(model: Path, prefill_pp: int, decode_pp: int, settings: Mapping[str, Any]) -> list[Completion]:
+    async with cluster_in_process(model, prefill_pp=prefill_pp, decode_pp=decode_pp, **settings) as client:
+        with pytest.raises(InvalidRequestError) as refused:
+            await client.complete(Query((5,), structured_output=StructuredOutput(regex="(")), timeout_s=10)
+        assert [violation.field for violation in refused.value.violations] == ["structured_output.regex"]
+        return list(await asyncio.gather(*(client.complete(query, timeout_s=60) for query in QUERIES)))
+
+
+async def test_grammars_hold_and_no_topology_or_draft_changes_the_answer(
+        speller: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    draft = save_draft(tmp_path_factory.mktemp("drafts") / "eagle3", layers=(0, 1, 3))
+    expected = await answers(speller, 1, 1, {})
+    for query, answer in zip(QUERIES, expected, strict=True):
+        assert answer.finish.reason is FinishReason.STOP, "end-of-sequence, as nothing else may follow"
+        if query.structured_output == StructuredOutput(regex=PATTERN):
+            assert re.fullmatch(PATTERN, answer.text)
+        else:
+            value = json.loads(answer.text)
+            assert value["kind"] in ("red", "green")
+            assert value["on"] in (True, False)
+            assert set(value.get("more", [])) <= {1, 2}
+    topologies: list[tuple[int, int, dict[str, Any]]] = [
+        (2, 3, {}), (1, 2, {"draft": draft, "spec_topk": 1, "spec_steps": 3, "spec_draft_tokens": 3}),
+        (2, 1, {"draft": draft, "spec_topk": 4, "spec_steps": 3, "spec_draft_tokens": 12})]
+    for prefill_pp, decode_pp, settings in topologies:
+        found = await answers(speller, prefill_pp, decode_pp, settings)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+        assert [answer.text for answer in found] == [answer.text for answer in expected]
