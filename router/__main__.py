@@ -39,6 +39,13 @@ def router(
     announce: Annotated[Path | None, typer.Option(help="Write a JSON file here once listening.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="How workers are chosen.")] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Requests held back at most.")] = None,
+    max_connection_age_s: Annotated[float | None, typer.Option(
+        help="Ask clients to reconnect after so many seconds, so that balancers spread them again.")] = None,
+    max_message_bytes: Annotated[int | None, typer.Option(help="Largest request.")] = None,
+    reflection: Annotated[bool | None, typer.Option(help="Describe the services to whoever asks.")] = None,
+    channelz: Annotated[bool | None, typer.Option(help="Show sockets and calls to whoever may watch workers.")] = None,
+    vllm_engine: Annotated[bool | None, typer.Option(help="Serve vllm.grpc.engine.VllmEngine too, for gateways that "
+                                                          "know it.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with a [router] table; flags beat it.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
@@ -50,6 +57,8 @@ def router(
         "listen": listen, "metrics_port": metrics_port, "announce": announce, "policy": policy,
         "health_listen": health_listen, "tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca,
         "client_certificates": client_certificates, "token_file": token_file, "max_waiting": max_waiting,
+        "max_connection_age_s": max_connection_age_s, "max_message_bytes": max_message_bytes, "reflection": reflection,
+        "channelz": channelz, "vllm_engine": vllm_engine,
         "log_level": log_level, "log_style": log_style,
         "otel_endpoint": otel_endpoint,
     }

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import grpc
 from protos import generation_pb2, generation_pb2_grpc
 from router.choices import choice_of, emit_into, run_together
 from router.flow import Flow, Services
+from router.load import RequestCounts, load_of
 from router.model_facts import ModelFacts, ServedModel
 from router.outbox import Outbox
 from router.output import Output
@@ -41,18 +42,20 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._services = services
         self._limits = limits
         self._clock = clock
+        self.counts = RequestCounts()
         self._running: dict[str, tuple[Flow, ...]] = {}  # a flow per choice
 
     async def Generate(self, request: generation_pb2.GenerateRequest,
-                       context: Context) -> AsyncIterator[generation_pb2.GenerateResponse]:
+                       context: Context) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         timeline = Timeline(self._clock, self._services.metrics)
         rebind(request_id=request.request_id)
-        checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed)
+        checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed,
+                                   self._model.grammars)
         outbox = Outbox(self._limits.client_stall_s)
         request_id = self._register(checked, outbox, timeline, context)
         task = asyncio.create_task(run_together(self._running[request_id]))
         # By callback, because this handler may be cancelled at any await, more than once.
-        task.add_done_callback(lambda _: self._ended(request_id, outbox))
+        task.add_done_callback(lambda ended: self._ended(request_id, outbox, ended))
         try:
             async for response in outbox:
                 yield response
@@ -80,13 +83,28 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             has_chat_template=tokeniser is not None and tokeniser.has_chat_template,
             revision=self._services.directory.revision)
 
+    async def GetLoad(self, request: generation_pb2.GetLoadRequest,
+                      context: Context) -> generation_pb2.GetLoadResponse:
+        return self.load()
+
+    def load(self) -> generation_pb2.GetLoadResponse:
+        return load_of(self._services.directory.workers, self._services.admission.num_waiting)
+
+    @property
+    def num_active(self) -> int:
+        """Choices under way, those held back included."""
+        return sum(len(flows) for flows in self._running.values())
+
+    def problem(self) -> str:
+        """Why no request could be served now; empty if one could."""
+        return self._services.directory.pair_problem()
+
     async def GetClusterStatus(self, request: generation_pb2.GetClusterStatusRequest,
                                context: Context) -> generation_pb2.GetClusterStatusResponse:
         num_waiting = self._services.admission.num_waiting
-        num_flows = sum(len(flows) for flows in self._running.values())
         return generation_pb2.GetClusterStatusResponse(
             model=self._model.facts.name, waiting_requests=num_waiting,
-            running_requests=max(0, num_flows - num_waiting), workers=self._services.directory.status())
+            running_requests=max(0, self.num_active - num_waiting), workers=self._services.directory.status())
 
     def _facts(self) -> ModelFacts:
         return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)
@@ -103,6 +121,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
         limit_s = self._limits.max_request_s
         limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
+        self.counts.accepted += 1
         self._running[engine.request_id] = tuple(
             Flow(choice_of(checked, index), self._output(checked), emit_into(outbox, engine.request_id, index),
                  timeline.sibling() if index else timeline, self._services, limit_s)
@@ -114,7 +133,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         detokeniser = tokeniser.detokenisers.new() if tokeniser is not None and checked.wants_text else None
         return Output(checked.engine, checked.stop_strings, detokeniser)
 
-    def _ended(self, request_id: str, outbox: Outbox) -> None:
+    def _ended(self, request_id: str, outbox: Outbox, task: "asyncio.Task[None]") -> None:
+        self.counts.failed += not task.cancelled() and task.exception() is not None
         del self._running[request_id]
         outbox.close()
 

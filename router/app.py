@@ -5,8 +5,9 @@ import logging
 import os
 import random
 import uuid
+from pathlib import Path
 
-from protos import generation_pb2_grpc
+from protos import generation_pb2_grpc, orca_service_pb2_grpc
 from router.admission import Admission, AdmissionLimits
 from router.api import GenerationService, RequestLimits
 from router.config import RouterConfig
@@ -14,11 +15,13 @@ from router.directory import Directory, DirectoryOptions
 from router.discovery import DiscoveryOptions
 from router.flow import Services
 from router.legs import FlowLimits
+from router.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.model_facts import load_served_model
 from router.readiness import SERVICE, Readiness
 from runtime.announce import Announcement, write_announcement
 from runtime.clock import SystemClock
 from runtime.config import describe
+from runtime.errors import ConfigError
 from runtime.metrics import Exposition, RouterMetrics, RpcMetrics, new_registry
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
@@ -26,6 +29,8 @@ from runtime.supervision import StopSignal, background
 from runtime.tokens import TokenList
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
+
+VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +59,16 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     services = Services(admission, directory,
                         FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=config.peer_wait_s,
                                    capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics)
-    server = GrpcServer(ServerOptions(listen=config.listen, health_listen=config.health_listen), services=(SERVICE,),
-                        metrics=RpcMetrics.create(registry), security=security, tracing=tracing)
-    request_limits = RequestLimits(config.max_request_s, config.client_stall_s)
-    generation_pb2_grpc.add_GenerationServicer_to_server(
-        GenerationService(model, services, request_limits, clock), server.grpc)
+    services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
+    server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
+                        security=security, background_methods=ORCA_METHODS, also_served=(ORCA_SERVICE,),
+                        tracing=tracing)
+    generation = GenerationService(model, services, RequestLimits(config.max_request_s, config.client_stall_s), clock)
+    generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
+    orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),
+                                                               server.grpc)
+    if config.vllm_engine:
+        _add_vllm_engine(server, generation, config.model)
     exposition = None
     if config.metrics_port is not None:
         exposition = Exposition.start(registry, port=config.metrics_port, host=config.metrics_host)
@@ -68,7 +78,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
         if config.announce is not None:
             write_announcement(config.announce, Announcement(address, exposition.port if exposition else None,
                                                              os.getpid(), incarnation))
-        readiness = Readiness(services, server.health, config.warm_up_s)
+        readiness = Readiness(services, server.health, config.warm_up_s, services_served)
         async with background(stop, directory.run(), admission.run(), readiness.run()):
             await stop.wait()
             await server.drain(grace_s=config.drain_s)
@@ -76,3 +86,21 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
         if exposition is not None:
             exposition.close()
         await asyncio.to_thread(tracing.close)
+
+
+def _server_options(config: RouterConfig) -> ServerOptions:
+    names = ("listen", "health_listen", "max_message_bytes", "keepalive_s", "keepalive_timeout_s",
+             "max_connection_age_s", "max_connection_age_grace_s", "reflection", "channelz")
+    return ServerOptions(**{name: getattr(config, name) for name in names})
+
+
+def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_dir: Path) -> None:
+    """Raises ConfigError when its stubs are not installed."""
+    try:
+        from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+        from router.vllm_engine import VllmEngineService
+    except ImportError as error:
+        raise ConfigError(f"vllm_engine needs the package smg-grpc-proto: pip install 'baton[vllm]' ({error})",
+                          field="vllm_engine") from error
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineService(generation, model_dir), server.grpc)

@@ -43,3 +43,11 @@ class RouterConfig(TlsConfig):
     client_stall_s: float = Field(default=60.0, gt=0, description="How long a client may leave its stream unread.")
     warm_up_s: float = Field(default=60.0, gt=0, description="Limit of the warm-up token before readiness.")
     drain_s: float = Field(default=30.0, ge=0, description="How long SIGTERM lets running requests finish.")
+    max_message_bytes: int = Field(default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request.")
+    keepalive_s: float = Field(default=1.5, gt=0, description="How often clients are pinged.")
+    keepalive_timeout_s: float = Field(default=2.5, gt=0, description="When a client that does not answer is given up.")
+    max_connection_age_s: float | None = Field(default=None, gt=0)
+    max_connection_age_grace_s: float = Field(default=3600.0, ge=0, description="What calls in flight get beyond that.")
+    reflection: bool = True
+    channelz: bool = False
+    vllm_engine: bool = False

@@ -28,7 +28,7 @@ with the request.
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.admission import Admission
@@ -36,6 +36,7 @@ from router.directory import Directory, Placement
 from router.legs import DecodeLeg, Event, FlowLimits, Leg, PrefillLeg
 from router.migration import Migrations
 from router.output import Output
+from router.pace import PrefillPace
 from router.scope import task_scope
 from router.streams import Ended
 from router.timeline import Timeline
@@ -58,6 +59,7 @@ class Services:
     directory: Directory
     limits: FlowLimits
     metrics: RouterMetrics
+    pace: PrefillPace = field(default_factory=PrefillPace)
 
 
 class Flow:
@@ -122,11 +124,23 @@ class Flow:
             async with self._services.admission.pair_for(self._request) as placement:
                 held_back.end()
                 self._timeline.placed()
+                self._check_time(placement)
                 with self._services.metrics.running.track_inprogress():
                     await self._serve(placement)
         finally:
             held_back.end()
             self._is_running = False
+
+    def _check_time(self, placement: Placement) -> None:
+        """Raises DeadlineError if even the best pace seen lately could not give the first token in time."""
+        worker, num_tokens = placement.prefill.worker, len(self._request.engine.prompt_token_ids)
+        num_stages = len(worker.info.stages) if worker.info is not None else 1
+        num_ahead = max(0, worker.load.queued_tokens)
+        least_s = self._services.pace.least_s(num_tokens) + self._services.pace.least_s(num_ahead) / max(num_stages, 1)
+        left_s = self._ends_at - asyncio.get_running_loop().time()
+        if least_s > left_s:
+            raise DeadlineError(f"the first token would take at least {least_s:.2g} s, {num_ahead} prompt tokens being "
+                                f"ahead of these {num_tokens}; the deadline leaves {max(left_s, 0.0):.2g} s")
 
     async def _out_of_time(self) -> None:
         if self._is_finish_sent:
@@ -188,6 +202,7 @@ class Flow:
             case "first_token":
                 timings.prefill_s = response.first_token.prefill_s
                 self._prefill.computed()
+                self._services.pace.observe(len(self._request.engine.prompt_token_ids), timings.prefill_s)
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":

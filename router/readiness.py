@@ -6,6 +6,7 @@ Lost with the last pair of workers, and earned again by another warm-up.
 import asyncio
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
@@ -31,7 +32,10 @@ WARM_UP_PROMPT, WARM_UP_TOKENS = (0, 0, 0, 0), 2
 class Readiness:
     """Keeps the health of the public service true; `run` until cancelled."""
 
-    def __init__(self, services: Services, health: Health, warm_up_s: float) -> None:
+    def __init__(self, services: Services, health: Health, warm_up_s: float,
+                 names: Sequence[str] = (SERVICE,)) -> None:
+        """`names` are the services that work when a token goes through."""
+        self._names = names
         self._directory = services.directory
         # The warm-up is no client's request and must not show in what clients experience.
         self._services = replace(services, metrics=RouterMetrics.create(CollectorRegistry()))
@@ -44,10 +48,12 @@ class Readiness:
             if not await self._warm_up():
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
-            await self._health.set_serving(SERVICE)
+            for name in self._names:
+                await self._health.set_serving(name)
             logger.info("ready")
             problem = await self._directory.until(lambda: self._directory.pair_problem() or None)
-            await self._health.set_not_serving(SERVICE)
+            for name in self._names:
+                await self._health.set_not_serving(name)
             logger.warning("not ready", extra={"reason": problem})
 
     async def _warm_up(self) -> bool:

@@ -36,6 +36,8 @@ METHODS: Mapping[str, Access] = {
     "/baton.v1.Generation/Abort": Access.CLIENT,
     "/baton.v1.Generation/GetModelInfo": Access.CLIENT,
     "/baton.v1.Generation/GetClusterStatus": Access.CLIENT,
+    "/baton.v1.Generation/GetLoad": Access.CLIENT,
+    "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": Access.CLIENT,
     "/baton.v1.Prefill/Run": Access.ROUTER,
     "/baton.v1.Decode/Generate": Access.ROUTER,
     "/baton.v1.Worker/Watch": Access.WATCHER,
@@ -43,6 +45,8 @@ METHODS: Mapping[str, Access] = {
 }
 # Services of other packages, whole.
 SERVICES: Mapping[str, Access] = {
+    "vllm.grpc.engine.VllmEngine": Access.CLIENT,
+    "grpc.channelz.v1.Channelz": Access.WATCHER,
     "grpc.health.v1.Health": Access.OPEN,
     "grpc.reflection.v1alpha.ServerReflection": Access.OPEN,
     "grpc.reflection.v1.ServerReflection": Access.OPEN,

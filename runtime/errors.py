@@ -2,7 +2,8 @@
 
     BatonError
     ├── InvalidRequestError     the client asked for something impossible      INVALID_ARGUMENT
-    │   └── UnknownModelError   a model this router does not serve             NOT_FOUND
+    │   ├── UnknownModelError   a model this router does not serve             NOT_FOUND
+    │   └── UnsupportedError    a field or method that is not offered          UNIMPLEMENTED
     ├── DuplicateRequestError   request_id is running already                  ALREADY_EXISTS
     ├── UnauthenticatedError    no token, or a wrong one                       UNAUTHENTICATED
     ├── PermissionDeniedError   the caller's role may not do this              PERMISSION_DENIED
@@ -50,6 +51,12 @@ class InvalidRequestError(BatonError):
 
 class UnknownModelError(InvalidRequestError):
     reason = "UNKNOWN_MODEL"
+
+
+class UnsupportedError(InvalidRequestError):
+    """Another server of the same contract might do it; the violation names the field or method."""
+
+    reason = "UNSUPPORTED"
 
 
 class DuplicateRequestError(BatonError):

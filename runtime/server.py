@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 
 import grpc
+from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -29,7 +30,8 @@ _HARD_LIMIT_FACTOR = 4
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never. `health_listen`
+    """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never. `channelz` shows
+    sockets and calls of the whole process to whoever may watch workers. `health_listen`
     serves health once more, in plain text: for probes that know no TLS, as Kubernetes' own."""
 
     listen: str
@@ -39,6 +41,7 @@ class ServerOptions:
     max_connection_age_s: float | None = None
     max_connection_age_grace_s: float = 3600.0
     reflection: bool = True
+    channelz: bool = False
     health_listen: str | None = None
 
     def as_grpc(self) -> list[tuple[str, int]]:
@@ -84,14 +87,16 @@ class Health:
 
 class GrpcServer:
     """Build inside a running event loop. `services` are the full names whose readiness this process reports;
-    `background_methods` are endless streams that a drain does not wait for."""
+    `background_methods` are endless streams that a drain does not wait for, `also_served` services without a readiness
+    of their own."""
 
     def __init__(self, options: ServerOptions, *, services: tuple[str, ...], metrics: RpcMetrics,
                  security: ServerSecurity = OPEN_SERVER, background_methods: frozenset[str] = frozenset(),
-                 tracing: Tracing = UNTRACED) -> None:
+                 tracing: Tracing = UNTRACED, also_served: tuple[str, ...] = ()) -> None:
         self._options = options
         self._listen = parse_address(options.listen, field="listen")
         self._services = services
+        self._also_served = also_served
         self._security = security
         self._guard = CallGuard(background_methods=background_methods, max_message_bytes=options.max_message_bytes,
                                 metrics=metrics, security=security, tracing=tracing)
@@ -102,8 +107,10 @@ class GrpcServer:
     async def start(self) -> str:
         """Listen and return the address. Raises ConfigError naming the address when it cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self.grpc)
+        if self._options.channelz:
+            channelz.add_channelz_servicer(self.grpc)
         if self._options.reflection:
-            names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (*self._services, *self._also_served, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self.grpc)
         if self._security.weakness and not self._listen.is_loopback:
             logger.warning("%s is %s", self._listen, self._security.weakness)

@@ -30,6 +30,7 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    errors.UnsupportedError: grpc.StatusCode.UNIMPLEMENTED,
     errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
     errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
@@ -85,8 +86,7 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(details_pb2.RetryInfo(retry_delay=delay))
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            trailers.append((PUSHBACK_KEY, str(round(error.retry_after_s * 1e3))))
+        trailers.append((PUSHBACK_KEY, str(round(error.retry_after_s * 1e3))))
     return _failure(code, str(error), details, trailers)
 
 
@@ -153,6 +153,7 @@ def _invalid(kind: type[errors.InvalidRequestError]) -> _Builder:
 _BY_REASON: Mapping[str, _Builder] = {
     errors.InvalidRequestError.reason: _invalid(errors.InvalidRequestError),
     errors.UnknownModelError.reason: _invalid(errors.UnknownModelError),
+    errors.UnsupportedError.reason: _invalid(errors.UnsupportedError),
     errors.DuplicateRequestError.reason: _named(errors.DuplicateRequestError),
     errors.UnauthenticatedError.reason: _named(errors.UnauthenticatedError),
     errors.PermissionDeniedError.reason: _named(errors.PermissionDeniedError),

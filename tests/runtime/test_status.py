@@ -24,6 +24,7 @@ def every_kind(root: type[BatonError] = BatonError) -> Iterator[type[BatonError]
 EXPECTED = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    errors.UnsupportedError: grpc.StatusCode.UNIMPLEMENTED,
     errors.DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
     errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
@@ -101,6 +102,9 @@ def test_capacity_tells_when_to_come_back() -> None:
     assert retry.retry_delay.ToMilliseconds() == 2500
     assert quota.violations[0].subject == "pages"
     assert dict(failure.trailing_metadata)[PUSHBACK_KEY] == "2500"
+    later = failure_of(errors.UnavailableError("draining", retry_after_s=0.5))
+    assert dict(later.trailing_metadata)[PUSHBACK_KEY] == "500"
+    assert PUSHBACK_KEY not in dict(failure_of(errors.UnavailableError("gone", retry_after_s=None)).trailing_metadata)
 
 
 def test_config_error_is_a_failed_precondition() -> None:
