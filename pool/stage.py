@@ -84,7 +84,9 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
     context = min(facts.max_context_tokens, (sizes.num_pages - 1) * config.page_size)
     return StagePlan(description, ranges, geometry,
-                     compatibility(revision=facts.revision, specs=specs, page_size=config.page_size), context, held,
+                     compatibility(revision=facts.revision, specs=specs, page_size=config.page_size,
+                                   draft_revision="" if speculation is None else speculation.draft.revision),
+                     context, held,
                      speculation)
 
 

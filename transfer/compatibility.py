@@ -21,16 +21,18 @@ class Compatibility:
     text: str
 
 
-def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int) -> Compatibility:
+def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int,
+                  draft_revision: str = "") -> Compatibility:
     """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model; caches that
     do not travel are a pool's own affair."""
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     model = [spec for spec in ordered if not spec.of_draft]
     draft = [spec for spec in ordered if spec.of_draft]
     header = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"page_size={page_size}"]
-    digest = pairing_digest(_digest([*header, *_lines(model)]), _digest(_lines(draft)) if draft else "")
+    digest = pairing_digest(_digest([*header, *_lines(model)]), 
+                            _digest([draft_revision, *_lines(draft)]) if draft else "")
     text = f"schema {SCHEMA_VERSION}, weights {revision[:12]}, page size {page_size}, {_describe(model)}"
-    return Compatibility(digest, f"{text}, and of a draft {_describe(draft)}" if draft else text)
+    return Compatibility(digest, f"{text}, and of draft {draft_revision[:12]} {_describe(draft)}" if draft else text)
 
 
 def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> None:

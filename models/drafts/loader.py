@@ -17,11 +17,12 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class DraftDescription:
-    """A draft of `target`, of which no weight is loaded yet."""
+    """A draft of `target`, of which no weight is loaded yet. `revision`: digest of its weights."""
 
     raw: RawConfig
     entries: dict[str, TensorEntry] | None  # None: weights are random
     target: ModelDescription
+    revision: str = "random"
 
     @property
     def capture_layers(self) -> frozenset[int]:
@@ -98,7 +99,8 @@ def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
             this target.
     """
     raw = text_config(read_config_file(folder / "config.json"))
-    return _describe(raw, _entries(raw, open_checkpoint(folder)), target)
+    checkpoint = open_checkpoint(folder)
+    return _describe(raw, _entries(raw, checkpoint), target, checkpoint.digest)
 
 
 def random_draft(config: dict[str, object], target: ModelDescription, *, numerics: Numerics) -> DraftModel:
@@ -106,8 +108,9 @@ def random_draft(config: dict[str, object], target: ModelDescription, *, numeric
     return _describe(RawConfig(config), None, target).load(numerics=numerics)
 
 
-def _describe(raw: RawConfig, entries: dict[str, TensorEntry] | None, target: ModelDescription) -> DraftDescription:
-    description = DraftDescription(raw, entries, target)
+def _describe(raw: RawConfig, entries: dict[str, TensorEntry] | None, target: ModelDescription,
+              revision: str = "random") -> DraftDescription:
+    description = DraftDescription(raw, entries, target, revision)
     assert description.capture_layers, "a draft reads some layer"
     return description
 

@@ -158,6 +158,16 @@ async def test_only_compatible_pairs_are_made() -> None:
     assert {worker for worker, _ in journal.entries} == {"pa", "da", "pb", "db"}
 
 
+async def test_a_draft_pairs_with_itself_and_with_none_but_not_with_another() -> None:
+    fabric, journal = Fabric(), Journal()
+    source = FakePrefill("p", fabric, journal, compatibility="m+d")
+    pools = [FakeDecode(f"d {c}", fabric, journal, compatibility=c) for c in ("m+d", "m", "m+e")]
+    async with running_router(source, *pools) as router:
+        await asyncio.gather(*(router.ask(token_request([i], max_tokens=2)) for i in range(30)))
+        assert router.directory.has_decode("m+e")
+    assert {worker for worker, _ in journal.entries} == {"p", "d m+d", "d m"}
+
+
 async def test_no_worker_at_all_is_unavailable_after_the_grace_and_then_at_once() -> None:
     prefill, decode = pair()
     prefill.address, decode.address = "127.0.0.1:1", "127.0.0.1:2"

@@ -46,15 +46,17 @@ def test_index_keys_that_nobody_reads_are_not_compared_s2_10() -> None:
 
 def test_a_pool_without_the_draft_pairs_and_is_no_stage_of_the_same_pool() -> None:
     kv = CacheSpec(4, CacheKind.KV, (2, 2, 4, 8), "bfloat16", 2, of_draft=True)
-    first, second = (compatibility(revision="abcdef0123456789", specs=(*SPECS, spec), page_size=4)
-                     for spec in (kv, replace(kv, record_shape=(2, 1, 4, 8))))
-    for drafting in (first, second):
+    first, narrow, other = (
+        compatibility(revision="abcdef0123456789", specs=(*SPECS, spec), page_size=4, draft_revision=weights)
+        for spec, weights in ((kv, "d1"), (replace(kv, record_shape=(2, 1, 4, 8)), "d1"), (kv, "d2")))
+    for drafting in (first, narrow, other):
         check_compatible(MINE, drafting.digest, drafting.text)
         check_compatible(drafting, MINE.digest, MINE.text)
         with pytest.raises(IncompatiblePeerError, match="the stages differ"):
             check_same(MINE, drafting.digest, drafting.text)
-    with pytest.raises(IncompatiblePeerError, match="and of a draft layers 4: kv"):
-        check_compatible(first, second.digest, second.text)
+    for peer, says in ((narrow, r"of draft d1 layers 4: kv \(2, 1, 4, 8\)"), (other, "of draft d2 layers 4: kv")):
+        with pytest.raises(IncompatiblePeerError, match=says):
+            check_compatible(first, peer.digest, peer.text)
 
 
 @pytest.mark.parametrize(("kind", "shard"), [(CacheKind.CONV, (3, 12)), (CacheKind.STATE, (1, 8, 8)),
