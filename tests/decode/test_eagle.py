@@ -8,7 +8,10 @@ import torch
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from engine.attention.backend import AttentionGeometry
 from engine.attention.cpu import CpuAttention
+from engine.batch import ForwardBatch
+from engine.model import StageOutput
 from engine.numerics import Numerics
+from engine.pipeline.executor import StageExecutor
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.eagle import EagleDrafter
@@ -110,3 +113,28 @@ def test_preempted_requests_are_followed_again(description: ModelDescription) ->
     assert shown(answers) == shown(plain)
     assert sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None) > 0
     assert_trees_are_the_formulas(made[0])
+
+
+@pytest.mark.parametrize("shape", [CHAINS["chain 5"], TREES["tree 4x4/15"]], ids=["chain", "tree"])
+def test_s1_2_a_pool_plans_once_per_step_and_path(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage the target's forward, the last one also the draft's slots and all the steps of its round."""
+    description, drafters, forwards = tiny(LLAMA), list[EagleDrafter](), list[StageExecutor]()
+    model, run = random_draft(eagle.CONFIG, description, numerics=Numerics.EXACT), StageExecutor.run
+
+    def counted(self: StageExecutor, batch: ForwardBatch, incoming: StageOutput | None = None) -> StageOutput:
+        forwards.append(self)
+        return run(self, batch, incoming)
+
+    def build(num_pages: int) -> EagleDrafter:
+        drafters.append(eagle_drafter(model, shape, num_pages)[0])
+        return drafters[-1]
+
+    monkeypatch.setattr(StageExecutor, "run", counted)
+    with local_pool(description, 2, speculation=Speculation(build, shape.nodes, model.capture_layers)) as pool:
+        pool.generate(requests(12))
+    (drafter,) = drafters
+    first, last = dict.fromkeys(forwards)
+    for executor in (first, last):
+        assert executor.num_plans == forwards.count(executor) > 10
+    assert drafter.num_plans["draft_extend"] == forwards.count(last)
+    assert 10 < drafter.num_plans["draft_round"] <= forwards.count(last)
