@@ -43,7 +43,7 @@ async def accepted(flags: argparse.Namespace, shape: tuple[int, int, int]) -> Fi
                       tokens, "--no-spec-adaptive"))
     async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
                 AsyncBatonClient(cluster.address) as client):
-        ports = decode_ports(cluster)
+        ports = await decode_ports(cluster)
         before = await ports.leader()
         await ask_all(client, held_out_queries(flags.prompts))
         return (await ports.leader()).since(before)

@@ -53,17 +53,16 @@ def scrape(port: int) -> Figures:
     return Figures({(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples})
 
 
-def decode_ports(cluster: LocalCluster) -> PoolPorts:
+async def decode_ports(cluster: LocalCluster) -> PoolPorts:
     """Of the first decode pool of a cluster that is up."""
     names = [name for name in cluster.processes if name.partition(".")[0] == "decode-0"]
-    return PoolPorts(tuple(_port(cluster, name) for name in sorted(names)))
+    return PoolPorts(tuple([await _port(cluster, name) for name in sorted(names)]))
 
 
-def _port(cluster: LocalCluster, name: str) -> int:
-    announcement = cluster.processes[name].announcement
-    assert announcement is not None, f"{name} is up"
-    assert announcement.metrics_port is not None
-    return announcement.metrics_port
+async def _port(cluster: LocalCluster, name: str) -> int:
+    port = (await cluster.processes[name].announced(timeout_s=10)).metrics_port
+    assert port is not None, "workers serve metrics"
+    return port
 
 
 def planner_calls(figures: Figures) -> dict[str, float]:

@@ -73,7 +73,7 @@ async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[S
                            worker_flags=worker_flags)
     async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
                 AsyncBatonClient(cluster.address) as client):
-        yield Side(client, decode_ports(cluster))
+        yield Side(client, await decode_ports(cluster))
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
