@@ -63,6 +63,7 @@ async def test_a_rolling_restart_and_a_kill_under_load_cost_no_request(checkpoin
         pids = {name: process.pid for name, process in running.cluster.processes.items()}
         for step in STEPS:
             await running.cluster.restart(*step, timeout_s=RESTART_S)
+        assert "of the pool died" not in running.log_tail(2000), "a stage left without its leader's goodbye"
         running.cluster.processes["decode-0.0"].kill()
         await running.cluster.wait_serving(timeout_s=RESTART_S)
         over.set()
