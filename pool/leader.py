@@ -108,7 +108,8 @@ class Leader:
         leaving = self._leaving.pop(rank, None)
         if leaving is not None:
             leaving.cancel()
-        self._close(f"stage {rank} of the pool {'died' if leaving is None else 'left'}")
+        died = leaving is None and not self._is_draining  # the leader of a pool that drains ends their streams itself
+        self._close(f"stage {rank} of the pool {'died' if died else 'left'}")
         if self._channel is not None:
             self._channel.fail(rank, f"stage {rank} left the pool")
         error = PeerLostError(f"stage {rank} of the {self._config.world_size}-stage pool died")
