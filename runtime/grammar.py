@@ -29,6 +29,8 @@ from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
+# Between JSON tokens. Without a bound a weak model may indent until its tokens run out.
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 MAX_GRAMMAR_BYTES = 1 << 16
 MAX_COMPILED, MAX_COMPILING = 256, 32
 COMPILE_TIMEOUT_S = 5.0
@@ -184,7 +186,7 @@ def _source(grammar: Grammar) -> str:
         raise grammar.refused(f"is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise grammar.refused("must be a JSON object")
-    return LLMatcher.grammar_from_json_schema(schema)
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_WHITESPACE})
 
 
 def _first_line(text: str) -> str:

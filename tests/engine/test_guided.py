@@ -55,6 +55,18 @@ def test_a_schema_allows_what_completes_it(grammars: Grammars) -> None:
     assert after(grammars, schema, "null") == "$"
 
 
+def test_whitespace_of_json_has_an_end(grammars: Grammars) -> None:
+    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"const": [1]}')
+    matcher = grammars.matcher(schema)
+    (newline,) = (token for token in range(VOCAB_SIZE) if grammars._tokenizer.decode_str([token]) == "\n")
+    start = ord("[")
+    for count in range(20):
+        matcher.move_to((start, *[newline] * count))
+        assert matcher.allowed(VOCAB_SIZE)[newline], count
+    matcher.move_to((start, *[newline] * 20))
+    assert np.flatnonzero(matcher.allowed(VOCAB_SIZE)).tolist() == [ord("1")]
+
+
 @pytest.mark.parametrize("path", [("aab", "ab1", "", "b2"), ("ab12", "ab1", "ab12"), ("b2", "", "b2", "aab1", "aab2")])
 def test_a_matcher_that_stood_elsewhere_says_the_same(grammars: Grammars, path: tuple[str, ...]) -> None:
     """Back and forth, as when drafted tokens were not accepted or a request is replayed."""

@@ -1,0 +1,376 @@
+"""The public gRPC surface as an outside client meets it: only reflection, published stubs and what the protos say.
+
+One cluster with the shipped model; every field of a request does something, and every bad one has its status.
+"""
+
+import asyncio
+import hashlib
+import io
+import json
+import re
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
+
+from tests.support.clusters import running_cluster
+from tests.support.outside import Json, Outsider, details_of
+
+MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+GENERATE = "baton.v1.Generation.Generate"
+SHORT: Json = {"text": "Mia has a red", "stop": {"maxTokens": 4}, "sampling": {"temperature": 0}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def outsider() -> AsyncIterator[Outsider]:
+    flags = ("--channelz", "--vllm-engine", "--max-message-bytes", str(1 << 20), "--max-connection-age-s", "300")
+    async with running_cluster(MODEL, decode_pp=2, router_flags=flags) as running:
+        client = Outsider(running.cluster.address)
+        yield client
+        await client.close()
+        await running.until_clean()
+
+
+def merged(base: Json, change: Json) -> Json:
+    """`change` over `base`, message by message; a prompt replaces the prompt."""
+    prompts = {"text", "tokenIds", "chat"}
+    kept = {key: value for key, value in base.items() if not (prompts & change.keys() and key in prompts)}
+    for key, value in change.items():
+        known = kept.get(key)
+        kept[key] = merged(known, value) if isinstance(value, dict) and isinstance(known, dict) else value
+    return kept
+
+
+class Answer:
+    """All responses of one request."""
+
+    def __init__(self, responses: list[Json]) -> None:
+        self.responses = responses
+        self.chunks = [response["chunk"] for response in responses if "chunk" in response]
+        self.finishes = [response["finish"] for response in responses if "finish" in response]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.get("text", "") for chunk in self.chunks)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.get("tokenIds", [])]
+
+
+async def ask(outsider: Outsider, change: Json) -> Answer:
+    return Answer([response async for response in outsider.ask(GENERATE, merged(SHORT, change))])
+
+
+# Every field a request can have -> a value, and what an answer must then be.
+FIELDS: dict[str, tuple[Json, Any]] = {
+    "request_id": ({"requestId": "mine"}, lambda a: {r["requestId"] for r in a.responses} == {"mine"}),
+    "model": ({"model": "model"}, lambda a: a.finishes),
+    "text": ({"text": "Hi"}, lambda a: a.finishes[0]["usage"]["promptTokens"] >= 1),
+    "token_ids": ({"tokenIds": {"ids": [5, 6, 7]}}, lambda a: a.finishes[0]["usage"]["promptTokens"] == 3),
+    "chat": ({"chat": {"messages": [{"role": "user", "content": "Count from 3 by 2."}]}}, lambda a: a.text),
+    "skip_text": ({"skipText": True}, lambda a: a.token_ids and not a.text),
+    "priority": ({"priority": -3}, lambda a: a.finishes),
+    "speculate": ({"speculate": False}, lambda a: a.finishes),
+    "n": ({"n": 3}, lambda a: sorted(r.get("index", 0) for r in a.responses if "finish" in r) == [0, 1, 2]),
+    "num_top_logprobs": ({"numTopLogprobs": 2}, lambda a: len(a.chunks[0]["logprobs"][0]["top"]) == 2),
+    "num_prompt_logprobs": ({"numPromptLogprobs": 1, "tokenIds": {"ids": [5, 6, 7]}},
+                            lambda a: a.chunks[0]["promptLogprobs"]["tokenIds"] == [6, 7]),
+    "structured_output": ({"structuredOutput": {"regex": "x{2}"}, "stop": {"maxTokens": 9}}, lambda a: a.text == "xx"),
+    "structured_output.regex": ({"structuredOutput": {"regex": "yes|no"}, "stop": {"maxTokens": 9}},
+                                lambda a: a.text in ("yes", "no")),
+    "structured_output.json_schema": (
+        {"structuredOutput": {"jsonSchema": '{"enum": [[1, "a"], {"b": null}]}'}, "stop": {"maxTokens": 300}},
+        lambda a: json.loads(a.text) in ([1, "a"], {"b": None})),
+    "sampling": ({"sampling": {}}, lambda a: a.finishes),
+    "sampling.temperature": ({"sampling": {"temperature": 0.5}}, lambda a: a.finishes),
+    "sampling.top_k": ({"sampling": {"temperature": 1, "topK": 1}}, "greedy"),
+    "sampling.top_p": ({"sampling": {"temperature": 1, "topP": 1e-6}}, "greedy"),
+    "sampling.min_p": ({"sampling": {"temperature": 1, "minP": 1, "seed": "7"}}, "repeatable"),
+    "sampling.frequency_penalty": ({"sampling": {"frequencyPenalty": 2}}, lambda a: a.finishes),
+    "sampling.presence_penalty": ({"sampling": {"presencePenalty": 2}}, lambda a: a.finishes),
+    "sampling.repetition_penalty": ({"sampling": {"repetitionPenalty": 1.0}}, "greedy"),
+    "sampling.seed": ({"sampling": {"temperature": 2, "seed": "7"}}, "repeatable"),
+    "sampling.logit_bias": ({"sampling": {"logitBias": {"9": 100}}}, lambda a: a.token_ids == [9] * 4),
+    "stop": ({"stop": {"maxTokens": 2}}, lambda a: len(a.token_ids) <= 2),
+    "stop.max_tokens": ({"stop": {"maxTokens": 1}}, lambda a: len(a.token_ids) == 1),
+    "stop.min_tokens": ({"stop": {"minTokens": 4}}, lambda a: len(a.token_ids) == 4),
+    "stop.stop_strings": ({"stop": {"stopStrings": ["b"], "maxTokens": 20}, "structuredOutput": {"regex": "aabaa"}},
+                          lambda a: (a.text, a.finishes[0]["stopString"]) == ("aa", "b")),
+    "stop.stop_token_ids": ({"sampling": {"logitBias": {"9": 100}}, "stop": {"stopTokenIds": [9]}},
+                            lambda a: (a.token_ids, a.finishes[0]["stopTokenId"]) == ([9], 9)),
+    "stop.ignore_eos": ({"stop": {"ignoreEos": True}, "sampling": {"logitBias": {"0": 100}}},
+                        lambda a: a.token_ids == [0] * 4),
+}
+
+
+async def test_no_field_is_left_out(outsider: Outsider) -> None:
+    """A field that is added to the protos must be exercised here."""
+    expected = set()
+    for field in outsider.message("baton.v1.GenerateRequest").fields:
+        expected.add(field.name)
+        if field.name in ("sampling", "stop", "structured_output") and field.message_type is not None:
+            expected |= {f"{field.name}.{inner.name}" for inner in field.message_type.fields}
+    assert set(FIELDS) == expected
+
+
+@pytest.mark.parametrize("field", FIELDS)
+async def test_every_field_does_what_the_proto_says(outsider: Outsider, field: str) -> None:
+    change, holds = FIELDS[field]
+    answer = await ask(outsider, change)
+    assert all(finish["reason"] in ("FINISH_REASON_STOP", "FINISH_REASON_LENGTH") for finish in answer.finishes)
+    if holds in ("greedy", "repeatable"):
+        again = await ask(outsider, {} if holds == "greedy" else change)
+        assert answer.token_ids == again.token_ids
+    else:
+        assert holds(answer), answer.responses
+
+
+REFUSED: dict[str, tuple[Json, str, str]] = {
+    "no prompt": ({"text": ""}, "text", "must not be empty"),
+    "no tokens": ({"tokenIds": {}}, "token_ids.ids", "must not be empty"),
+    "foreign token": ({"tokenIds": {"ids": [1, 99999]}}, "token_ids.ids[1]", "not in the vocabulary"),
+    "no messages": ({"chat": {}}, "chat.messages", "must not be empty"),
+    "no role": ({"chat": {"messages": [{"content": "x"}]}}, "chat.messages[0].role", "must not be empty"),
+    "long id": ({"requestId": "x" * 129}, "request_id", "the limit is 128"),
+    "priority": ({"priority": 101}, "priority", "between -100 and 100"),
+    "n": ({"n": 17}, "n", "between 1 and 16"),
+    "logprobs": ({"numTopLogprobs": 21}, "num_top_logprobs", "at most 20"),
+    "prompt logprobs": ({"numPromptLogprobs": 21}, "num_prompt_logprobs", "at most 20"),
+    "temperature": ({"sampling": {"temperature": -1}}, "sampling.temperature", "between 0 and 100"),
+    "top_p": ({"sampling": {"topP": 0}}, "sampling.top_p", "above 0"),
+    "min_p": ({"sampling": {"minP": 2}}, "sampling.min_p", "between 0 and 1"),
+    "frequency": ({"sampling": {"frequencyPenalty": 3}}, "sampling.frequency_penalty", "between -2 and 2"),
+    "presence": ({"sampling": {"presencePenalty": "NaN"}}, "sampling.presence_penalty", "between -2 and 2"),
+    "repetition": ({"sampling": {"repetitionPenalty": 0}}, "sampling.repetition_penalty", "above 0"),
+    "bias": ({"sampling": {"logitBias": {"5": 101}}}, "sampling.logit_bias[5]", "between -100 and 100"),
+    "max_tokens": ({"stop": {"maxTokens": 0}}, "stop.max_tokens", "at least 1"),
+    "min_tokens": ({"stop": {"minTokens": 5}}, "stop.min_tokens", "at most max_tokens"),
+    "stop string": ({"stop": {"stopStrings": [""]}}, "stop.stop_strings[0]", "must not be empty"),
+    "stop token": ({"stop": {"stopTokenIds": [99999]}}, "stop.stop_token_ids[0]", "not in the vocabulary"),
+    "stop without text": ({"stop": {"stopStrings": ["a"]}, "skipText": True}, "stop.stop_strings", "skip_text"),
+    "no grammar": ({"structuredOutput": {}}, "structured_output", "one of json_schema and regex"),
+    "bad regex": ({"structuredOutput": {"regex": "("}}, "structured_output.regex", "unclosed group"),
+    "bad schema": ({"structuredOutput": {"jsonSchema": "{"}}, "structured_output.json_schema", "is not JSON"),
+    "no such keyword": ({"structuredOutput": {"jsonSchema": '{"not": {}}'}}, "structured_output.json_schema", "not"),
+    "large schema": ({"structuredOutput": {"regex": "x" * 65537}}, "structured_output.regex", "the limit is 65536"),
+    "grammar and length": ({"structuredOutput": {"regex": "a"}, "stop": {"minTokens": 2}}, "stop.min_tokens",
+                           "structured_output"),
+    "grammar without end": ({"structuredOutput": {"regex": "a"}, "stop": {"ignoreEos": True}}, "stop.ignore_eos",
+                            "structured_output"),
+    "large message": ({"text": "x" * (1 << 20)}, "request", "at most 1048576 bytes"),
+}
+
+
+async def failure(outsider: Outsider, method: str, request: Json, timeout_s: float = 20) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        _ = [response async for response in outsider.ask(method, request, timeout_s=timeout_s)]
+    return failed.value
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_bad_input_is_refused_by_field(outsider: Outsider, name: str) -> None:
+    change, field, text = REFUSED[name]
+    error = await failure(outsider, GENERATE, merged(SHORT, change))
+    details = details_of(error)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
+    assert (details["ErrorInfo"].reason, details["ErrorInfo"].domain) == ("INVALID_REQUEST", "baton")
+    (violation,) = details["BadRequest"].field_violations
+    assert violation.field == field
+    assert text in violation.description
+
+
+async def test_other_refusals_have_codes_of_their_own(outsider: Outsider) -> None:
+    missing = await failure(outsider, GENERATE, merged(SHORT, {"model": "gpt-42"}))
+    assert missing.code() is grpc.StatusCode.NOT_FOUND
+    assert details_of(missing)["ErrorInfo"].reason == "UNKNOWN_MODEL"
+    late = await failure(outsider, GENERATE, merged(SHORT, {"stop": {"maxTokens": 100, "ignoreEos": True}}), 0.01)
+    assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    long = merged(SHORT, {"requestId": "twice", "stop": {"maxTokens": 200, "ignoreEos": True}})
+    first = asyncio.create_task(ask(outsider, long))
+    running: list[Json] = []
+    while not running or not running[0].get("runningRequests"):
+        running = [status async for status in outsider.ask("baton.v1.Generation.GetClusterStatus", {})]
+    twice = await failure(outsider, GENERATE, long)
+    assert twice.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert details_of(twice)["ErrorInfo"].reason == "DUPLICATE_REQUEST_ID"
+    aborted = [answer async for answer in outsider.ask("baton.v1.Generation.Abort", {"requestIds": ["twice", "no"]})]
+    assert aborted == [{"aborted": ["twice"]}]
+    assert (await first).finishes[0]["reason"] == "FINISH_REASON_ABORTED"
+
+
+async def test_each_choice_is_what_its_seed_gives_alone(outsider: Outsider) -> None:
+    """The rule is the proto's: (seed + i * 0x9E3779B97F4A7C15) modulo 2^64."""
+    hot = {"sampling": {"temperature": 3, "seed": "5"}, "stop": {"maxTokens": 12}, "n": 3}
+    together = await ask(outsider, hot)
+    for index in range(3):
+        seed = (5 + index * 0x9E3779B97F4A7C15) % 2**64
+        alone = await ask(outsider, merged(hot, {"n": 1, "sampling": {"seed": str(seed)}}))
+        chunks = [r["chunk"] for r in together.responses if "chunk" in r and r.get("index", 0) == index]
+        assert [token for chunk in chunks for token in chunk.get("tokenIds", [])] == alone.token_ids
+
+
+async def test_services_say_what_they_are(outsider: Outsider) -> None:
+    assert outsider.services() >= {
+        "baton.v1.Generation", "vllm.grpc.engine.VllmEngine", "xds.service.orca.v3.OpenRcaService",
+        "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    (info,) = [i async for i in outsider.ask("baton.v1.Generation.GetModelInfo", {})]
+    assert (info["model"], info["hasTokenizer"], info["hasChatTemplate"]) == ("model", True, True)
+    assert re.fullmatch("[0-9a-f]+", info["revision"])
+    for service in ("", "baton.v1.Generation", "vllm.grpc.engine.VllmEngine"):
+        (health,) = [h async for h in outsider.ask("grpc.health.v1.Health.Check", {"service": service})]
+        assert health["status"] == "SERVING"
+
+
+async def test_load_is_told_by_call_and_out_of_band(outsider: Outsider) -> None:
+    (idle,) = [answer async for answer in outsider.ask("baton.v1.Generation.GetLoad", {})]
+    assert (idle["prefillWorkers"], idle["decodeWorkers"], idle.get("waitingRequests", 0)) == (1, 1, 0)
+    assert int(idle["kvTokensTotal"]) > 1000
+    busy = asyncio.create_task(ask(outsider, {"stop": {"maxTokens": 120, "ignoreEos": True}, "n": 4}))
+    peak, reports = 0.0, 0
+    async for report in outsider.ask("xds.service.orca.v3.OpenRcaService.StreamCoreMetrics",
+                                     {"reportInterval": "0.1s"}, timeout_s=60):
+        peak, reports = max(peak, report.get("applicationUtilization", 0.0)), reports + 1
+        assert set(report["utilization"]) == {"kv_cache", "running_requests"}
+        if busy.done():
+            break
+    assert peak > 0
+    assert reports > 1
+    assert len((await busy).finishes) == 4
+
+
+async def test_channelz_shows_the_server(outsider: Outsider) -> None:
+    stub = channelz_pb2_grpc.ChannelzStub(outsider.channel)
+    servers = (await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=5)).server
+    assert any(server.data.calls_started > 0 for server in servers)
+
+
+def vllm_request(prompt: list[int], params: Json, *, stream: bool = False) -> vllm.GenerateRequest:
+    return vllm.GenerateRequest(
+        tokenized=vllm.TokenizedInput(input_ids=prompt), stream=stream,
+        sampling_params=vllm.SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **params}))
+
+
+async def ask_vllm(outsider: Outsider, request: vllm.GenerateRequest) -> list[vllm.GenerateResponse]:
+    stub = vllm_grpc.VllmEngineStub(outsider.channel)
+    return [response async for response in stub.Generate(request, timeout=20)]
+
+
+async def test_vllm_gateways_get_the_same_answer(outsider: Outsider) -> None:
+    """Streamed and whole, with logprobs of prompt and output, against the native service."""
+    prompt = [5, 6, 7, 8]
+    native = await ask(outsider, {"tokenIds": {"ids": prompt}, "numTopLogprobs": 2, "numPromptLogprobs": 1,
+                                  "stop": {"maxTokens": 6, "ignoreEos": True}})
+    wanted = {"max_tokens": 6, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1}
+    *chunks, last = await ask_vllm(outsider, vllm_request(prompt, wanted, stream=True))
+    (whole,) = await ask_vllm(outsider, vllm_request(prompt, wanted))
+    complete = whole.complete
+    assert list(complete.output_ids) == list(last.complete.output_ids) == native.token_ids
+    assert [token for part in chunks for token in part.chunk.token_ids] == native.token_ids
+    assert (complete.finish_reason, complete.prompt_tokens, complete.completion_tokens) == ("length", 4, 6)
+    logprobs = [item for chunk in native.chunks for item in chunk.get("logprobs", [])]
+    assert list(complete.output_logprobs.token_logprobs) == pytest.approx([item["logprob"] for item in logprobs])
+    assert [list(top.token_ids) for top in complete.output_logprobs.top_logprobs] == [
+        [top["tokenId"] for top in item["top"]] for item in logprobs]
+    streamed = [value for part in chunks for value in part.chunk.output_logprobs.token_logprobs]
+    assert streamed == list(complete.output_logprobs.token_logprobs)
+    for scored in (complete.input_logprobs, chunks[0].chunk.input_logprobs):
+        assert list(scored.token_ids) == prompt
+        assert [item.HasField("value") for item in scored.token_logprobs] == [False, True, True, True]
+        assert [len(top.values) for top in scored.top_logprobs] == [0, 1, 1, 1]
+
+
+VLLM_ANSWERS: dict[str, tuple[Json, Any]] = {
+    "n": ({"n": 3}, lambda found: [answer.index for answer in found] == [0, 1, 2]),
+    "top_k": ({"temperature": 1.0, "top_k": 1, "seed": -1}, lambda found: found[0].finish_reason),
+    "stop string": ({"stop": ["b"], "regex": "aabaa", "max_tokens": 9},
+                    lambda found: (found[0].finish_reason, found[0].matched_stop_str) == ("stop", "b")),
+    "stop token": ({"stop_token_ids": [9], "logit_bias": {9: 100.0}},
+                   lambda found: (list(found[0].output_ids), found[0].matched_token_id) == ([9], 9)),
+    "min_tokens": ({"min_tokens": 4}, lambda found: len(found[0].output_ids) == 4),
+    "penalties": ({"frequency_penalty": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1.2, "min_p": 0.1,
+                   "top_p": 0.9}, lambda found: found[0].finish_reason),
+    "json_schema": ({"json_schema": '{"const": 7}', "max_tokens": 9}, lambda found: found[0].finish_reason == "stop"),
+    "choice": ({"choice": vllm.ChoiceConstraint(choices=["a+b", "a.b/c"]), "max_tokens": 9},
+               lambda found: found[0].finish_reason == "stop"),
+    "json_object": ({"json_object": True, "max_tokens": 2}, lambda found: found[0].output_ids),
+    "shape of text": ({"skip_special_tokens": True, "spaces_between_special_tokens": True,
+                       "include_stop_str_in_output": True, "grammar_from_first_token": True},
+                      lambda found: found[0].finish_reason),
+}
+
+
+@pytest.mark.parametrize("name", VLLM_ANSWERS)
+async def test_vllm_fields_have_their_effect(outsider: Outsider, name: str) -> None:
+    params, holds = VLLM_ANSWERS[name]
+    found = [response.complete for response in await ask_vllm(outsider, vllm_request([5, 6, 7], params))]
+    assert holds(sorted(found, key=lambda answer: answer.index)), found
+
+
+VLLM_REFUSED: dict[str, tuple[Json, Json, grpc.StatusCode, str]] = {
+    "kv_transfer_params_json": ({"kv_transfer_params_json": "{}"}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
+    "mm_inputs": ({"mm_inputs": vllm.MultimodalInputs()}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
+    "extra_mm_inputs": ({"extra_mm_inputs": [vllm.MultimodalInputs()]}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
+    "media_refs": ({"media_refs": vllm.MediaRefs()}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
+    "data_parallel_rank": ({"data_parallel_rank": 1}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
+    "sampling_params.grammar": ({}, {"grammar": "root ::= x"}, grpc.StatusCode.UNIMPLEMENTED, ""),
+    "sampling_params.structural_tag": ({}, {"structural_tag": "{}"}, grpc.StatusCode.UNIMPLEMENTED, ""),
+    "sampling_params.truncate_prompt_tokens": ({}, {"truncate_prompt_tokens": 1}, grpc.StatusCode.UNIMPLEMENTED, ""),
+    "sampling_params.top_p": ({}, {"top_p": 2.0}, grpc.StatusCode.INVALID_ARGUMENT, "at most 1"),
+    "sampling_params.n": ({}, {"n": 99}, grpc.StatusCode.INVALID_ARGUMENT, "between 1 and 16"),
+    "sampling_params.logprobs": ({}, {"logprobs": -1}, grpc.StatusCode.INVALID_ARGUMENT, "whole vocabulary"),
+    "sampling_params.regex": ({}, {"regex": "("}, grpc.StatusCode.INVALID_ARGUMENT, "unclosed group"),
+    "tokenized.input_ids": ({"tokenized": vllm.TokenizedInput()}, {}, grpc.StatusCode.INVALID_ARGUMENT, "not be empty"),
+}
+
+
+@pytest.mark.parametrize("field", VLLM_REFUSED)
+async def test_vllm_fields_that_baton_lacks_are_refused_by_name(outsider: Outsider, field: str) -> None:
+    fields, params, code, text = VLLM_REFUSED[field]
+    request = vllm_request([5, 6], params)
+    request.MergeFrom(vllm.GenerateRequest(**fields))
+    if "tokenized" in fields:
+        request.tokenized.CopyFrom(fields["tokenized"])
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await ask_vllm(outsider, request)
+    assert failed.value.code() is code
+    (violation,) = details_of(failed.value)["BadRequest"].field_violations
+    assert violation.field == field
+    assert text in violation.description
+
+
+async def test_vllm_control_calls(outsider: Outsider) -> None:
+    stub = vllm_grpc.VllmEngineStub(outsider.channel)
+    assert (await stub.HealthCheck(vllm.HealthCheckRequest(), timeout=5)).healthy
+    info = await stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=5)
+    assert (info.served_model_name, info.is_generation, list(info.architectures)) == ("model", True,
+                                                                                     ["Qwen3_5ForCausalLM"])
+    assert (info.model_type, list(info.eos_token_ids)) == ("qwen3_5_text", [0, 3])
+    reading = asyncio.create_task(ask_vllm(outsider, vllm.GenerateRequest(
+        request_id="long", text="Mia", stream=True,
+        sampling_params=vllm.SamplingParams(max_tokens=400, ignore_eos=True))))
+    active = 0
+    while not active:
+        active = (await stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=5)).active_requests
+    (load,) = (await stub.GetLoads(vllm.GetLoadsRequest(), timeout=5)).loads
+    assert load.num_total_reqs <= 1, "as of the workers' last reports"
+    assert load.max_total_num_tokens > 1000
+    await stub.Abort(vllm.AbortRequest(request_ids=["long"]), timeout=5)
+    assert (await reading)[-1].complete.finish_reason == "abort"
+    parts = [part async for part in stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=5)]
+    data = b"".join(part.data for part in parts)
+    assert parts[-1].sha256 == hashlib.sha256(data).hexdigest()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.read("tokenizer.json") == (MODEL / "tokenizer.json").read_bytes()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Embed(vllm.EmbedRequest(), timeout=5)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
