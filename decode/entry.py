@@ -60,6 +60,11 @@ class Entry:
         return len(self.request.prompt_token_ids) + len(self.outputs)
 
     @property
+    def num_left(self) -> int:
+        """Tokens it may still draw, as far as the request goes."""
+        return self.request.max_tokens - len(self.outputs)
+
+    @property
     def owner(self) -> str:
         """In the ledgers of pages and slots."""
         return f"request {self.key}"

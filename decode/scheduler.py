@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from decode.entry import Drawn, Emit, Entry, Failed, Finished
-from decode.memory import RequestMemory, Reservation
+from decode.memory import DecodeLoad, RequestMemory, Reservation
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
 from decode.steps import DecodeLimits, StepBuilder
 from engine.batch import ForwardBatch, ForwardMode
@@ -31,14 +31,6 @@ from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError
 
 _DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
-
-
-@dataclass(frozen=True)
-class DecodeLoad:
-    running_requests: int
-    waiting_requests: int
-    pages_free: int
-    slots_free: int
 
 
 @dataclass
@@ -117,7 +109,8 @@ class DecodeScheduler:
             self._since_s = self.clock.now()
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
-        beginning = [entry for entry in ready if entry.draft.landed and self._num_draft_tokens(entry)]
+        beginning = [entry for entry in ready if entry.draft.landed and entry.num_left > 1
+                     and self._num_draft_tokens(entry)]
         if replays:
             batch = self._steps.replay(replays)
         else:

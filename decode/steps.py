@@ -100,8 +100,7 @@ class StepBuilder:
 
     def _verified_row(self, entry: Entry) -> Row:
         """The newest token with the tree drafted after it. What counts as computed is known once it is verified."""
-        num_left = min(entry.request.max_tokens - len(entry.outputs),
-                       self.limits.max_context_tokens - entry.num_tokens)
+        num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
         max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1
         tree, spec = entry.draft.verify(entry.computed, max_nodes=max_nodes, max_depth=num_left - 1,
                                         num_draft_tokens=self.draft_tokens(entry))

@@ -52,7 +52,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         spec_topk: Annotated[int | None, typer.Option(help="Drafted continuations per node; 1: chains.")] = None,
         spec_steps: Annotated[int | None, typer.Option(help="Tokens drafted ahead at most.")] = None,
         spec_draft_tokens: Annotated[int | None, typer.Option(help="Drafted tokens per step and request.")] = None,
-        spec_prompt: Annotated[bool | None, typer.Option(help="Prefill pools draft too, over the prompt.")] = None,
+        spec_prompt: Annotated[bool | None, typer.Option(help="Hand over what the draft made of prompts.")] = None,
         spec_adaptive: Annotated[bool | None, typer.Option(help="Shorten drafts while that yields more.")] = None,
         drain_s: Annotated[float | None, typer.Option(help="Seconds SIGTERM leaves running requests.")] = None,
         config: Annotated[Path | None, typer.Option(help="TOML file; flags beat it.")] = None,
