@@ -69,8 +69,9 @@ def test_a_draft_that_is_always_right_s2_6(target: str, shape: str, size: int) -
         assert sum(drafter.accepted) >= num_drawn * depth // (depth + 1) - len(WANTED) * depth
 
 
-@pytest.mark.parametrize(("shape", "size"), [("chain 3", 2), ("tree 4x4/15", 3)])
-@pytest.mark.parametrize("target", [*TARGETS, "glm-5 bfloat16"])
+@pytest.mark.parametrize(("shape", "size"), [("chain 1", 1), ("chain 3", 2), ("chain 5", 3), ("tree 4x4/15", 3),
+                                             ("tree 8x5/31", 2)])
+@pytest.mark.parametrize("target", [*(target for target in TARGETS if target not in SELECTING), "glm-5 bfloat16"])
 def test_a_draft_that_is_sometimes_right(target: str, shape: str, size: int) -> None:
     drafter = drafter_for(target, SHAPES[shape], error_rate=0.3)
     assert_changes_nothing(target, size, drafter)

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engine.batch import ForwardMode, SamplingRow
 from engine.model import StageOutput
@@ -20,7 +22,7 @@ from models.drafts.loader import read_draft
 from models.loader import read_model
 from pool.speculation import draft_attention
 from runtime.errors import ConfigError
-from tests.support.checkpoints import add_nextn, make_checkpoint
+from tests.support.checkpoints import add_nextn, make_checkpoint, oracle
 from tests.support.drafters import CHAINS, TREES, Shape
 from tests.support.nextn import NextNOracle, nan_pools
 from tests.support.tiny_models import LLAMA, tiny
@@ -46,7 +48,7 @@ def drafter(folder: Path, draft: Path, shape: Shape) -> EagleDrafter:
     return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth)
 
 
-def proposed(folder: Path, draft: Path, shape: Shape, features: torch.Tensor, tokens: list[int]) -> TokenTree:
+def proposed(folder: Path, draft: Path, shape: Shape, features: Tensor, tokens: list[int]) -> TokenTree:
     """After a prompt whose tokens have these features, the last of `tokens` being drawn."""
     made = drafter(folder, draft, shape)
     batch = build_batch(ForwardMode.PREFILL, [Row(1, [9, *tokens[:-1]], 0, [3, 5, 2], 0,
@@ -88,11 +90,32 @@ def test_a_folder_with_the_draft_alone_is_the_same_draft(made: Maker, tmp_path: 
     assert proposed(folder, tmp_path, shape, FEATURES, TOKENS) == proposed(folder, folder, shape, FEATURES, TOKENS)
 
 
-def test_glm4_moe_brings_a_layer_with_plain_attention(made: Maker) -> None:
+@torch.no_grad()
+def test_glm4_moe_chains_are_those_of_transformers(made: Maker, tmp_path: Path) -> None:
+    """Its layer has plain attention: transformers runs it as the fifth layer of a model of five."""
     folder = made("glm4_moe")
-    tree = proposed(folder, folder, CHAINS["chain 3"], FEATURES, TOKENS)
-    assert len(tree) == 3
-    assert tree == proposed(folder, folder, CHAINS["chain 3"], FEATURES, TOKENS)
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+    model: Any = oracle(tmp_path).model
+    own = {name: tensors[f"model.layers.4.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config["rms_norm_eps"])
+
+    tokens, hidden, expected = list(TOKENS), normed(FEATURES, tensors["model.norm.weight"]), []
+    for _ in range(3):
+        embedded = normed(tensors["model.embed_tokens.weight"][tokens], own["enorm"])
+        x = (torch.cat([embedded, normed(hidden, own["hnorm"])], -1) @ own["eh_proj"].t())[None]
+        positions = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
+        out = model.layers[4](x, position_embeddings=model.rotary_emb(x, positions), attention_mask=mask,
+                              position_ids=positions)
+        last = normed((out[0] if isinstance(out, tuple) else out).reshape(-1, 64)[-1], own["shared_head.norm"])
+        expected.append(int((tensors["lm_head.weight"] @ last).argmax()))
+        tokens, hidden = [*tokens, expected[-1]], torch.cat([hidden, last[None]])
+    assert list(proposed(folder, folder, CHAINS["chain 3"], FEATURES, TOKENS).token_ids) == expected
 
 
 @pytest.mark.parametrize(("fields", "complaint"), [
