@@ -66,7 +66,8 @@ def attributes(span: Any) -> dict[str, str]:  # noqa: ANN401 - a message of unty
 
 async def test_one_request_is_one_trace_over_all_roles(checkpoint: Path) -> None:
     async with (collector() as (heard, endpoint),
-                cluster_in_process(checkpoint, decode_pp=2, otel_endpoint=endpoint) as client):
+                cluster_in_process(checkpoint, decode_pp=2, otel_endpoint=endpoint,
+                                   router={"otel_endpoint": endpoint}) as client):
         query = Query((5, 6, 7), stop=Stop(max_tokens=4, ignore_eos=True), request_id="traced")
         async for _ in client.generate(query, traceparent=TRACEPARENT):
             pass

@@ -28,9 +28,10 @@ START_TIMEOUT_S = 60.0
 async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp: int = 1, prefill_partition: str = "",
                              decode_partition: str = "", prefill: Mapping[str, object] = MappingProxyType({}),
                              decode: Mapping[str, object] = MappingProxyType({}),
+                             router: Mapping[str, object] = MappingProxyType({}),
                              **settings: object) -> AsyncIterator[AsyncBatonClient]:
-    """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage, `prefill` and `decode` those
-    of one role only. On leaving, whatever was asked must have been given back."""
+    """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage, `prefill`, `decode` and
+    `router` those of one role only. On leaving, whatever was asked must have been given back."""
     torch.set_num_threads(1)
     stop = StopSignal()
     tasks: list[asyncio.Task[None]] = []
@@ -42,10 +43,10 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
                 pool = WorkerConfig.model_validate({"model": checkpoint, "drain_s": 0.5, **settings, **own,
                                                     "world_size": size, "partition": partition})
                 leaders[role.name] = await _start_pool(role, pool, Path(folder), tasks, stop)
-            router = RouterConfig(model=checkpoint, prefill=(leaders["prefill"],), decode=(leaders["decode"],),
-                                  listen="127.0.0.1:0", announce=Path(folder) / "router.json", drain_s=0.5,
-                                  otel_endpoint=str(settings.get("otel_endpoint", "")))
-            tasks.append(asyncio.create_task(serve(router, stop)))
+            config = RouterConfig.model_validate({
+                "model": checkpoint, "prefill": (leaders["prefill"],), "decode": (leaders["decode"],),
+                "listen": "127.0.0.1:0", "announce": Path(folder) / "router.json", "drain_s": 0.5, **router})
+            tasks.append(asyncio.create_task(serve(config, stop)))
             async with AsyncBatonClient(await _announced(Path(folder) / "router.json", tasks)) as client:
                 await _until(client, is_ready=True)
                 yield client
