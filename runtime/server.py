@@ -31,8 +31,8 @@ _HARD_LIMIT_FACTOR = 4
 @dataclass(frozen=True)
 class ServerOptions:
     """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never. `channelz` shows
-    sockets and calls of the whole process to whoever may watch workers. `health_listen`
-    serves health once more, in plain text: for probes that know no TLS, as Kubernetes' own."""
+    sockets and calls of the whole process to whoever may watch workers. `health_listen` serves health once more, in
+    plain text: for probes that know no TLS, as Kubernetes' own."""
 
     listen: str
     max_message_bytes: int = 16 << 20

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.access import METHODS, Access, PeerRole, access_to, check_role, roles_of
+from runtime.access import METHODS, SERVICES, Access, PeerRole, access_to, check_role, roles_of
 from runtime.errors import PermissionDeniedError
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
@@ -59,6 +59,20 @@ def test_what_nobody_has_thought_of_is_closed() -> None:
             check_role(method, frozenset(PeerRole), pool=PeerRole.DECODE)
     with pytest.raises(PermissionDeniedError):
         check_role("/baton.v1.Pipeline/Join", frozenset(PeerRole), pool=None)
+
+
+def test_the_page_on_security_has_every_row() -> None:
+    page = (PROTOS.parent / "docs" / "security.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("|")]
+    rows = {name: row for row in table for name in re.findall(r"`([\w.]+/[\w*]+)`", row)}
+    every = {method.removeprefix("/"): access for method, access in METHODS.items()}
+    every |= {f"{service}/*": access for service, access in SERVICES.items() if access is not Access.OPEN}
+    said = {Access.CLIENT: "clients", Access.ROUTER: "| `router` |", Access.WATCHER: "`router`, `operator`",
+            Access.POOL: "`prefill` on a prefill pool, `decode` on a decode pool"}
+    for name, access in every.items():
+        row = rows.get(name) or rows.get(f"{name.partition('/')[0]}/*")
+        assert row is not None, f"docs/security.md does not say who may call {name}"
+        assert said[access] in row
 
 
 def test_health_and_reflection_are_open() -> None:
