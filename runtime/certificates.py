@@ -95,6 +95,7 @@ class CertificateStore:
 
 def _check_certificates(setting: str, pem: bytes) -> None:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
+        # Bundles have comments in all languages between their certificates, which are ASCII.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", errors="ignore"))
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"{setting}: no PEM certificates: {error}", field=setting) from error

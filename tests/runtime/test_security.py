@@ -100,6 +100,15 @@ async def test_tls_serves_who_trusts_it_and_nobody_else(authority: Authority, tm
                 await ask(in_the_clear)
 
 
+async def test_bundles_may_have_comments(authority: Authority, tmp_path: Path) -> None:
+    files = authority.files(tmp_path, "router")
+    files.ca.write_bytes("# Főtanúsítvány\n".encode() + Authority("another").pem + authority.pem)
+    async with serving(ServerSecurity(CertificateStore(files))) as address:
+        known = authority.issue("client")
+        async with plain_client(address, files.ca.read_bytes(), known.key, known.certificate) as channel:
+            assert await ask(channel) == "echo"
+
+
 async def test_mutual_tls_refuses_strangers_expired_and_nameless(authority: Authority, tmp_path: Path) -> None:
     async with serving(ServerSecurity(authority.store(tmp_path, "router"))) as address:
         known = authority.issue("client")
