@@ -216,7 +216,9 @@ class DecodeLeg:
         self.stream, self.due_at = None, None
         _suspect(self._booking, error)
         self._tried |= {self.address}
-        self._search = self._leg.group.create_task(self._reopen(error, self.compatibility))
+        # What the prompt's source sends must fit, which is more than what fits the pool that is left.
+        wanted = self.compatibility if self._source is None else self._source.compatibility
+        self._search = self._leg.group.create_task(self._reopen(error, wanted))
 
     def close(self) -> None:
         """Idempotent."""

@@ -161,10 +161,11 @@ async def test_only_compatible_pairs_are_made() -> None:
 async def test_a_draft_pairs_with_itself_and_with_none_but_not_with_another() -> None:
     fabric, journal = Fabric(), Journal()
     source = FakePrefill("p", fabric, journal, compatibility="m+d")
-    pools = [FakeDecode(f"d {c}", fabric, journal, compatibility=c) for c in ("m+d", "m", "m+e")]
+    pools = [FakeDecode(f"d {c}", fabric, journal, compatibility=c, max_running=1) for c in ("m+d", "m", "m+e")]
     async with running_router(source, *pools) as router:
         await asyncio.gather(*(router.ask(token_request([i], max_tokens=2)) for i in range(30)))
         assert router.directory.has_decode("m+e")
+    assert pools[1].refused, "a pool that takes both looked for another"
     assert {worker for worker, _ in journal.entries} == {"p", "d m+d", "d m"}
 
 
