@@ -18,7 +18,7 @@ from engine.sampling.sampler import sample
 from runtime.errors import InternalError, InvalidRequestError
 from runtime.grammar import Grammar, Grammars, Matcher
 
-MAX_MATCHERS = 4096
+MAX_MATCHERS = 1024
 
 
 class GuidedSampler:

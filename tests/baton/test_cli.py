@@ -44,6 +44,15 @@ async def test_generate_streams_text(address: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "one two \n", "")
 
 
+async def test_choices_are_shown_when_they_are_whole_and_a_missing_schema_is_one_line(address: str) -> None:
+    done = await baton("generate", "one two", "--n", "2", "--regex", "x", "--target", address)
+    assert (done.returncode, done.stdout) == (0, "[0] one two \n")  # the echo knows one choice
+    done = await baton("generate", "one", "--json-schema", "/nowhere", "--target", address)
+    assert done.returncode == 2
+    assert done.stderr.startswith("baton: --json-schema: cannot read /nowhere")
+    assert done.stderr.count("\n") == 1
+
+
 async def test_generate_json_is_one_object_per_event(echo: EchoGeneration, address: str) -> None:
     done = await baton("generate", "4,5", "--ids", "--json", "--no-speculate", "--target", address)
     assert [(request.HasField("speculate"), request.speculate) for request in echo.requests] == [(True, False)]

@@ -1,0 +1,69 @@
+"""What a refused client is told besides the status: when to come back, in the details and in the trailer gRPC obeys."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from router.admission import AdmissionLimits
+from runtime.errors import CapacityError
+from tests.router.harness import RouterHarness, running_router, token_request
+from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point
+from tests.support.outside import details_of
+
+
+def pair() -> tuple[FakePrefill, FakeDecode]:
+    fabric, journal = Fabric(), Journal()
+    return FakePrefill("prefill", fabric, journal), FakeDecode("decode", fabric, journal)
+
+
+async def refusal(router: RouterHarness, timeout_s: float = 20) -> tuple[grpc.StatusCode, dict[str, Any], str | None]:
+    """Code, details and pushback trailer."""
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        _ = [response async for response in router.stub.Generate(token_request([1]), timeout=timeout_s)]
+    trailers = dict(failed.value.trailing_metadata())
+    pushback = trailers.get("grpc-retry-pushback-ms")
+    return failed.value.code(), details_of(failed.value), None if pushback is None else str(pushback)
+
+
+async def test_a_full_queue_names_its_limit_and_when_to_come_back() -> None:
+    async with running_router(*pair(), admission=AdmissionLimits(max_waiting=0)) as router:
+        code, details, pushback = await refusal(router)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details["ErrorInfo"].reason == "OUT_OF_CAPACITY"
+    assert details["QuotaFailure"].violations[0].subject == "router queue"
+    assert pushback == str(details["RetryInfo"].retry_delay.ToMilliseconds())
+
+
+async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
+    async with running_router(*pair(), start_workers=False) as router:
+        code, details, pushback = await refusal(router)
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert details["ErrorInfo"].reason == "UNAVAILABLE"
+    assert pushback == str(details["RetryInfo"].retry_delay.ToMilliseconds())
+
+
+async def test_a_pool_that_stays_full_says_which_resource_is() -> None:
+    prefill, decode = pair()
+    decode.fail_at(Point.RESERVE, CapacityError("no pages", resource="pages", retry_after_s=2.5), times=1000)
+    async with running_router(prefill, decode) as router:
+        code, details, pushback = await refusal(router)
+        await router.assert_nothing_left()
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details["QuotaFailure"].violations[0].subject == "pages"
+    assert pushback == "2500"
+
+
+async def test_a_deadline_ends_the_request_on_every_worker() -> None:
+    prefill, decode = pair()
+
+    async def never(_: object) -> None:
+        await asyncio.sleep(30)
+
+    prefill.at(Point.COMPUTED, never)
+    async with running_router(prefill, decode) as router:
+        code, _, pushback = await refusal(router, timeout_s=0.3)
+        await router.assert_nothing_left()
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert pushback is None
