@@ -205,6 +205,7 @@ class _Arrival:
             failed = session.state is ReceiveState.FAILED
             if failed and isinstance(session.error, IntegrityError):
                 self._parts.arrivals.integrity_failures.inc()
+                self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
                 await self._hear_the_router_out()
                 raise session.error
             new_source = await self._handle_arrival(

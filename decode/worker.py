@@ -70,6 +70,7 @@ class DecodeLeading:
 
     def _observe_speculation(self, parts: LeaderParts) -> None:
         metrics = SpeculationMetrics.create(parts.registry)
+        metrics.accepted.labels("1")  # a draft that nothing is ever accepted from must show as zero, not as nothing
 
         def on_verified(step: VerifiedStep, num_running: int) -> None:
             parts.meters.work.output_tokens.inc(sum(step.accepted))  # each row's own token is counted with the step

@@ -223,6 +223,8 @@ ROUTER = Dashboard("baton-router", "Baton / Router", "Who gets what, who is aske
     Panel("Choices", "ops", "By policy and result.",
           (Query(rate("baton_router_decisions_total", "policy, result"), "{{policy}} {{result}}"),)),
     Panel("Time of a choice", "s", "", quantiles("baton_router_pick_seconds")),
+    Panel("Moved", "cps", "Requests that went on with another pair after their decode pool was lost, or could not.",
+          (Query(rate("baton_migrations_total", "type, outcome"), "{{type}} {{outcome}}"),)),
     Panel("Tried again", "cps", "Requests given to another worker, by role and reason.",
           (Query(rate("baton_router_retries_total", "role, reason"), "{{role}} {{reason}}"),)),
 ))

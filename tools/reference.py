@@ -20,6 +20,10 @@ Every process serves these at `/metrics` (`--metrics-port`). Names, types, label
 (`deploy/metrics.yaml`). Histograms also have `_bucket`, `_sum` and `_count`. A *follower* is a stage behind its pool's
 leader. Labels never hold anything a client chose. Besides these there are the usual `process_*` and `python_*` figures.
 
+A gateway that follows the model-server protocol of the Gateway API inference extension reads `baton_queue_depth`
+(waiting), `baton_router_running` or `baton_running` (running), `baton_kv_usage_ratio` (share of the cache in use) and
+`baton_cache_config_info` (page size and pages).
+
 | Name | Type | Unit | Labels | Exported by | Meaning |
 |---|---|---|---|---|---|
 """

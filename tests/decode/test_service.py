@@ -79,6 +79,7 @@ async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(p
         await stream.ended()
     assert pools.next_batch() is None
     assert pools.metric("baton_kv_integrity_failures_total") == 1
+    assert pools.metric("baton_kv_transfer_failures_total", reason="digest_mismatch") == 1
     await assert_gone(pools, landing.session_id)
     pools.network.fault = None
     pools.source.close(landing.session_id)
