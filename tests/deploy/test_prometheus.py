@@ -1,108 +1,214 @@
-"""A real Prometheus with the project's rules watches a real cluster: rules give series, an alert fires and clears."""
+"""A real Prometheus with the project's rules watches two clusters that get into every trouble an alert knows.
+
+"shop" is a cluster of real processes with a draft whose tokens are hardly ever accepted, uneven stages and too few
+pages, under load; its prefill worker is killed, and stage 0 of its decode pool. "lab" runs in this process, so that its
+bytes, pages and workers can be broken on purpose. Every query of every dashboard must give series, every alert must
+fire and clear.
+
+Time runs faster: every duration of the rules is divided by SCALE, scrapes and evaluations come four times a second.
+Thresholds that are a user's patience, or a matter of how busy this machine is, are lowered: see LOWERED.
+"""
 
 import asyncio
-import json
-import shutil
-import urllib.parse
-import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import math
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+import pytest
 import yaml
 
+from baton.client import AsyncBatonClient
+from baton.values import Query, Sampling, Stop
+from decode.worker import DecodeRole
+from prefill.worker import PrefillRole
+from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
+from runtime.client import open_channel
+from runtime.errors import BatonError
 from tests.deploy.manifests import DEPLOY
 from tests.support.checkpoints import make_checkpoint
 from tests.support.clusters import RunningCluster, running_cluster
+from tests.support.eagle import save_draft
+from tests.support.laboratory import DamagingUcx, Laboratory, laboratory
 from tests.support.questions import as_query, make_questions
+from tools.panels import DASHBOARDS
+from tools.pictures import draw, plain
+from tools.prometheus import Prometheus, Target, prometheus, scaled
 
-LOCAL = "127.0.0.1"
-# Series that need what this cluster does not have: a draft.
-WITHOUT_DRAFT = {"instance:baton_spec_accepted:ratio_10m"}
-Series = list[dict[str, Any]]
+SCALE = 240  # an alert that waits ten minutes waits two and a half seconds
+INTERVAL_S, RATE_INTERVAL = 0.25, "4s"
+LOWERED = {"BatonQueueOld": ("> 30", "> 2"), "BatonFirstTokenSlow": ("> 5", "> 2"),
+           "BatonPipelineIdle": ("> 0.5", "> 0.2")}
+WAIT_S = 45.0
+RULES = (DEPLOY / "alerts" / "rules.yaml").read_text()
 
 
-class Prometheus:
-    """A running server's query API."""
+class Watch:
+    """Which alerts have fired, and where."""
 
-    def __init__(self, port: int) -> None:
-        self._url = f"http://{LOCAL}:{port}/api/v1/query?"
+    def __init__(self, server: Prometheus) -> None:
+        self._server = server
+        self._began_s = time.monotonic()
+        self.fired: set[tuple[str, str]] = set()
 
-    async def query(self, expression: str) -> Series:
-        url = self._url + urllib.parse.urlencode({"query": expression})
-        reply = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(url, timeout=5)))
-        result: Series = reply["data"]["result"]
-        return result
+    async def run(self) -> None:
+        while True:
+            for series in await self._server.query('ALERTS{alertstate="firing"}'):
+                self.fired.add((series["metric"]["alertname"], series["metric"].get("namespace", "")))
+            await asyncio.sleep(0.2)
 
-    async def until(self, expression: str, holds: Callable[[Series], bool], timeout_s: float) -> Series:
-        """The first answer for which `holds` is true."""
-        answer: Series | str = "no answer"
+    async def until_fired(self, namespace: str, *alerts: str) -> None:
+        print(f"{time.monotonic() - self._began_s:6.1f} s: {namespace} waits for {', '.join(alerts)}")
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        answer = await self.query(expression)
-                    except OSError as error:  # it is still starting
-                        answer = str(error)
-                    if not isinstance(answer, str) and holds(answer):
-                        return answer
-                    await asyncio.sleep(0.2)
+            async with asyncio.timeout(WAIT_S):
+                while not {(alert, namespace) for alert in alerts} <= self.fired:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
         except TimeoutError:
-            raise AssertionError(f"{expression}: not within {timeout_s} s, last {answer}") from None
+            missing = {(alert, namespace) for alert in alerts} - self.fired
+            pending = await self._server.query('ALERTS{alertstate="pending"}')
+            seen = {f"{one['metric'].get('namespace')} {one['metric'].get('job', '')}": one["value"][1]
+                    for one in await self._server.query("baton_pp_bubble_ratio or baton_preemptions_total")}
+            raise AssertionError(f"did not fire within {WAIT_S} s: {missing}; pending {pending}; {seen}") from None
 
 
-def _write_configuration(folder: Path, targets: dict[str, int]) -> Path:
-    """Everything once a second, and alerts without their patience."""
-    rules = yaml.safe_load((DEPLOY / "alerts" / "rules.yaml").read_text())
-    for group in rules["groups"]:
-        for rule in group["rules"]:
-            rule.pop("for", None)
-    (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
-    jobs = [{"job_name": name, "static_configs": [{"targets": [f"{LOCAL}:{port}"]}]} for name, port in targets.items()]
-    path = folder / "prometheus.yaml"
-    path.write_text(yaml.safe_dump({"global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-                                    "rule_files": ["rules.yaml"], "scrape_configs": jobs}))
-    return path
+def _rules() -> dict[str, object]:
+    rules = scaled(RULES, SCALE)
+    for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+        if rule.get("alert") in LOWERED:
+            before, after = LOWERED[rule["alert"]]
+            assert before in rule["expr"]
+            rule["expr"] = rule["expr"].replace(before, after)
+    return rules
+
+
+def _named(kind: str) -> set[str]:
+    return {rule[kind] for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"] if kind in rule}
+
+
+async def _ask(client: AsyncBatonClient, query: Query) -> None:
+    with suppress(BatonError):
+        await client.complete(query, timeout_s=60)
 
 
 @asynccontextmanager
-async def prometheus(folder: Path, targets: dict[str, int], port: int) -> AsyncIterator[Prometheus]:
-    program = shutil.which("prometheus")
-    assert program is not None, "prometheus is needed to test the rules: install it (Debian: prometheus)"
-    with (folder / "prometheus.out").open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            program, f"--config.file={_write_configuration(folder, targets)}", f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address={LOCAL}:{port}", "--log.level=warn", stdout=output, stderr=output)
+async def load(client: AsyncBatonClient, *, clients: int, prompt: int, tokens: int) -> AsyncIterator[None]:
+    """So many clients, each asking again as soon as it is answered."""
+    async def ask_on(seed: int) -> None:
+        while True:
+            for index in range(100):
+                await _ask(client, Query((index + 1,) * prompt, Sampling(seed=seed), Stop(tokens, ignore_eos=True)))
+                await asyncio.sleep(0.05)
+
+    tasks = [asyncio.create_task(ask_on(seed)) for seed in range(clients)]
     try:
-        yield Prometheus(port)
+        yield
     finally:
-        process.kill()
-        await process.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ask(running: RunningCluster, count: int) -> None:
-    questions = make_questions(count, seed=5, max_prompt=40, max_tokens=6)
-    await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60) for question in questions))
+async def shop_troubles(shop: RunningCluster, watch: Watch) -> None:
+    async with load(shop.client, clients=6, prompt=60, tokens=80):
+        await watch.until_fired("shop", "BatonPreempting", "BatonPipelineIdle", "BatonDraftsRejected")
+        for name in ("prefill-0", "decode-0.0"):
+            shop.cluster.processes[name].kill()
+            await asyncio.sleep(1)  # what a router asks again for one must not wait for the other
+        await watch.until_fired("shop", "BatonProcessDown", "BatonRoleDown")
+        await shop.cluster.wait_serving(timeout_s=60)
+        await asyncio.sleep(2)  # retries that ended well
 
 
-async def test_rules_give_series_and_alerts_fire_and_clear(tmp_path: Path, unused_tcp_port: int) -> None:
+async def lab_troubles(lab: Laboratory, server: Prometheus, watch: Watch, shop: list[Target]) -> None:
+    known = [*shop, *_lab_targets(lab)]
+    await lab.start_worker("extra", PrefillRole())  # no router was told of it
+    server.watch([*shop, *_lab_targets(lab)])
+    await watch.until_fired("lab", "BatonWorkerUnused")
+    server.watch(known)
+    await lab.roles.pop("extra").end()
+    await _refused_handshakes(lab, 3)
+
+    DamagingUcx.armed = True
+    async with load(lab.client, clients=2, prompt=70, tokens=4):
+        await watch.until_fired("lab", "BatonBytesDamaged", "BatonHandoffsFail", "BatonRequestsFail")
+    DamagingUcx.armed = False
+
+    held = await lab.hold_every_page()
+    async with load(lab.client, clients=60, prompt=20, tokens=40):
+        await watch.until_fired("lab", "BatonPagesShort", "BatonQueueOld")
+        await lab.let_go(held)
+        await watch.until_fired("lab", "BatonFirstTokenSlow")
+
+    await lab.lose_a_page()
+    await watch.until_fired("lab", "BatonPoolImbalance", "BatonRoleDown")
+    await lab.roles["decode"].end()
+    await watch.until_fired("lab", "BatonProcessDown")
+    await lab.start_worker("decode", DecodeRole())
+    await lab.until_serving()
+
+
+async def _refused_handshakes(lab: Laboratory, count: int) -> None:
+    """A router that mixes up pools offers terms of another model."""
+    request = types_pb2.EngineRequest(request_id="stranger", prompt_token_ids=[1], max_tokens=1)
+    opening = decode_pb2.DecodeOpen(request=request, source=transfer_pb2.SourceTerms(
+        compatibility="another", num_tokens=1, page_size=64, chunk_tokens=64, page_ids=[1]))
+    async with open_channel(lab.roles["decode"].announcement.address) as channel:
+        for _ in range(count):
+            call = decode_pb2_grpc.DecodeStub(channel).Generate(iter([decode_pb2.DecodeRequest(open=opening)]))
+            assert "FAILED_PRECONDITION" in str(await call.code())
+            await asyncio.sleep(2 * INTERVAL_S)
+
+
+def _lab_targets(lab: Laboratory) -> list[Target]:
+    return [Target(name, role.announcement.metrics_port or 0, "lab") for name, role in lab.roles.items()]
+
+
+async def _is_quiet(shop: RunningCluster, lab: Laboratory, server: Prometheus, num_targets: int) -> None:
+    """Two healthy clusters with a little to do: every recording rule gives series, nothing that matters fires."""
+    await server.until("baton_build_info", lambda series: len(series) == num_targets, timeout_s=30)
+    questions = [as_query(question) for question in make_questions(3, seed=5, max_prompt=40, max_tokens=6)]
+    for _ in range(3):  # a labelled counter's first sample is no increase yet
+        await asyncio.gather(*(client.complete(query, timeout_s=60) for query in questions
+                               for client in (shop.client, lab.client)))
+        await asyncio.sleep(2 * INTERVAL_S)
+    for name in _named("record"):
+        await server.until(name, bool, timeout_s=20)
+    assert await server.query('ALERTS{alertstate="firing", severity=~"warning|critical"}') == []
+
+
+@pytest.mark.timeout(240)  # about a minute when the machine has nothing else to do
+async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
+        tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3_5_text")
-    async with running_cluster(checkpoint, decode_pp=2) as running:
-        targets = {name: await running.metrics_port(name) for name in running.cluster.processes}
-        async with prometheus(tmp_path, targets, unused_tcp_port) as server:
-            await server.until("baton_build_info", lambda series: len(series) == len(targets), timeout_s=30)
-            await _ask(running, 1)  # a labelled counter's first sample is no increase yet
-            await server.until("baton_e2e_seconds_count", bool, timeout_s=20)
-            await _ask(running, 4)
-            rules = yaml.safe_load((tmp_path / "rules.yaml").read_text())["groups"][0]["rules"]
-            for name in {rule["record"] for rule in rules} - WITHOUT_DRAFT:
-                await server.until(name, bool, timeout_s=20)
-            assert await server.query('ALERTS{severity=~"warning|critical"}') == [], "a healthy cluster is quiet"
-            running.cluster.processes["decode-0.0"].kill()
-            (alert,) = await server.until('ALERTS{alertname="BatonRoleDown"}', bool, timeout_s=20)
-            assert alert["metric"]["role"] == "decode"
-            assert alert["metric"]["alertstate"] == "firing"
-            await server.until('ALERTS{alertname="BatonProcessDown", job="decode-0.0"}', bool, timeout_s=20)
-            await running.cluster.wait_serving(timeout_s=60)
-            await server.until('ALERTS{alertname="BatonRoleDown"}', lambda series: not series, timeout_s=20)
+    draft = save_draft(tmp_path / "draft", layers=(0, 1, 3))
+    flags = ("--draft", str(draft), "--no-spec-adaptive", "--num-pages", "14", "--max-running", "6")
+    began = time.time()
+    async with (prometheus(tmp_path, _rules(), port=unused_tcp_port, interval_s=INTERVAL_S) as server,
+                running_cluster(checkpoint, decode_pp=2, decode_partition="1,3", worker_flags=flags) as shop,
+                laboratory(checkpoint, tmp_path, monkeypatch) as lab):
+        targets = [Target(name, await shop.metrics_port(name), "shop") for name in shop.cluster.processes]
+        server.watch([*targets, *_lab_targets(lab)])
+        await _is_quiet(shop, lab, server, len(targets) + len(lab.roles))
+        watch = Watch(server)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch.run())
+            await shop_troubles(shop, watch)
+            await lab_troubles(lab, server, watch, targets)
+            watching.cancel()
+        assert {alert for alert, _ in watch.fired} == _named("alert")
+        await server.until('ALERTS{alertstate="firing"}', lambda series: not series, timeout_s=WAIT_S)
+        ended = time.time()
+        dead = [f"{spec.title}, {panel.title}: {query.expr}" for spec in DASHBOARDS for panel in spec.panels
+                for query in panel.queries if not await _has_values(server, query.expr, began, ended)]
+        assert dead == [], "queries without any series"
+        for spec in DASHBOARDS:
+            path = Path(os.environ.get("BATON_PICTURES", tmp_path)) / f"{spec.uid}.png"
+            await draw(server, spec, path, start_s=began, end_s=ended, rate_interval=RATE_INTERVAL)
+            assert path.stat().st_size > 10_000
+
+
+async def _has_values(server: Prometheus, expr: str, began: float, ended: float) -> bool:
+    series = await server.query_range(plain(expr, RATE_INTERVAL), began, ended, step_s=1)
+    return any(math.isfinite(float(value)) for line in series for _, value in line["values"])
