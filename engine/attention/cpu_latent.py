@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.latent import LatentGeometry
-from engine.attention.plan import storage_positions, tree_mask
+from engine.attention.mask import tree_visibility
+from engine.attention.plan import storage_positions
 from engine.attention.selection import best_positions, true_positions
-from engine.batch import ForwardBatch, ForwardMode
+from engine.batch import ForwardBatch
 from engine.numerics import padded_rows
-from engine.trees import Kept, SpecInfo, ancestors
+from engine.trees import Kept, SpecInfo
 from runtime.errors import InternalError, StalePlanError
 
 _BLOCK = 64  # keys per product
@@ -153,7 +154,7 @@ def _build_plan(batch: ForwardBatch, geometry: LatentGeometry) -> LatentPlan:
     slots = tables[:, key_ids // page_size] * page_size + key_ids % page_size
     hidden = key_ids[None, :] > positions[:, None]
     start = 0
-    for visible, length in zip(_tree_visibility(batch), lengths, strict=False):
+    for visible, length in zip(tree_visibility(batch), lengths, strict=False):
         num_tokens, width = visible.shape
         hidden[start:start + num_tokens] = key_ids >= length
         hidden[start:start + num_tokens, length - width:length] = ~visible
@@ -161,22 +162,6 @@ def _build_plan(batch: ForwardBatch, geometry: LatentGeometry) -> LatentPlan:
     return LatentPlan(num_rows=batch.num_rows, num_tokens=len(positions), token_rows=rows,
                       own_slots=slots[rows, positions], key_slots=slots, hidden=hidden,
                       visible=None if geometry.max_selected else true_positions(~hidden, hidden.shape[1]))
-
-
-def _tree_visibility(batch: ForwardBatch) -> tuple[Tensor, ...]:
-    """Per row which of its last keys each new token may see, as in `TreeMask`; nothing where order is causal."""
-    mask, info = tree_mask(batch), batch.spec_info
-    if mask is not None:
-        return mask.visible
-    if batch.mode is not ForwardMode.VERIFY or not isinstance(info, SpecInfo) or info.is_chain:
-        return ()
-    rows = []
-    for spec in info.rows:
-        visible = torch.zeros(len(spec.parents), len(spec.parents), dtype=torch.bool)
-        for node in range(len(spec.parents)):
-            visible[node, list(ancestors(spec.parents, node))] = True
-        rows.append(visible)
-    return tuple(rows)
 
 
 def _moved_positions(kept: Kept) -> Tensor:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
-from engine.attention.plan import checked_width, storage_positions, tree_mask
+from engine.attention.mask import tree_visibility
+from engine.attention.plan import checked_width, storage_positions
 from engine.attention.wrappers import DecodeWrapper, RaggedWrapper, WrapperFactory
 from engine.batch import ForwardBatch, ForwardMode
-from engine.trees import SpecInfo, ancestors
 from runtime.errors import InternalError, StalePlanError
 
 WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -135,9 +135,9 @@ class FlashInferAttention:
             decode.wrapper.plan(keys.indptr, keys.indices, keys.last_page_len, *heads, sm_scale=geometry.scale,
                                 q_data_type=self._dtype, kv_data_type=self._dtype)
             return decode
-        slot = next(self._causal if visible is None else self._masked)
+        slot = next(self._masked if visible else self._causal)
         slot.epoch += 1
-        mask = None if visible is None else _flat_mask(visible, keys.rows, batch).to(self._device)
+        mask = _flat_mask(visible, keys.rows, batch).to(self._device) if visible else None
         slot.wrapper.plan(keys.qo_indptr, keys.indptr, keys.indices, keys.last_page_len, *heads, custom_mask=mask,
                           causal=mask is None, sm_scale=geometry.scale, q_data_type=self._dtype,
                           kv_data_type=self._dtype)
@@ -179,24 +179,12 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
 
 
-def _visible(batch: ForwardBatch) -> tuple[Tensor, ...] | None:
-    """Per row who sees which of its last keys, or None where plain causal order is the answer."""
-    mask = tree_mask(batch)
-    if mask is not None:
-        for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            if query_len:
-                checked_width(mask.visible[row], row, query_len, context_len)
-        return mask.visible
-    if batch.mode is ForwardMode.VERIFY and isinstance(batch.spec_info, SpecInfo) and not batch.spec_info.is_chain:
-        return tuple(_tree_visibility(row.parents) for row in batch.spec_info.rows)
-    return None
-
-
-def _tree_visibility(parents: tuple[int, ...]) -> Tensor:
-    """[N, N] bool: each node sees its ancestors and itself."""
-    visible = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-    for node in range(len(parents)):
-        visible[node, list(ancestors(parents, node))] = True
+def _visible(batch: ForwardBatch) -> tuple[Tensor, ...]:
+    """Per row who sees which of its last keys; nothing where plain causal order is the answer."""
+    visible = tree_visibility(batch)
+    for row, mask in enumerate(visible):
+        if batch.query_lens[row]:
+            checked_width(mask, row, batch.query_lens[row], batch.context_lens[row])
     return visible
 
 

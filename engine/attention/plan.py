@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
-from engine.attention.mask import TreeMask
-from engine.batch import ForwardBatch, ForwardMode
+from engine.attention.mask import TreeMask, tree_mask
+from engine.batch import ForwardBatch
 from runtime.errors import InternalError
 
 KEY_STEP = 64  # keys are gathered in multiples of this, whatever the page size
@@ -148,12 +148,6 @@ def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     starts = torch.cumsum(lengths, 0) - lengths
     contexts = torch.tensor(batch.context_lens, dtype=torch.long)
     return rows, torch.arange(len(rows)) + (contexts - starts)[rows]
-
-
-def tree_mask(batch: ForwardBatch) -> TreeMask | None:
-    if batch.mode in (ForwardMode.VERIFY, ForwardMode.DRAFT) and isinstance(batch.spec_info, TreeMask):
-        return batch.spec_info
-    return None
 
 
 def _rows(batch: ForwardBatch) -> list[_Row]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
+from engine.attention.mask import trees_of
 from engine.attention.plan import storage_positions
 from engine.batch import ForwardBatch, ForwardMode
 from engine.trees import SpecInfo, SpecRow
@@ -101,7 +102,7 @@ class TreeAttention:
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Plan and mark the batch; trees once for all their nodes."""
-        info = _trees_of(batch)
+        info = trees_of(batch)
         if info is None or not self._pools:
             self._paged.plan(batch, replan_equivalent=replan_equivalent)
             return
@@ -154,14 +155,6 @@ class TreeAttention:
 
 def _rows_of(batch: ForwardBatch) -> tuple[SpecRow, ...]:
     return batch.spec_info.rows if isinstance(batch.spec_info, SpecInfo) else ()
-
-
-def _trees_of(batch: ForwardBatch) -> SpecInfo | None:
-    """The batch's trees if it verifies any that are not chains."""
-    info = batch.spec_info
-    if batch.mode is not ForwardMode.VERIFY or not isinstance(info, SpecInfo) or info.is_chain:
-        return None
-    return info
 
 
 def _build_plan(batch: ForwardBatch, info: SpecInfo, page_size: int) -> TreePlan:
