@@ -99,6 +99,8 @@ class LeaderMeters:
     def on_load(self, load: pb.WorkerLoad) -> None:
         self.work.queue_depth.set(load.queued_requests)
         self.work.running.set(load.running_requests)
+        if not load.running_requests:
+            self.work.idle_ratio.set(0)  # without work there is nothing to wait for
         num_pages = self.geometry.num_pages - 1
         self.pool.pages_used.set(num_pages - load.pages_free)
         self.pool.usage_ratio.set(1 - load.pages_free / num_pages)

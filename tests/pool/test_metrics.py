@@ -50,6 +50,10 @@ def test_waiting_is_a_share_of_time() -> None:
     meters._window_began_s -= 2 * metrics_module.BUBBLE_WINDOW_S
     meters.on_wait(metrics_module.BUBBLE_WINDOW_S)
     assert value(registry, "baton_pp_bubble_ratio") == pytest.approx(0.5, abs=0.01)
+    meters.on_load(pb.WorkerLoad(running_requests=1))
+    assert value(registry, "baton_pp_bubble_ratio") == pytest.approx(0.5, abs=0.01)
+    meters.on_load(pb.WorkerLoad())
+    assert value(registry, "baton_pp_bubble_ratio") == 0
 
 
 def test_steps_and_handoffs_are_counted() -> None:
