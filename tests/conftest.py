@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-_STARTS_PROCESSES = ("cluster", "deploy")
+_STARTS_PROCESSES = ("bench", "cluster", "deploy")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the workers read the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """When tests are spread over workers, those that start whole clusters stay on one: two clusters at a time would
     wait for each other's cores."""
