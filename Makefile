@@ -28,7 +28,7 @@ demo: venv ## start a whole local cluster, ask the shipped model a question, sho
 	$(BIN)/baton demo
 
 test: venv ## all tests that need no GPU
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
 
 check: lint types buf stubs manifests-current ## everything that can be said without running
 

@@ -1,17 +1,18 @@
 """What holds for the whole suite."""
 
-from pathlib import Path
-
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-_STARTS_PROCESSES = ("bench", "cluster", "deploy")
+_STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the workers read the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """When tests are spread over workers, those that start whole clusters stay on one: two clusters at a time would
-    wait for each other's cores."""
-    root = Path(__file__).parent
-    for item in items:
-        if item.path.relative_to(root).parts[0] in _STARTS_PROCESSES:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+class _OneWorkerForClusters(LoadScopeScheduling):  # type: ignore[misc]  # published without types
+    """Any worker takes any test, but those that start whole clusters stay on one: two clusters at a time would wait for
+    each other's cores."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "processes" if nodeid.startswith(_STARTS_PROCESSES) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config) -> LoadScopeScheduling:
+    return _OneWorkerForClusters(config)
