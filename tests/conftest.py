@@ -1,6 +1,7 @@
 """What holds for the whole suite."""
 
 import pytest
+from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 _STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
@@ -14,5 +15,5 @@ class _OneWorkerForClusters(LoadScopeScheduling):  # type: ignore[misc]  # publi
         return "processes" if nodeid.startswith(_STARTS_PROCESSES) else nodeid
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config) -> LoadScopeScheduling:
-    return _OneWorkerForClusters(config)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _OneWorkerForClusters(config, log)
