@@ -1,8 +1,16 @@
 """What holds for the whole suite."""
 
+import os
+
 import pytest
+import torch
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+# Where there is no GPU, kernels run in Triton's interpreter: the same code, on the CPU. It must be chosen before the
+# first of them is imported, by whatever test that is.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 _STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
 
