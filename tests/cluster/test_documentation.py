@@ -47,10 +47,11 @@ def test_commands_in_the_pages_have_the_flags_they_are_given() -> None:
     assert isinstance(group, TyperGroup)
     seen = 0
     for page in DOCS.glob("*.md"):
-        for line in (line for block in blocks(page.name, "") for line in block.splitlines()):
-            words = shlex.split(line.partition(" > ")[0])
-            if words[:1] != ["baton"]:
+        lines = (line for block in blocks(page.name, "") for line in block.replace("\\\n", " ").splitlines())
+        for line in lines:
+            if not line.startswith("baton "):
                 continue
+            words = shlex.split(line.partition(" > ")[0])
             seen += 1
             command = group.commands[words[1]]
             known = {opt for option in command.params if isinstance(option, TyperOption) for opt in option.opts}
