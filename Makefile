@@ -67,6 +67,8 @@ bench: venv ## benchmarks, one JSON line each
 	$(BIN)/python -m bench.handoff --json
 	$(BIN)/python -m bench.engine --json
 	$(BIN)/python -m bench.e2e --json
+	$(BIN)/python -m bench.stages --json
+	$(BIN)/python -m bench.speculation --json
 
 clean: ## remove the virtual environment and everything generated outside version control
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

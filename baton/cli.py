@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,13 +18,14 @@ from baton.cluster import ClusterConfig, LocalCluster, demo_model
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
+from baton.generate_command import print_text, prompt_of, structured_output_of
 from baton.load import Slo
 from baton.load_command import Api, LoadSpec, connect, measure, report
 from baton.load_plot import check_can_plot
 from baton.render import event_json, log_printer, status_table
-from baton.values import ChatMessage, Chunk, Event, Prompt, Query, Sampling, Stop, StructuredOutput
+from baton.values import Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape
-from runtime.errors import BatonError, ConfigError, FieldViolation, InvalidRequestError, RequestAborted
+from runtime.errors import BatonError, ConfigError, RequestAborted
 from runtime.supervision import StopSignal, interruptible, run_process
 
 app = typer.Typer(
@@ -73,6 +74,7 @@ def up(
     decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
     listen: Annotated[str, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.")] = DEFAULT_TARGET,
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
+    device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
     transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
@@ -87,7 +89,7 @@ def up(
     """Run a whole cluster on this machine, in the foreground. Ctrl-C stops it; a process that dies is restarted."""
     with _one_line_errors():
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-    worker_flags = [*_flag("--numerics", numerics), *_flag("--transport", transport),
+    worker_flags = [*_flag("--numerics", numerics), *_flag("--device", device), *_flag("--transport", transport),
                     *_flag("--draft", None if draft is None else str(draft)), *_flag("--otel-endpoint", otel_endpoint)]
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
@@ -169,63 +171,18 @@ def generate(
     """Continue a prompt, or with --chat answer it, and stream the text."""
     with _one_line_errors():
         query = Query(
-            prompt=_prompt(prompt, ids=ids, as_chat=as_chat),
+            prompt=prompt_of(prompt, ids=ids, as_chat=as_chat),
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
             num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
-            structured_output=_structured_output(json_schema, regex))
+            structured_output=structured_output_of(json_schema, regex))
         with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
             events = client.generate(query, timeout_s=timeout)
             if as_json:
                 for event in events:
                     print(event_json(event), flush=True)
             else:
-                _print_text(events, query)
-
-
-def _print_text(events: Iterable[Event], query: Query) -> None:
-    """As it arrives; of several choices each when it is whole, in the order in which they end."""
-    whole: dict[int, str] = {}
-    for event in events:
-        if isinstance(event, Chunk):
-            text = event.text or _spelled_ids(event, query.prompt)
-            if (query.n or 1) == 1:
-                print(text, end="", flush=True)
-            else:
-                whole[event.index] = whole.get(event.index, "") + text
-        elif event.index in whole:
-            print(f"[{event.index}] {whole[event.index]}", flush=True)
-    print(end="" if whole else "\n")
-
-
-def _structured_output(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
-    if json_schema is None:
-        return None if regex is None else StructuredOutput(regex=regex)
-    try:
-        return StructuredOutput(json_schema.read_text(), regex)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--json-schema: cannot read {json_schema}: {error}", field="json_schema") from None
-
-
-def _prompt(text: str, *, ids: bool, as_chat: bool) -> Prompt:
-    if ids and as_chat:
-        raise InvalidRequestError(FieldViolation("prompt", "--ids and --chat exclude each other"))
-    if as_chat:
-        return (ChatMessage("user", text),)
-    return _token_ids(text) if ids else text
-
-
-def _token_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise InvalidRequestError(FieldViolation("prompt", f"must be token ids like 1,2,3, got {text!r}")) from None
-
-
-def _spelled_ids(chunk: Chunk, prompt: Prompt) -> str:
-    """Ids for a model without a tokenizer, which answers token ids with token ids."""
-    has_text = isinstance(prompt, str) or isinstance(prompt[0], ChatMessage)
-    return "" if has_text else " ".join(str(token) for token in chunk.token_ids) + " "
+                print_text(events, query)
 
 
 @app.command()

@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.process import LogSink, ProcessSpec, RoleProcess
+from baton.values import WorkerStatus
 from runtime.access import PeerRole
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address
@@ -137,16 +138,17 @@ class LocalCluster:
         Raises:
             UnavailableError: not all serve after `timeout_s`; the message names who does not.
         """
-        async with asyncio.timeout(timeout_s), AsyncBatonClient(self.address) as client:
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
+        async with AsyncBatonClient(self.address, security=self._config.security.to(PeerRole.ROUTER)) as client:
             before = {worker.incarnation for worker in (await client.cluster_status()).workers}
             await asyncio.gather(*(self.processes[name].restart(grace_s=timeout_s) for name in names))
-            await self.wait_serving(timeout_s=timeout_s)
+            await self.wait_serving(timeout_s=deadline - now())
             led = sum(self.processes[name].spec.leads for name in names)
-            while True:
-                workers = (await client.cluster_status()).workers
-                fresh = sum(worker.incarnation not in before for worker in workers)
-                if fresh >= led and all(worker.serving for worker in workers):
-                    return
+            while reasons := _not_back((await client.cluster_status()).workers, before, led):
+                if now() > deadline:
+                    raise UnavailableError(f"the router does not see all serve after {timeout_s:g} s: "
+                                           f"{'; '.join(reasons)}")
                 await asyncio.sleep(_POLL_S)
 
     async def wait_ended(self) -> None:
@@ -231,6 +233,14 @@ class LocalCluster:
 
     def _say(self, text: str) -> None:
         self._sink(_NARRATOR, text)
+
+
+def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int) -> list[str]:
+    """Why the router cannot use all of them yet, `num_fresh` of which are incarnations it did not know `before`."""
+    reasons = [f"{worker.role} {worker.address}: {worker.reason or 'does not serve'}"
+               for worker in workers if not worker.serving]
+    missing = num_fresh - sum(worker.incarnation not in before for worker in workers)
+    return reasons + ([f"{missing} of the restarted processes it has not met"] if missing > 0 else [])
 
 
 async def _wait_process(process: RoleProcess, security: ChannelSecurity, timeout_s: float) -> None:

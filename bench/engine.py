@@ -125,7 +125,7 @@ def _busy_s() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("threads", 2), ("rounds", 6), ("steps", 4), ("context", 512), ("page-size", 64)):
+    for name, default in (("threads", 2), ("rounds", 8), ("steps", 4), ("context", 512), ("page-size", 64)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="default exact")
     parser.add_argument("--reference-huge-pages", action="store_true", help="let the reference use huge pages too")

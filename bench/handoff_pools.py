@@ -11,9 +11,9 @@ import torch
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.stages import LayerRange
+from pool.handoff import build_agent
 from runtime.clock import SystemClock
-from runtime.errors import HandoffError
-from transfer.agent import TransferAgent
+from runtime.errors import ConfigError, HandoffError
 from transfer.landing import landing_for
 from transfer.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.ucx import UcxTransport
@@ -23,23 +23,22 @@ NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 28, 8, 128
 NUM_TOKENS, PAGE_SIZE = 2048, 64
 NUM_PAGES = 2 * NUM_TOKENS // PAGE_SIZE
 TIMEOUT_S = 120
-REQUEST_KEY = 1
 
 
 class _Side:
     """Pools, an agent, and the reports of the one session that is open, with the moment each came."""
 
-    def __init__(self, profile: TransportProfile, incarnation: str) -> None:
+    def __init__(self, profile: TransportProfile, device: str, incarnation: str) -> None:
         specs = tuple(CacheSpec(layer_id, CacheKind.KV, (2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM), "bfloat16", 2)
                       for layer_id in range(NUM_LAYERS))
-        self.pools = StagePools(PoolGeometry(PAGE_SIZE, NUM_PAGES + 1, 0, LayerRange(0, NUM_LAYERS), specs))
+        self.pools = StagePools(PoolGeometry(PAGE_SIZE, NUM_PAGES + 1, 0, LayerRange(0, NUM_LAYERS), specs),
+                                device=device)
         for tensor in self.pools.kv.values():
             tensor.copy_(torch.randn(tensor.shape))  # touches every page of memory, too
         self._reports: dict[StageSessionState, tuple[StageSessionEvent, float]] = {}
         self._changed = threading.Condition()
-        clock = SystemClock()
-        self.agent = TransferAgent(memory=self.pools, transport=UcxTransport(profile=profile, clock=clock), clock=clock,
-                                   incarnation=incarnation, on_event=self._on_event)
+        self.agent = build_agent(self.pools, torch.device(device), UcxTransport(profile=profile, clock=SystemClock()),
+                                 incarnation=incarnation, on_event=self._on_event)
         self.agent.start()
 
     def _on_event(self, event: StageSessionEvent) -> None:
@@ -67,23 +66,23 @@ def _scattered_pages(seed: str) -> tuple[int, ...]:
     return tuple(random.Random(seed).sample(range(1, NUM_PAGES + 1), NUM_TOKENS // PAGE_SIZE))
 
 
-def source_process(connection: Connection, profile: TransportProfile, core: int) -> None:
+def source_process(connection: Connection, profile: TransportProfile, device: str, core: int) -> None:
     """Serve handoffs on this core until told None: terms, landing in, moment of release out."""
     os.sched_setaffinity(0, {core})
-    side = _Side(profile, "source")
+    side = _Side(profile, device, "source")
     while (number := connection.recv()) is not None:
         terms = SourceTerms("", "", PAGE_SIZE, NUM_TOKENS, NUM_TOKENS, _scattered_pages(f"source {number}"), 0,
                             (side.agent.endpoint,))
         connection.send(terms)
         landing: Landing = connection.recv()
-        side.agent.expect_send(REQUEST_KEY, NUM_TOKENS)
-        side.agent.open_send(REQUEST_KEY, terms, landing)
+        side.agent.expect_send(number, NUM_TOKENS)
+        side.agent.open_send(number, terms, landing)
         side.wait(StageSessionState.OPEN)
         connection.send(time.monotonic())
         for layer_id in range(NUM_LAYERS):
-            side.agent.layer_done(REQUEST_KEY, layer_id, NUM_TOKENS)
+            side.agent.layer_done(number, layer_id, NUM_TOKENS)
         side.wait(StageSessionState.COMPLETE)
-        side.agent.close_request(REQUEST_KEY)
+        side.agent.close_request(number)
         side.close_session(landing.session_id)
     side.agent.shutdown(5.0)
 
@@ -91,8 +90,8 @@ def source_process(connection: Connection, profile: TransportProfile, core: int)
 class Destination:
     """The receiving side, in this process."""
 
-    def __init__(self, profile: TransportProfile) -> None:
-        self._side = _Side(profile, "destination")
+    def __init__(self, profile: TransportProfile, device: str) -> None:
+        self._side = _Side(profile, device, "destination")
         self.num_bytes = 0
 
     def handoff(self, source: Connection, number: int) -> float:
@@ -113,3 +112,20 @@ class Destination:
 
     def close(self) -> None:
         self._side.agent.shutdown(5.0)
+
+
+def copy_gbps(device: str) -> float:
+    """One copy of 64 MiB from the device to pinned memory, GB/s (1e9 bytes)."""
+    source = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    began_s = time.monotonic()
+    target.copy_(source)  # waits for its end
+    return len(source) / (time.monotonic() - began_s) / 1e9
+
+
+def check_device(device: str) -> None:
+    """Raises ConfigError unless torch can use it."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"bench.handoff on {device} needs a CUDA device", field="device")

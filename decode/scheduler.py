@@ -274,6 +274,8 @@ class DecodeScheduler:
             self._finish_if_done(entry)
 
     def _finish_if_done(self, entry: Entry) -> None:
+        """Tell the owner and forget the entry: with its last token nothing is left that could write its memory, which
+        is free before the owner releases it. `_fail` leaves that to the owner."""
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
         if reason is None:
             return
@@ -284,7 +286,8 @@ class DecodeScheduler:
         entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
 
     def _fail(self, entry: Entry, error: BatonError) -> None:
-        """Tell the owner, who releases it; run no more of it."""
+        """Tell the owner, who releases it once nothing writes its memory any more (bytes may still be landing); run no
+        more of it. A request that finishes is forgotten at once, see `_finish_if_done`."""
         self._stop_running(entry)
         entry.emit(Failed(error))
 

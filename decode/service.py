@@ -9,9 +9,10 @@
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 
@@ -51,7 +52,7 @@ from transfer.terms import Landing, SourceTerms, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
 OPEN_TIMEOUT_S = 10.0
-HANDOFF_TIMEOUT_S = 60.0
+HANDOFF_TIMEOUT_S = 60.0  # from one happening to the next, for a request without a deadline
 FIRST_TOKEN_TIMEOUT_S = 5.0
 NEW_SOURCE_TIMEOUT_S = 30.0  # how long a reservation outlives its prefill worker
 
@@ -104,7 +105,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             reservation = await parts.leader.loop.submit(
                 lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed),
                 undo=lambda taken: parts.scheduler.release(taken.key))
-            arrival = _Arrival(parts, inbox, request, reservation)
+            remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
+            arrival = _Arrival(parts, inbox, request, reservation, remaining_s)
             try:
                 async for response in arrival.run(source):
                     yield response
@@ -118,8 +120,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 class _Arrival:
     """One request on this pool, its session and its memory."""
 
-    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation) -> None:
+    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation,
+                 remaining_s: float | None) -> None:
+        """`remaining_s`: the caller's deadline, from now; None without one."""
         self._parts = parts
+        self._ends_at = None if remaining_s is None else time.monotonic() + remaining_s
         self._inbox = inbox
         self._request = request
         self._reservation = reservation
@@ -143,7 +148,6 @@ class _Arrival:
                 offer = await self._land()
             if offer is not None:
                 self._parts.meters.handoff.failures.labels("source_replaced").inc()
-                self._session.next_epoch()
         yield await self._commit()
         async for response in self._tokens():
             yield response
@@ -172,20 +176,24 @@ class _Arrival:
         return answer
 
     async def _open(self, source: SourceTerms) -> Landing | SourceTerms:
-        """Post receives for the session's epoch on all stages; the landing once they are posted, or the source to
-        start over with. An older epoch is drained first, by every stage for itself."""
+        """Post receives for the next epoch on all stages; the landing once they are posted, or the source to start
+        over with. An older epoch is drained first, by every stage for itself."""
         parts, session = self._parts, self._session
         check_compatible(parts.plan.compatibility, source.compatibility, source.compatibility_text)
         if source.num_tokens != len(self._request.prompt_token_ids):
             raise InvalidRequestError(FieldViolation(
                 "source.num_tokens", f"{source.num_tokens} differs from the prompt's "
                                      f"{len(self._request.prompt_token_ids)} tokens"))
+        # The session follows when nothing can fail any more: stages know no epoch that was never opened.
+        epoch = session.epoch + 1 if self._is_open else session.epoch
         landing = landing_for(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
-                              epoch=session.epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
+                              epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
                               slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
                               with_draft=share_draft(parts.plan.compatibility.digest, source.compatibility))
         self._with_draft = landing.with_draft
         self._opened_s = time.monotonic()
+        if self._is_open:
+            session.next_epoch()
         self._is_open = True
         parts.leader.group.open_receive(source, landing, self._on_report)
         while session.state is ReceiveState.RESERVED:
@@ -209,11 +217,16 @@ class _Arrival:
                 await self._hear_the_router_out()
                 raise session.error
             new_source = await self._handle_arrival(
-                NEW_SOURCE_TIMEOUT_S if failed else HANDOFF_TIMEOUT_S,
+                NEW_SOURCE_TIMEOUT_S if failed else self._landing_patience_s(),
                 f"a new prefill worker after: {session.error}" if failed else "the prompt to land")
             if new_source is not None:
                 return new_source
         return None
+
+    def _landing_patience_s(self) -> float:
+        """A prompt lands while it is computed, and stages say nothing between their first and their last byte: how
+        long that may take is for the request to say."""
+        return HANDOFF_TIMEOUT_S if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
     async def _hear_the_router_out(self) -> None:
         """Wait for the first token, the last thing a router writes: gRPC replaces the status of a stream that ends
@@ -240,7 +253,8 @@ class _Arrival:
     def _handle_input(self, message: pb.DecodeRequest) -> SourceTerms | None:
         match message.WhichOneof("input"):
             case "first_token" if len(message.first_token.token_ids) == 1:
-                self._first_token = message.first_token.token_ids[0]
+                self._first_token, = _in_vocabulary("first_token", message.first_token.token_ids,
+                                                    self._parts.plan.description.facts.vocab_size)
                 self._first_token_s = time.monotonic()
                 return None
             case "new_source":
@@ -287,14 +301,19 @@ class _Arrival:
 
 def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:
     """Raises InvalidRequestError for tokens that this request cannot have drawn."""
-    replayed = tuple(opening.replayed_token_ids)
+    replayed = _in_vocabulary("replayed_token_ids", opening.replayed_token_ids, vocab_size)
     if len(replayed) >= request.max_tokens:
         raise InvalidRequestError(FieldViolation(
             "replayed_token_ids", f"{len(replayed)} and a first one are more than max_tokens, {request.max_tokens}"))
-    if replayed and max(replayed) >= vocab_size:
-        raise InvalidRequestError(FieldViolation(
-            "replayed_token_ids", f"token id {max(replayed)} is outside the vocabulary of {vocab_size}"))
     return replayed
+
+
+def _in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids. Raises InvalidRequestError for one that the model does not have."""
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequestError(FieldViolation(
+            field, f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"))
+    return tuple(token_ids)
 
 
 def _finished_to_proto(event: Finished) -> pb.DecodeFinished:

@@ -12,6 +12,7 @@ from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
 from engine.request import Request, SamplingParams
 from pool.config import WorkerConfig
+from pool.layers import LayerMark
 from pool.metrics import PoolCensus
 from pool.process import LeaderParts
 from pool.stage import Stage
@@ -36,7 +37,7 @@ class DecodeRole:
         """A small pool keeps room for handoffs that are still on their way."""
         return decode_requests(max_running)
 
-    def observe_layers(self, agent: TransferAgent) -> LayerObserver | None:
+    def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
         return None
 
     def lead(self, config: WorkerConfig, stage: Stage) -> "DecodeLeading":
@@ -93,8 +94,9 @@ class DecodeLeading:
     async def warm_up(self, parts: LeaderParts) -> None:
         """Two tokens: a prefill and a decode step."""
         request = Request("warm-up", (0,), 2, SamplingParams(temperature=0))
-        key = await run_inside(parts.leader.loop, lambda emit: self.scheduler.submit_local(request, emit), _outcome)
-        parts.leader.loop.post(lambda: self.scheduler.release(key))
+        loop = parts.leader.loop
+        await run_inside(loop, lambda emit: self.scheduler.submit_local(request, emit), _outcome,
+                         end=lambda key: loop.post(lambda: self.scheduler.release(key)))
 
 
 def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:

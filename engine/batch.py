@@ -73,6 +73,30 @@ class ScoringRow:
     num_top: int  # most likely alternatives to report with each
 
 
+@dataclass(frozen=True)
+class GraphBucket:
+    """A shape that forwards are captured for: batches of `mode`, of up to `max_rows` rows of up to `row_tokens` tokens,
+    padded to that. `is_masked`: the rows may be trees, which attention sees through a mask; else each row is causal."""
+
+    mode: ForwardMode
+    max_rows: int
+    row_tokens: int = 1
+    is_masked: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a padded batch. Where rows may be short, one more takes what they leave."""
+        return self.max_rows + (self.row_tokens > 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a padded batch."""
+        return self.max_rows * self.row_tokens
+
+    def __str__(self) -> str:
+        return f"{self.mode} of {self.max_rows} x {self.row_tokens} tokens{' in trees' * self.is_masked}"
+
+
 @dataclass
 class ForwardBatch:
     """Rows of requests with their new tokens.
@@ -90,6 +114,7 @@ class ForwardBatch:
     sampling           per row, or None where no token is to be drawn (prompt not finished by this chunk)
     scoring            per row, or None where no token is to be scored; empty where no row scores
     spec_info          what a verify or draft forward needs beyond this; opaque here
+    graph_bucket       set where the rows are padded to a captured shape: planning then refreshes that capture's buffers
     """
 
     mode: ForwardMode = field(metadata=_CARRIED)
@@ -103,6 +128,7 @@ class ForwardBatch:
     sampling: tuple[SamplingRow | None, ...] = field(metadata=_RECOMPUTED)
     scoring: tuple[ScoringRow | None, ...] = field(default=(), metadata=_RECOMPUTED)
     spec_info: object | None = field(default=None, metadata=_DROPPED)
+    graph_bucket: GraphBucket | None = field(default=None, metadata=_DROPPED)
     # The plan marker.
     forward_metadata_ready: bool = field(default=False, metadata=_DROPPED)
     forward_metadata_planned_bs: int | None = field(default=None, metadata=_DROPPED)

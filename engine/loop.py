@@ -19,10 +19,11 @@ from typing import Protocol, TypeVar
 
 from engine.batch import ForwardBatch
 from engine.pipeline.stages import Pipeline, StepResult
-from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
+from runtime.errors import BatonError, CapacityError, DeadlineError, InternalError, PeerLostError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
+LostListener = Callable[[BatonError], object]
 T = TypeVar("T")
 MAX_COMMANDS = 65536
 
@@ -61,7 +62,7 @@ class EngineLoop:
     """Runs a scheduler over a pipeline in its own thread.
 
     `submit` is the one way in. Without a pipeline (before the pool has formed, after it broke) commands run and
-    batches wait.
+    batches wait. A pipeline breaks for good: only its owner, who hears of it, can attach another one.
     """
 
     def __init__(self, scheduler: Scheduler, *, observer: LoopObserver | None = None,
@@ -73,11 +74,18 @@ class EngineLoop:
         self._observer = observer or LoopObserver()
         self._step_timeout_s = step_timeout_s
         self._pipeline: Pipeline | None = None
+        self._on_lost: LostListener = lambda error: None
+        self._failure: BaseException | None = None
         self._in_flight: deque[tuple[ForwardBatch, float]] = deque()
         self._commands: queue.Queue[Callable[[], object]] = queue.Queue(MAX_COMMANDS)
         self._stopping = False
         self._was_busy = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the loop's thread, if it was not `stop`: nothing runs any more."""
+        return self._failure
 
     def start(self) -> None:
         self._thread.start()
@@ -120,14 +128,13 @@ class EngineLoop:
                 lambda ended: None if ended.exception() else self.post(lambda: undo(ended.result())))
             raise
 
-    def attach(self, pipeline: Pipeline) -> None:
-        """Start launching batches. Loop thread only."""
-        self._pipeline = pipeline
+    def attach(self, pipeline: Pipeline, on_lost: LostListener = lambda error: None) -> None:
+        """Start launching batches. `on_lost` hears once if the pipeline breaks, from the loop's thread, after all that
+        depended on it was ended; not if it is detached. Loop thread only."""
+        self._pipeline, self._on_lost = pipeline, on_lost
 
     def detach(self, error: BatonError) -> None:
-        """The pipeline is gone: end what depended on it. Loop thread only."""
-        if self._pipeline is None:
-            return
+        """The pipeline is gone: end what depended on it, and what came since it broke. Loop thread only."""
         self._pipeline = None
         batches = [batch for batch, _ in self._in_flight]
         self._in_flight.clear()
@@ -137,16 +144,30 @@ class EngineLoop:
         self._stopping = True
 
     def _run(self) -> None:
-        while not self._stopping:
-            try:
-                self._turn()
-            except PeerLostError as error:
-                self.detach(error)
-            except Exception as error:
-                # The edge of the engine thread: whatever it is, it must not end the thread in silence.
-                logger.exception("the engine loop met an error it does not know")
-                self._observer.unhealthy(str(error))
-                self.detach(UnavailableError(f"the engine stopped: {error}"))
+        try:
+            while not self._stopping:
+                self._guarded_turn()
+        except BaseException as error:  # the edge of the thread: its owner asks for `failure`
+            logger.critical("the engine's thread has ended", exc_info=error)
+            self._failure = error
+
+    def _guarded_turn(self) -> None:
+        try:
+            self._turn()
+        except (PeerLostError, DeadlineError) as error:
+            self._lose(error)
+        except Exception as error:
+            # Whatever it is, it must not end the thread in silence.
+            logger.exception("the engine loop met an error it does not know")
+            self._observer.unhealthy(str(error))
+            self._lose(UnavailableError(f"the engine stopped: {error}"))
+
+    def _lose(self, error: BatonError) -> None:
+        """The pipeline, if there is one, is broken."""
+        was_attached, on_lost = self._pipeline is not None, self._on_lost
+        self.detach(error)
+        if was_attached:
+            on_lost(error)
 
     def _turn(self) -> None:
         self._drain_commands()
@@ -163,8 +184,15 @@ class EngineLoop:
                 return
         if self._was_busy and time.monotonic() - self._checked_s >= self._idle_check_s:
             self._was_busy, self._checked_s = False, time.monotonic()
-            self._scheduler.on_idle()
+            self._check_idle()
         self._wait_for_command()
+
+    def _check_idle(self) -> None:
+        try:
+            self._scheduler.on_idle()
+        except InternalError as error:  # a leak breaks no pipeline
+            logger.exception("an invariant is broken")
+            self._observer.unhealthy(str(error))
 
     def _collect(self, pipeline: Pipeline) -> None:
         began = time.monotonic()

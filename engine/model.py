@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
@@ -42,6 +43,19 @@ class StageOutput:
     logits: Tensor | None = None
     aux_hidden: dict[int, Tensor] = field(default_factory=dict)
     selected_keys: Tensor | None = None
+
+    def to(self, device: torch.device) -> "StageOutput":
+        """All of it on `device`; itself where it is there already."""
+        if all(tensor.device == device for tensor in self._tensors()):
+            return self
+        hidden, logits, keys = (None if tensor is None else tensor.to(device)
+                                for tensor in (self.hidden, self.logits, self.selected_keys))
+        aux_hidden = {layer_id: tensor.to(device) for layer_id, tensor in self.aux_hidden.items()}
+        return StageOutput(hidden, logits, aux_hidden, keys)
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.hidden, self.logits, self.selected_keys, *self.aux_hidden.values())
+                if tensor is not None]
 
 
 @dataclass(frozen=True)

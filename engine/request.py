@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.errors import FieldViolation, InternalError, InvalidRequestError
 from runtime.grammar import Grammar
 
 
@@ -70,12 +70,18 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """One token of one request, as the sampler drew it. `problem`: why the request must end with an error instead."""
+    """One token of one request, as the sampler drew it. `problem`: why the request must end with an error instead;
+    `is_fault`: that is ours, not its grammar's."""
 
     token_id: int
     logprobs: TokenLogprobs | None = field(default=None)
     problem: str = ""
+    is_fault: bool = False
 
     @property
-    def error(self) -> InvalidRequestError | None:
-        return InvalidRequestError(FieldViolation("structured_output", self.problem)) if self.problem else None
+    def error(self) -> InvalidRequestError | InternalError | None:
+        if not self.problem:
+            return None
+        if self.is_fault:
+            return InternalError(self.problem)
+        return InvalidRequestError(FieldViolation("structured_output", self.problem))

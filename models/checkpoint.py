@@ -22,6 +22,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
 _MAX_HEADER_BYTES = 100 << 20
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
+_COMPARED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_tensor(entry: TensorEntry, out: Tensor, *, item: int | None = None) -> None:
-    """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype if they differ.
+    """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype if they differ. Of
+    what goes to a device one tensor at a time lies on the host.
 
     Raises:
         ConfigError: a dtype only quantised checkpoints have, or a file that ends early.
@@ -74,11 +76,30 @@ def read_tensor(entry: TensorEntry, out: Tensor, *, item: int | None = None) -> 
         raise ConfigError(f"{entry.file.name} holds {entry.dtype} weights; only BF16, F16 and F32 are supported",
                           field="model")
     stored = _DTYPES[entry.dtype]
-    target = out if stored == out.dtype else torch.empty(out.shape, dtype=stored)
+    in_place = stored == out.dtype and out.device.type == "cpu"
+    target = out if in_place else torch.empty(out.shape, dtype=stored)
     offset = entry.offset if item is None else entry.offset + item * target.nbytes
     _read_exactly(entry.file, offset, target)
     if target is not out:
         out.copy_(target)
+
+
+def same_content(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two tensors are the same numbers of the same type in the same shape. Reads up to the first difference.
+
+    Raises:
+        ConfigError: a file that ends early.
+    """
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    pieces = [torch.empty(min(_COMPARED_BYTES, a.num_bytes), dtype=torch.uint8) for _ in range(2)]
+    for start in range(0, a.num_bytes, _COMPARED_BYTES):
+        own, other = (piece[:a.num_bytes - start] for piece in pieces)
+        _read_exactly(a.file, a.offset + start, own)
+        _read_exactly(b.file, b.offset + start, other)
+        if not torch.equal(own, other):
+            return False
+    return True
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str]]:

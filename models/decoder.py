@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import ForwardBatch
 from engine.model import ForwardContext, ModelFacts, StageOutput
 from engine.scoring import wanted_tokens
 from engine.stages import LayerRange
+from models.blocks.embedding import embed
 from models.blocks.rotary import Rotary
 from models.spec import DecoderSpec, LayerSpec, StagePass
 from models.weights import Weights
@@ -61,6 +61,7 @@ class DecoderStage:
                  capture_layers: frozenset[int] = frozenset()) -> None:
         self._facts = facts
         self._layer_range = layer_range
+        self._device = weights.device
         self._capture_layers = capture_layers
         self._is_first = layer_range.start == 0
         self._is_last = layer_range.end == spec.num_layers
@@ -70,7 +71,7 @@ class DecoderStage:
         needs_embedding = self._is_first or (self._is_last and spec.tied_head)
         embedding = weights.tensor(EMBEDDING, *embedding_shape) if needs_embedding else None
         self._embedding = embedding if self._is_first else None
-        rotary = Rotary(spec=spec.rope, dtype=getattr(torch, facts.dtype))
+        rotary = Rotary(spec=spec.rope, dtype=getattr(torch, facts.dtype), device=weights.device)
         self.layers = [DecoderLayer(spec=spec.layers[layer_id], decoder=spec, layer_id=layer_id,
                                     start_layer=layer_range.start, rotary=rotary,
                                     weights=weights.at(f"layers.{layer_id}"))
@@ -91,7 +92,8 @@ class DecoderStage:
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
                 aux_hidden: Mapping[int, Tensor] | None = None,
                 selected_keys: Tensor | None = None) -> StageOutput:
-        """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through unchanged.
+        """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through unchanged. What the
+        stage before handed on must lie on this stage's device.
 
         Raises:
             InternalError: the first stage was given no token ids, a later one no hidden states, or one whose first
@@ -100,23 +102,30 @@ class DecoderStage:
         hidden = self._stage_input(batch, hidden)
         captured = dict(aux_hidden or {})
         stage_pass = StagePass(batch=batch, context=context, selected_keys=self._stage_selection(batch, selected_keys))
-        wanted = torch.tensor(wanted_tokens(batch), dtype=torch.long) if self._is_last else None
-        cut_layer = self._cut_layer(batch, wanted)
+        wanted = self._wanted(batch)
+        cut_layer = self._cut_layer(wanted)
         for layer in self.layers:
             if batch.num_tokens:
                 hidden = layer.forward(hidden, stage_pass, wanted if layer.layer_id == cut_layer else None)
             if layer.layer_id in self._capture_layers:
                 captured[layer.layer_id] = hidden
-        if wanted is None:
+        if not self._is_last:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
-        rows = hidden if cut_layer is not None else hidden[wanted]
+        rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
         return StageOutput(logits=self._head(self._norm.forward(rows)).float(), aux_hidden=captured)
 
-    def _cut_layer(self, batch: ForwardBatch, wanted: Tensor | None) -> int | None:
+    def _wanted(self, batch: ForwardBatch) -> Tensor | None:
+        """Indices of the tokens whose logits the last stage gives; None where it gives all, as in decode steps."""
+        wanted = wanted_tokens(batch) if self._is_last else []
+        if not self._is_last or len(wanted) == batch.num_tokens:
+            return None
+        return torch.tensor(wanted, dtype=torch.long).to(self._device)
+
+    def _cut_layer(self, wanted: Tensor | None) -> int | None:
         """The last layer, if only the tokens that draw need what comes behind its mixer: most of a prompt does not."""
         last = self._layer_range.end - 1
-        if wanted is None or last in self._capture_layers or len(wanted) == batch.num_tokens:
+        if wanted is None or last in self._capture_layers:
             return None
         return last
 
@@ -136,4 +145,4 @@ class DecoderStage:
             return hidden
         if batch.token_ids is None:
             raise InternalError(f"stage {self._layer_range} needs token ids")
-        return F.embedding(batch.token_ids, self._embedding)
+        return embed(batch.token_ids, self._embedding)

@@ -13,6 +13,8 @@ from models.spec import DecoderSpec, LayerSpec, assemble_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
+    raw.require("rope_interleave", only=True, default=True)
+    raw.require("indexer_rope_interleave", only=True, default=True)
     rope = read_rope(raw, head_dim=raw.integer("qk_rope_head_dim"))
     computing = read_mla(raw, rope, max_selected=raw.integer("index_topk"),
                          indexer=read_indexer(raw, rotates_pairs=True))

@@ -7,7 +7,7 @@ tensors, so a stage reads its own bytes and no others.
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ from engine.attention.latent import LatentGeometry
 from engine.memory.layout import CacheSpec
 from engine.model import ModelFacts
 from engine.numerics import Numerics
+from engine.placement import HOST
 from engine.stages import LayerRange
-from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor
+from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor, same_content
 from models.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
 from models.registry import read_decoder
@@ -59,9 +60,14 @@ class ModelDescription:
         found = (layer.mixer.attention_geometry(page_size) for layer in self.spec.layers)
         return next((geometry for geometry in found if isinstance(geometry, LatentGeometry)), None)
 
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether any layer does; see `FeedForwardSpec.counts_on_host`."""
+        return any(layer.feed_forward.counts_on_host for layer in self.spec.layers)
+
     def load_stage(self, layers: LayerRange, *, numerics: Numerics,
-                   capture_layers: frozenset[int] = frozenset()) -> DecoderStage:
-        """Build one stage with its weights in memory of its own.
+                   capture_layers: frozenset[int] = frozenset(), device: torch.device = HOST) -> DecoderStage:
+        """Build one stage with its weights in memory of its own, on `device`.
 
         `capture_layers`: global ids of layers whose outputs travel in `StageOutput.aux_hidden`.
 
@@ -77,15 +83,16 @@ class ModelDescription:
             raise ConfigError(f"no layers {unknown} to capture in a model with {self.facts.num_layers}",
                               field="capture_layers")
         if self.checkpoint is None:
-            return self._build_stage(RandomWeights(seed=0), layers, numerics, capture_layers)
+            return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device), layers, capture_layers)
         source = _StageWeights(self.checkpoint, self.spec, layers)
-        stage = self._build_stage(source, layers, numerics, capture_layers)
+        stage = self._build_stage(self._weights(source, numerics, device), layers, capture_layers)
         source.finish()
         return stage
 
-    def _build_stage(self, source: WeightSource, layers: LayerRange, numerics: Numerics,
-                     capture_layers: frozenset[int]) -> DecoderStage:
-        weights = Weights(source, prefix="", dtype=_torch_dtype(self.facts.dtype), numerics=numerics)
+    def _weights(self, source: WeightSource, numerics: Numerics, device: torch.device) -> Weights:
+        return Weights(source, prefix="", dtype=_torch_dtype(self.facts.dtype), numerics=numerics, device=device)
+
+    def _build_stage(self, weights: Weights, layers: LayerRange, capture_layers: frozenset[int]) -> DecoderStage:
         return DecoderStage(facts=self.facts, spec=self.spec, layer_range=layers, weights=weights,
                             capture_layers=capture_layers)
 
@@ -115,6 +122,8 @@ def _describe(raw: RawConfig, checkpoint: Checkpoint | None, generation_eos_ids:
     architecture = architecture_of(raw)
     text = text_config(raw)
     spec = read_decoder(architecture, text)
+    if spec.tied_head and checkpoint is not None and _has_other_head(checkpoint):
+        spec = replace(spec, tied_head=False)
     settings = {name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES}
     revision = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
     revision.update((checkpoint.digest if checkpoint else "random").encode())
@@ -189,6 +198,13 @@ def target_entry(checkpoint: Checkpoint, name: str) -> TensorEntry | None:
     """The tensor of this name below the model's prefix, for a draft that shares it."""
     return next((checkpoint.entries[key] for key in (*(prefix + name for prefix in _PREFIXES), name)
                  if key in checkpoint.entries), None)
+
+
+def _has_other_head(checkpoint: Checkpoint) -> bool:
+    """Whether a head is there that is not the embedding. It was trained on its own then, whatever the config says of
+    the two: transformers decides alike."""
+    head, embedding = target_entry(checkpoint, HEAD), target_entry(checkpoint, EMBEDDING)
+    return head is not None and embedding is not None and not same_content(head, embedding)
 
 
 def _listing(names: set[str]) -> str:

@@ -94,6 +94,11 @@ class MixerSpec(Protocol):
 
 
 class FeedForwardSpec(Protocol):
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether what it starts depends on values that it reads back, so that no graph can hold it."""
+        ...
+
     def build(self, weights: Weights) -> FeedForward: ...
 
 

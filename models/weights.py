@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.numerics import Numerics
+from engine.placement import HOST
 from models.blocks.linear import Linear
 
 
@@ -21,7 +22,7 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
-        """Fill `out` (contiguous, any dtype) with a tensor, or with entry i of a stack of n for `item` = (i, n).
+        """Fill `out` (contiguous, of any dtype, anywhere) with a tensor, or for `item` = (i, n) with entry i of n.
 
         A source notes a missing or wrong-shaped tensor and reports all of them at the end of the load.
         """
@@ -31,14 +32,18 @@ class WeightSource(Protocol):
 class Weights:
     """The tensors whose names start with `prefix`."""
 
-    def __init__(self, source: WeightSource, *, prefix: str, dtype: torch.dtype, numerics: Numerics) -> None:
+    def __init__(self, source: WeightSource, *, prefix: str, dtype: torch.dtype, numerics: Numerics,
+                 device: torch.device = HOST) -> None:
+        """`device`: where the tensors lie, and so where blocks over them compute."""
         self._source = source
         self._prefix = prefix
         self._dtype = dtype
         self._numerics = numerics
+        self.device = device
 
     def at(self, part: str) -> "Weights":
-        return Weights(self._source, prefix=f"{self._prefix}{part}.", dtype=self._dtype, numerics=self._numerics)
+        return Weights(self._source, prefix=f"{self._prefix}{part}.", dtype=self._dtype, numerics=self._numerics,
+                       device=self.device)
 
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
@@ -46,15 +51,15 @@ class Weights:
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None,
                item: tuple[int, int] | None = None) -> Tensor:
         """One tensor, or entry i of a stack of n for `item` = (i, n). `dtype` is the model's unless given."""
-        out = torch.empty(shape, dtype=dtype or self._dtype)
+        out = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
         self._source.read(self._prefix + name, out, item=item)
         return out
 
     def linear(self, *names: str, rows: Sequence[int], in_features: int, bias: bool = False,
                dtype: torch.dtype | None = None) -> Linear:
         """One projection, or several with the same input fused into one: `rows[i]` output rows of `names[i]`."""
-        weight = torch.empty(sum(rows), in_features, dtype=dtype or self._dtype)
-        offsets = torch.empty(sum(rows), dtype=self._dtype) if bias else None
+        weight = torch.empty(sum(rows), in_features, dtype=dtype or self._dtype, device=self.device)
+        offsets = torch.empty(sum(rows), dtype=self._dtype, device=self.device) if bias else None
         start = 0
         for name, count in zip(names, rows, strict=True):
             self._source.read(f"{self._prefix}{name}.weight", weight[start:start + count])
@@ -69,7 +74,8 @@ class Weights:
 
 
 class RandomWeights:
-    """Repeatable random tensors of any name and shape: benchmarks of a model's shape without its checkpoint."""
+    """Repeatable random tensors of any name and shape: benchmarks of a model's shape without its checkpoint. The
+    same on every device: they are drawn on the host."""
 
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
@@ -82,4 +88,7 @@ class RandomWeights:
             out.fill_(1.0)
             return
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ self._seed)
-        out.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
+        drawn = out if out.device == HOST else torch.empty(out.shape, dtype=out.dtype)
+        drawn.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
+        if drawn is not out:
+            out.copy_(drawn)

@@ -10,7 +10,8 @@ from runtime.errors import ConfigError
 from runtime.security import TlsConfig
 from transfer.ucx_binding import UcxBinding, parse_ports
 
-TransportName = Literal["auto", "shm", "tcp"]
+TransportName = Literal["auto", "shm", "tcp", "cuda"]
+StageChannelName = Literal["auto", "ucx", "nccl"]
 
 
 class WorkerConfig(TlsConfig):
@@ -28,16 +29,25 @@ class WorkerConfig(TlsConfig):
     partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')
     page_size: int = Field(default=64, ge=1, le=4096, description="tokens per cache page")
     num_pages: int = Field(default=0, ge=0, description="cache pages, the null page included; 0: from --memory-mb")
-    memory_mb: int = Field(default=256, ge=1, description="cache memory per stage in MiB, when --num-pages is 0")
+    memory_mb: int = Field(default=256, ge=1,
+                           description="cache memory per stage in MiB, on its device, when --num-pages is 0")
     max_running: int = Field(default=16, ge=1, le=4096, description="requests that hold memory at the same time")
     max_queued: int = Field(default=256, ge=1, le=65536, description="requests that may wait (prefill)")
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
     numerics: Literal["exact", "fast"] = Field(default="exact", description="exact: the same bits from every topology")
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$",
+                        description="what layers and cache memory are on: cpu, cuda or cuda:N (with numerics fast)")
+    cuda_graphs: bool = Field(default=True, description="replay decode and verify steps as captured graphs, where "
+                                                        "device is cuda")
     threads: int = Field(default=1, ge=1, le=256, description="compute threads of this process")
-    transport: TransportName = Field(default="auto", description="UCX profile: shm within a host, tcp between hosts")
+    transport: TransportName = Field(default="auto", description="UCX profile: shm within a host, tcp between hosts, "
+                                                                          "cuda between devices of one host")
     transport_interface: str = Field(
         default="", description="network devices UCX listens on, as eth0 or mlx5_0:1,eth0; default: all")
     transport_ports: str = Field(default="", description="TCP ports UCX listens in, as 7300-7363; default: any")
+    stage_channel: StageChannelName = Field(
+        default="auto", description="how tensors go from stage to stage: nccl between devices, ucx through host "
+                                    "memory; auto: nccl when every stage has a device of its own")
     draft: Path | None = Field(default=None, description="directory of a draft model; a decode pool then speculates")
     spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
     spec_steps: int = Field(default=3, ge=1, le=16, description="tokens drafted ahead at most")

@@ -13,19 +13,25 @@ from transfer import codec
 from transfer.agent import TransferAgent
 from transfer.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent, StageSessionState
 
-Listener = Callable[[int, StageSessionEvent], None]
+Listener = Callable[[int, StageSessionEvent], object]
 
 
 class StageGroup:
-    """Opens, closes and hears sessions on all stages. A lost stage reports FAILED and DRAINED by our hand: the
-    process is gone, and with it every read and write of its memory."""
+    """Opens, closes and hears sessions on all stages.
+
+    A lost stage reports FAILED and DRAINED by our hand, and its pages (the same ids on all stages) go to others. Its
+    process may live on, its transfers and its last step with it. But these touch only that process's memory, which
+    is used again only after a new Join: a successor has memory of its own, and the same process asks to join only
+    when nothing of the time before can read or write there any more (`pool.follower`). Until then nothing is opened
+    here (`endpoints`).
+    """
 
     def __init__(self, agent: TransferAgent, size: int) -> None:
         self._agent = agent
         self._size = size
         self._links: list[StageLink] = []
-        self._listeners: dict[str, Listener] = {}
-        self._epochs: dict[str, int] = {}
+        # By session and epoch: a source may be asked for a session again while its older epoch still drains here.
+        self._listeners: dict[tuple[str, int], Listener] = {}
 
     @property
     def formed(self) -> bool:
@@ -48,24 +54,25 @@ class StageGroup:
     def stage_lost(self, rank: int) -> None:
         self._links = [link for link in self._links if link.rank != rank]
         error = PeerLostError(f"stage {rank} of the pool died")
-        for session_id in list(self._listeners):
+        for session_id, epoch in list(self._listeners):
             for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
-                self.stage_event(rank, StageSessionEvent(session_id, self._epochs[session_id], state, error.reason,
-                                                         str(error)))
+                self.stage_event(rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error)))
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None:
-        listener = self._listeners.get(event.session_id)
+        listener = self._listeners.get((event.session_id, event.epoch))
         if listener is not None:
             listener(rank, event)
 
     def open_receive(self, source: SourceTerms, landing: Landing, listener: Listener) -> None:
         """Post receives for this epoch on every stage; an older epoch of the session is closed by that."""
-        self._register(landing, listener)
+        for session_id, epoch in [key for key in self._listeners if key[0] == landing.session_id]:
+            self.forget(session_id, epoch)
+        self._listeners[landing.session_id, landing.epoch] = listener
         self._send_open(0, source, landing)
         self._agent.open_receive(source, landing)
 
     def open_send(self, request_key: int, source: SourceTerms, landing: Landing, listener: Listener) -> None:
-        self._register(landing, listener)
+        self._listeners[landing.session_id, landing.epoch] = listener
         self._send_open(request_key, source, landing)
         self._agent.open_send(request_key, source, landing)
 
@@ -79,19 +86,14 @@ class StageGroup:
         self._send_close(session_id, request_key)
         self._agent.close_request(request_key)
 
-    def listen(self, session_id: str, listener: Listener) -> None:
-        """Send an open session's further reports to somebody else."""
-        if session_id in self._listeners:
-            self._listeners[session_id] = listener
+    def listen(self, session_id: str, epoch: int, listener: Listener) -> None:
+        """Send an open session's further reports of this epoch to somebody else."""
+        if (session_id, epoch) in self._listeners:
+            self._listeners[session_id, epoch] = listener
 
-    def forget(self, session_id: str) -> None:
-        """Nobody listens to this session any more."""
-        self._listeners.pop(session_id, None)
-        self._epochs.pop(session_id, None)
-
-    def _register(self, landing: Landing, listener: Listener) -> None:
-        self._listeners[landing.session_id] = listener
-        self._epochs[landing.session_id] = landing.epoch
+    def forget(self, session_id: str, epoch: int) -> None:
+        """Nobody listens to this epoch of the session any more."""
+        self._listeners.pop((session_id, epoch), None)
 
     def _send_open(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
         message = pb.OpenSession(session_id=landing.session_id, source=codec.source_to_proto(source),

@@ -39,7 +39,7 @@ class Janitor:
             self._loop.post(release)
             return
         if session.drained:
-            self._group.forget(session.session_id)
+            self._group.forget(session.session_id, session.epoch)
             self._loop.post(release)
             return
         drained = asyncio.Event()
@@ -49,17 +49,18 @@ class Janitor:
             if session.drained:
                 drained.set()
 
-        self._group.listen(session.session_id, listen)
-        task = asyncio.create_task(self._finish(release, session.session_id, drained))
+        self._group.listen(session.session_id, session.epoch, listen)
+        task = asyncio.create_task(self._finish(release, session.session_id, session.epoch, drained))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _finish(self, release: Callable[[], None], session_id: str, drained: asyncio.Event) -> None:
+    async def _finish(self, release: Callable[[], None], session_id: str, epoch: int,
+                      drained: asyncio.Event) -> None:
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 await drained.wait()
         except TimeoutError:
             self._unhealthy(f"session {session_id} did not drain within {DRAIN_TIMEOUT_S} s")
             return
-        self._group.forget(session_id)
+        self._group.forget(session_id, epoch)
         self._loop.post(release)

@@ -8,7 +8,7 @@ successor, joins.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,11 +66,13 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
     """The Join service of a leader. `layers` is what each rank must own; `compatibility` what it must run."""
 
     def __init__(self, *, layers: list[LayerRange], compatibility: Compatibility, leader_channel: bytes,
-                 observer: MembershipObserver) -> None:
+                 observer: MembershipObserver, check_channels: Callable[[Sequence[bytes]], object]) -> None:
+        """`check_channels` raises ConfigError for channel addresses, in rank order, that are not of one pool."""
         self._layers = layers
         self._compatibility = compatibility
         self._leader_channel = leader_channel
         self._observer = observer
+        self._check_channels = check_channels
         self._links: dict[int, StageLink] = {}
         self._epoch = 0  # of the latest forming; above those of any earlier life of this leader, which stages remember
 
@@ -117,6 +119,9 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
             raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
                               f"{self._layers[hello.rank]}", field="partition")
         check_same(self._compatibility, hello.compatibility, hello.compatibility_text)
+        others = {rank: link.channel_address for rank, link in self._links.items() if rank != hello.rank}
+        joined = sorted({0: self._leader_channel, **others, hello.rank: hello.channel_address}.items())
+        self._check_channels([address for _, address in joined])
         previous = self._links.pop(hello.rank, None)
         if previous is not None:
             self._observer.stage_lost(hello.rank)
@@ -138,5 +143,4 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
     def _lose(self, link: StageLink) -> None:
         if self._links.get(link.rank) is link:
             del self._links[link.rank]
-            logger.warning("stage %d is lost", link.rank)
             self._observer.stage_lost(link.rank)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from engine.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry, travelling
@@ -27,19 +27,26 @@ class PoolCensus:
 
 
 @dataclass(frozen=True)
+class StageCounts:
+    """What a stage counts itself, since its start: plans by path, forwards by kind."""
+
+    plans: Callable[[], Mapping[str, int]] = dict
+    forwards: Callable[[], Mapping[str, int]] = dict
+
+
+@dataclass(frozen=True)
 class StageMeters:
     """The forwards of one stage and the frames it passes on."""
 
     metrics: StageMetrics
     rank: int
-    num_plans: Callable[[], Mapping[str, int]] = dict  # by path, since the start
-    _counted: dict[str, int] = field(default_factory=dict)
+    counts: StageCounts = field(default_factory=StageCounts)
+    _counted: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
         """The stage ran its layers on one batch."""
-        for path, count in self.num_plans().items():
-            self.metrics.plans.labels(path).inc(count - self._counted.get(path, 0))
-            self._counted[path] = count
+        self._add_new(self.metrics.plans, "plans", self.counts.plans())
+        self._add_new(self.metrics.forwards, "forwards", self.counts.forwards())
         self.metrics.step_s.labels(str(self.rank)).observe(seconds)
         self.metrics.batch_rows.observe(batch.num_rows)
         self.metrics.batch_tokens.observe(batch.num_tokens)
@@ -47,6 +54,12 @@ class StageMeters:
     def on_frame(self, num_bytes: int) -> None:
         """A frame went to the next stage."""
         self.metrics.link_bytes.labels(str(self.rank)).inc(num_bytes)
+
+    def _add_new(self, counter: Counter, name: str, counts: Mapping[str, int]) -> None:
+        """Add what came since the last time, by label."""
+        for label, count in counts.items():
+            counter.labels(label).inc(count - self._counted.get((name, label), 0))
+            self._counted[name, label] = count
 
 
 @dataclass
@@ -63,9 +76,10 @@ class LeaderMeters:
 
     @classmethod
     def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, compatibility: str = "",
-               num_plans: Callable[[], Mapping[str, int]] = dict) -> Self:
-        meters = cls(StageMeters(StageMetrics.create(registry), 0, num_plans), LeaderMetrics.create(registry),
-                     PoolMetrics.create(registry), HandoffMetrics.create(registry), geometry)
+               counts: StageCounts | None = None) -> Self:
+        stage = StageMeters(StageMetrics.create(registry), 0, counts or StageCounts())
+        meters = cls(stage, LeaderMetrics.create(registry), PoolMetrics.create(registry),
+                     HandoffMetrics.create(registry), geometry)
         num_pages, num_slots = geometry.num_pages - 1, max(0, geometry.num_slots - 1)
         meters.pool.pages_total.set(num_pages)
         meters.pool.slots_total.set(num_slots)

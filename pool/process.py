@@ -21,17 +21,20 @@ from engine.sampling.guided import GuidedSampler
 from pool.config import WorkerConfig
 from pool.follower import Follower, FollowerEngine
 from pool.janitor import Janitor
+from pool.layers import LayerMark
 from pool.leader import Leader
 from pool.metrics import LeaderMeters, PoolCensus, StageMeters
 from pool.stage import Stage, build_stage, max_frame_bytes, plan_stage
+from pool.stage_channel import open_pool_channel
 from pool.watch import WorkerService, worker_info
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.access import PeerRole
 from runtime.announce import Announcement, write_announcement
 from runtime.certificates import CertificateStore
-from runtime.errors import InternalError
-from runtime.metrics import Exposition, RpcMetrics, StageMetrics, new_registry
+from runtime.errors import InternalError, UnavailableError
+from runtime.exposition import Exposition, new_registry
+from runtime.metrics import RpcMetrics, StageMetrics
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
@@ -39,9 +42,7 @@ from runtime.tracing import Tracing
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
 from transfer.agent import TransferAgent
-from transfer.stage_channel import UcxStageChannel
 from transfer.terms import StageSessionEvent
-from transfer.ucx_settings import TransportProfile
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class Role(Protocol):
         """Requests that may hold memory at the same time, when `max_running` compute."""
         ...
 
-    def observe_layers(self, agent: TransferAgent) -> LayerObserver | None:
-        """Who hears of each layer that is done."""
+    def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
+        """Who hears of each layer that is done; on a device, where `mark` says it is in the queue of work."""
         ...
 
     def lead(self, config: WorkerConfig, stage: Stage) -> LeadingRole:
@@ -153,7 +154,7 @@ async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None
 async def _lead(process: _Process) -> None:
     config, role, stage = process.config, process.role, process.stage
     meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.plan.compatibility.digest,
-                                 stage.num_plans)
+                                 stage.counts)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -185,7 +186,8 @@ async def _lead(process: _Process) -> None:
     async with _listening(process, server):
         leader.start()
         try:
-            async with background(process.stop, _refresh(leading, parts), _watch_agent(stage.agent)):
+            async with background(process.stop, _refresh(leading, parts), _watch_agent(stage.agent),
+                                  _watch_engine(leader)):
                 await process.stop.wait()
         finally:
             leader.drain()
@@ -195,11 +197,10 @@ async def _lead(process: _Process) -> None:
 
 async def _follow(process: _Process) -> None:
     config, stage = process.config, process.stage
-    meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.num_plans)
+    meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.counts)
     server = _server(process, (PIPELINE_SERVICE,))
-    channel = UcxStageChannel(rank=config.rank, max_frame_bytes=max_frame_bytes(config, stage.plan),
-                              profile=TransportProfile(config.transport), binding=config.binding,
-                              on_sent=meters.on_frame)
+    channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
+                                on_sent=meters.on_frame)
     engine = FollowerEngine(stage, GuidedSampler(stage.grammars), channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward)
     security = ChannelSecurity(process.certificates).to(process.peer_role)
@@ -270,3 +271,10 @@ async def _watch_agent(agent: TransferAgent) -> None:
     while agent.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
         await asyncio.sleep(0.5)
     raise InternalError(f"the transfer agent has failed: {agent.failure!r}")
+
+
+async def _watch_engine(leader: Leader) -> None:
+    """The same of a leader whose engine cannot go on."""
+    while leader.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
+        await asyncio.sleep(0.5)
+    raise UnavailableError(f"this worker cannot go on: {leader.failure}")

@@ -1,33 +1,38 @@
 """The parts of a stage that speculate: trees on every stage, the draft on the last."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.cpu import CpuAttention
-from engine.attention.cpu_latent import CpuLatentAttention
-from engine.attention.latent import LatentGeometry
-from engine.attention.tree import TreeAttention
 from engine.batch import ForwardBatch
+from engine.graphs.draft import DraftGraphs
+from engine.graphs.rounds import RoundGraphs
 from engine.memory.layout import CacheKind, CacheSpec
 from engine.memory.pools import StagePools
-from engine.numerics import Numerics
 from engine.pipeline.executor import LayerObserver
-from engine.recurrent.cpu import CpuRecurrent
-from engine.recurrent.tree import TreeRecurrent
 from engine.speculative.config import SpeculationConfig
 from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.draft_model import DraftModel
 from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter, PromptDrafter
 from engine.speculative.handed import HandedEnds
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.multistep_latent import MultiStepLatentAttention
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import ModelDescription
+from pool.backend_set import Backends
 from pool.config import WorkerConfig
+
+
+@dataclass(frozen=True)
+class CapturedDraft:
+    """What of a draft runs as captured graphs: following what was accepted, and growing trees behind it."""
+
+    follows: DraftGraphs | None = None
+    rounds: RoundGraphs | None = None
+
+
+CaptureDraft = Callable[[DraftModel, DraftAttention], CapturedDraft]
 
 
 @dataclass(frozen=True)
@@ -80,47 +85,21 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
     return SpeculationPlan(flags, read_draft(config.draft, target), config.spec_prompt)
 
 
-def tree_attention(paged: CpuAttention, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry,
-                   numerics: Numerics) -> TreeAttention:
-    def backend_over(pools: Mapping[int, Tensor]) -> CpuAttention:
-        return CpuAttention(kv_pools=pools, geometry=geometry, numerics=numerics)
-
-    return TreeAttention(paged=paged, kv_pools=kv_pools, page_size=geometry.page_size, backend_over=backend_over)
-
-
-def tree_recurrent(slots: CpuRecurrent, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
-                   numerics: Numerics, *, max_nodes: int) -> TreeRecurrent:
-    def backend_over(convs: Mapping[int, Tensor], states: Mapping[int, Tensor]) -> CpuRecurrent:
-        return CpuRecurrent(conv_pools=convs, state_pools=states, numerics=numerics)
-
-    return TreeRecurrent(slots=slots, conv_pools=conv_pools, state_pools=state_pools, max_nodes=max_nodes,
-                         backend_over=backend_over)
-
-
-def build_drafter(plan: SpeculationPlan, pools: StagePools, *, numerics: Numerics) -> EagleDrafter:
+def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
+                  capture: CaptureDraft = lambda model, attention: CapturedDraft()) -> EagleDrafter:
     """Loads the draft. Its cache is that of the stage's extra layers, or its own of as many pages as the target's."""
-    model, geometry = plan.draft.load(numerics=numerics), pools.geometry
+    model = plan.draft.load(numerics=backends.numerics, device=backends.device)
+    geometry, device = pools.geometry, backends.device
     own: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
     for spec in model.cache_specs(geometry.page_size):
         own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
-            torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype)))
-    attention = draft_attention(model.attention_geometry(geometry.page_size), own, numerics)
+            torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype), device=device))
+    attention = backends.of_draft(model.attention_geometry(geometry.page_size), own)
     ends = HandedEnds(*(pools.of_kind(kind)[plan.first_layer] for kind in
                         (CacheKind.TOPK_P, CacheKind.TOPK_INDEX, CacheKind.DRAFT_HIDDEN))) if plan.handed else None
-    return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps, handed=ends)
-
-
-def draft_attention(geometry: AttentionGeometry | LatentGeometry, pools: Mapping[CacheKind, Mapping[int, Tensor]],
-                    numerics: Numerics) -> DraftAttention:
-    """Over a draft's pools, by kind and its own layer ids."""
-    if isinstance(geometry, AttentionGeometry):
-        kv = pools[CacheKind.KV]
-        return DraftAttention.over_kv(CpuAttention(kv_pools=kv, geometry=geometry, numerics=numerics),
-                                      MultiStepAttention(kv_pools=kv, geometry=geometry))
-    latent, index = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
-    return DraftAttention.over_latents(
-        CpuLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry),
-        MultiStepLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry))
+    captured = capture(model, attention)
+    return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps, handed=ends,
+                        graphs=captured.follows, rounds=captured.rounds)
 
 
 def prompt_drafter(plan: SpeculationPlan, drafter: EagleDrafter, observer: LayerObserver | None) -> Drafter:

@@ -1,38 +1,42 @@
 """One stage as a process holds it: model, pools, backends and transfer agent, built for its layers."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from engine.attention.cpu import CpuAttention
-from engine.attention.cpu_latent import CpuLatentAttention
 from engine.memory.budget import PoolBudget, plan_pools
-from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry, bytes_per_slot
+from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_slot
 from engine.memory.pools import StagePools
-from engine.model import ModelFacts
+from engine.model import ModelFacts, StageModel
 from engine.numerics import Numerics
 from engine.pipeline.executor import LayerObserver, StageExecutor
-from engine.recurrent.cpu import CpuRecurrent
+from engine.placement import HOST
 from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter
 from engine.stages import LayerRange, get_pp_indices
 from models.loader import ModelDescription, read_model
+from pool.backend_set import Backends, StageBackends, StageCaches, build_executor
+from pool.backends import choose_backends
 from pool.config import WorkerConfig
+from pool.graphs import build_draft_graphs, build_graphs
+from pool.handoff import build_agent, layer_mark
+from pool.layers import LayerMark
+from pool.metrics import StageCounts
 from pool.speculation import (
     SpeculationPlan,
     build_drafter,
     plan_speculation,
     prompt_drafter,
-    tree_attention,
-    tree_recurrent,
 )
+from pool.warmup import run_every_kind
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammars, load_grammars
 from transfer.agent import TransferAgent
 from transfer.compatibility import Compatibility, compatibility
+from transfer.device_transport import Route
 from transfer.terms import StageSessionEvent
 from transfer.ucx import UcxTransport
 from transfer.ucx_settings import TransportProfile
@@ -86,8 +90,7 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     return StagePlan(description, ranges, geometry,
                      compatibility(revision=facts.revision, specs=specs, page_size=config.page_size,
                                    draft_revision="" if speculation is None else speculation.draft.revision),
-                     context, held,
-                     speculation)
+                     context, held, speculation)
 
 
 def _pool_sizes(config: WorkerConfig, facts: ModelFacts, ranges: list[LayerRange],
@@ -110,60 +113,63 @@ class Stage:
     executor: StageExecutor
     agent: TransferAgent
     drafter: Drafter | None = None  # on the last stage of a pool that speculates
-    num_plans: Callable[[], Mapping[str, int]] = dict  # by path
+    counts: StageCounts = field(default_factory=StageCounts)
     grammars: Grammars | None = None  # on the first stage, which checks them, and on the last, which draws
+    device: torch.device = HOST
 
 
 def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                 on_event: Callable[[StageSessionEvent], None],
-                observe_layers: Callable[[TransferAgent], LayerObserver | None], speculates: bool = False) -> Stage:
-    """Load the stage's tensors and start its transfer agent. `observe_layers(agent)` is what hears of each layer that
-    is done: the agent on the sending side, nobody on the receiving one."""
+                observe_layers: Callable[[TransferAgent, LayerMark | None], LayerObserver | None],
+                speculates: bool = False) -> Stage:
+    """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` is what hears of each layer
+    that is done: the agent on the sending side, nobody on the receiving one."""
     torch.set_num_threads(config.threads)
-    numerics = Numerics(config.numerics)
-    pools = StagePools(plan.geometry)
+    backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
+    pools = StagePools(plan.geometry, device=str(backends.device))
     speculation = plan.speculation
-    layers = plan.model_layers
-    model = plan.description.load_stage(layers, numerics=numerics,
-                                        capture_layers=speculation.capture_layers if speculation else frozenset())
-    conv, state = pools.of_kind(CacheKind.CONV), pools.of_kind(CacheKind.STATE)
-    kv = _of_layers(pools.kv, layers)
-    geometry = plan.description.attention_geometry(config.page_size)
-    paged = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry, numerics=numerics)
-    latent_geometry = plan.description.latent_geometry(config.page_size)
-    latent = None if latent_geometry is None else CpuLatentAttention(
-        latent_pools=_of_layers(pools.of_kind(CacheKind.LATENT), layers),
-        index_pools=_of_layers(pools.of_kind(CacheKind.INDEX_KEY), layers), geometry=latent_geometry)
-    slots = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=numerics)
-    clock = SystemClock()
-    transport = UcxTransport(profile=TransportProfile(config.transport), clock=clock, binding=config.binding)
-    agent = TransferAgent(memory=pools, transport=transport, clock=clock, incarnation=incarnation, on_event=on_event)
+    model, runs_on = _load_layers(plan, pools, backends, speculates=speculates)
+    profile = TransportProfile(config.transport)
+    transport = UcxTransport(profile=profile, clock=SystemClock(), binding=config.binding)
+    agent = build_agent(pools, backends.device, transport, incarnation=incarnation, on_event=on_event,
+                        route=Route.DIRECT if profile.reaches_devices else Route.PINNED)
     agent.start()
-    observer = observe_layers(agent)
-    grammars = _grammars(config, plan.description.facts)
-    drafter = None
+    observer = observe_layers(agent, layer_mark(backends.device))
+    # Only who is told of layers one by one, a prefill pool, has no steps to capture.
+    graphs = None if observer is not None else build_graphs(
+        config, plan.description, model, runs_on, speculation.config if speculation is not None else None)
+    executor = build_executor(model, runs_on, backends.device, observer, graphs)
+    drafter: EagleDrafter | None = None
+    reader: Drafter | None = None
     if speculation is not None and config.rank == config.world_size - 1:
-        drafter = build_drafter(speculation, pools, numerics=numerics)
-    if speculation is None or not speculates:
-        executor = StageExecutor(model=model, attention=paged, latent_attention=latent, recurrent=slots,
-                                 on_layer_done=observer)
-        reader = prompt_drafter(speculation, drafter, observer) if speculation is not None and drafter else None
-        return Stage(plan, pools, executor, agent, reader, _plan_counts(executor, drafter), grammars)
-    trees = None if paged is None or geometry is None else tree_attention(paged, kv, geometry, numerics)
-    states = tree_recurrent(slots, conv, state, numerics, max_nodes=speculation.config.max_nodes)
-    executor = StageExecutor(model=model, attention=trees, latent_attention=latent, recurrent=states,
-                             caches=[cache for cache in (trees, latent, states) if cache is not None],
-                             on_layer_done=observer)
-    return Stage(plan, pools, executor, agent, drafter, _plan_counts(executor, drafter), grammars)
+        capture = partial(build_draft_graphs, config, runs_on.capturable if speculates else None, speculation)
+        drafter = reader = build_drafter(speculation, pools, backends, capture)
+        if not speculates:
+            reader = prompt_drafter(speculation, drafter, observer)
+    return Stage(plan, pools, executor, agent, reader, _counts(executor, drafter),
+                 _grammars(config, plan.description.facts), backends.device)
 
 
-def _plan_counts(executor: StageExecutor, drafter: EagleDrafter | None) -> Callable[[], Mapping[str, int]]:
-    return lambda: {"target": executor.num_plans, **(drafter.num_plans if drafter is not None else {})}
+def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, *,
+                 speculates: bool) -> tuple[StageModel, StageBackends]:
+    """The target's layers of this stage and what they run on, ready for every kind of batch."""
+    description, page_size, speculation = plan.description, plan.geometry.page_size, plan.speculation
+    capture_layers = speculation.capture_layers if speculation is not None else frozenset()
+    max_nodes = speculation.config.max_nodes if speculation is not None and speculates else 0
+    model = description.load_stage(plan.model_layers, numerics=backends.numerics, device=backends.device,
+                                   capture_layers=capture_layers)
+    runs_on = backends.of_stage(
+        StageCaches.of_layers(pools, plan.model_layers), description.attention_geometry(page_size),
+        description.latent_geometry(page_size), max_nodes=max_nodes)
+    if backends.device != HOST:
+        run_every_kind(build_executor(model, runs_on, backends.device, None), description.facts,
+                       capture_layers=capture_layers, max_nodes=max_nodes)
+    return model, runs_on
 
 
-def _of_layers(tensors: Mapping[int, Tensor], layers: LayerRange) -> dict[int, Tensor]:
-    """Those of the target's layers: a draft's are not what a verification moves."""
-    return {layer_id: tensor for layer_id, tensor in tensors.items() if layer_id in layers}
+def _counts(executor: StageExecutor, drafter: EagleDrafter | None) -> StageCounts:
+    return StageCounts(lambda: {"target": executor.num_plans, **(drafter.num_plans if drafter is not None else {})},
+                       lambda: executor.num_forwards)
 
 
 def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:

@@ -1,10 +1,20 @@
-"""One request from inside, through all stages of the pool, before anybody is told that it serves."""
+"""What runs before anybody is told that a pool serves: every kind of batch in each process whose kernels are compiled
+on their first use, then one request from inside through all stages.
+"""
 
 import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
+from engine.batch import ForwardMode
 from engine.loop import EngineLoop
+from engine.memory.layout import NULL_INDEX
+from engine.model import ModelFacts, StageOutput
+from engine.pipeline.executor import StageExecutor
+from engine.rows import Row, build_batch
+from engine.trees import SpecRow
 from runtime.errors import BatonError, DeadlineError
 
 EventT = TypeVar("EventT")
@@ -12,10 +22,29 @@ EventT = TypeVar("EventT")
 WARM_UP_TIMEOUT_S = 60.0
 
 
+def run_every_kind(executor: StageExecutor, facts: ModelFacts, *, capture_layers: frozenset[int],
+                   max_nodes: int) -> None:
+    """One row of each kind of batch over the null records. Compiling takes minutes at worst; a stage that did it in the
+    middle of a step would look dead to the others.
+
+    `max_nodes`: of the trees that are verified, 0 where none are.
+    """
+    kinds = [(ForwardMode.PREFILL, SpecRow()), (ForwardMode.DECODE, SpecRow())]
+    if max_nodes:
+        kinds.append((ForwardMode.VERIFY, SpecRow((-1,))))
+    if max_nodes > 2:
+        kinds.append((ForwardMode.VERIFY, SpecRow((-1, 0, 0))))
+    for mode, spec in kinds:
+        count = max(1, len(spec.parents))
+        batch = build_batch(mode, [Row(0, [0] * count, 0, [NULL_INDEX], NULL_INDEX, None, spec if max_nodes else None)])
+        hidden = torch.zeros(count, facts.hidden_size, dtype=getattr(torch, facts.dtype))
+        executor.run(batch, StageOutput(hidden=hidden, aux_hidden=dict.fromkeys(capture_layers, hidden)))
+
+
 async def run_inside(loop: EngineLoop, submit: Callable[[Callable[[EventT], object]], int],
-                     outcome: Callable[[EventT], bool | BatonError]) -> int:
-    """Submit a request on the loop's thread and wait for the event whose `outcome` is not False; returns its key,
-    which the caller releases.
+                     outcome: Callable[[EventT], bool | BatonError], end: Callable[[int], object]) -> None:
+    """Submit a request on the loop's thread and wait for the event whose `outcome` is not False. `end(key)` gives back
+    what the request holds: once, whatever happened, on the event loop's thread.
 
     Raises:
         BatonError: the outcome was one.
@@ -33,10 +62,12 @@ async def run_inside(loop: EngineLoop, submit: Callable[[Callable[[EventT], obje
         else:
             done.set_result(None)
 
-    key = await loop.submit(lambda: submit(lambda event: events.call_soon_threadsafe(settle, event)))
+    key = await loop.submit(lambda: submit(lambda event: events.call_soon_threadsafe(settle, event)),
+                            undo=lambda taken: events.call_soon_threadsafe(end, taken))
     try:
         async with asyncio.timeout(WARM_UP_TIMEOUT_S):
             await done
     except TimeoutError:
         raise DeadlineError(f"the warm-up token did not come within {WARM_UP_TIMEOUT_S:g} s") from None
-    return key
+    finally:
+        end(key)

@@ -167,7 +167,7 @@ class PrefillScheduler:
         budget = self.limits.chunk_tokens
         for entry in list(self._running):
             budget -= self._add_chunk(rows, entry, budget)
-        while budget > 0 and (started := self._start_next()) is not None:
+        while budget > 0 and (started := self._start_next(budget)) is not None:
             budget -= self._add_chunk(rows, started, budget)
         return build_batch(ForwardMode.PREFILL, rows) if rows else None
 
@@ -203,14 +203,17 @@ class PrefillScheduler:
         check_integrity([self.pages.ledger, self.slots.ledger],
                         live_owners={_owner(entry.key) for entry in self._entries.values()})
 
-    def _start_next(self) -> _Entry | None:
-        """Lease memory for the most urgent queued request; None when nothing waits or it does not fit yet."""
+    def _start_next(self, budget: int) -> _Entry | None:
+        """Lease memory for the most urgent queued request; None when nothing waits, it does not fit yet, or `budget`
+        tokens allow it no chunk: decode reserves for what has started, so that must be running."""
         while self._queue and self._queue[0][1] not in self._entries:
             heapq.heappop(self._queue)  # released while it waited
         held = len(self._entries) - len(self._queue)
         if not self._queue or held >= self.limits.max_running:
             return None
         entry = self._entries[self._queue[0][1]]
+        if chunk_end(0, entry.remaining, budget, self.limits.grid) == 0:
+            return None
         try:
             entry.slot = self.slots.alloc(owner=_owner(entry.key))
             needed = pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)

@@ -203,6 +203,9 @@ class _Departure:
         """The decode pool has reserved: start sending, beginning with what is computed already."""
         if message.WhichOneof("input") != "landing" or self._source is None or self._session is not None:
             raise InvalidRequestError(FieldViolation("input", "expected one landing, after started"))
+        if self._parts.leader.group.endpoints != self._source.stages:
+            # The engine, which tells of it, may be within a forward for longer than a landing takes.
+            raise UnavailableError("a stage of the prefill pool was lost after this prompt had started")
         landing = codec.landing_from_proto(message.landing)
         try:
             check_plan(self._source, landing, self._parts.plan.geometry.specs)
@@ -215,9 +218,12 @@ class _Departure:
 
         def on_report(rank: int, event: StageSessionEvent) -> None:
             session.on_stage_event(rank, event)
+            for part in event.departures:  # of the leader's own stage
+                sending.record("baton.transfer.chunk", part.released_s, part.left_s, num_tokens=part.num_tokens,
+                               request_id=self._request.request_id, num_bytes=part.num_bytes)
             self._inbox.session_changed()
 
         self._session, self._opened_s = session, time.monotonic()
-        self._sending = begin("baton.transfer.send", request_id=self._request.request_id,
+        self._sending = sending = begin("baton.transfer.send", request_id=self._request.request_id,
                               session_id=landing.session_id, epoch=landing.epoch)
         self._parts.leader.group.open_send(self._key, self._source, landing, on_report)

@@ -5,7 +5,7 @@ from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
 from engine.request import Request, SamplingParams
 from pool.config import WorkerConfig
-from pool.layers import layer_observer
+from pool.layers import LayerMark, layer_observer
 from pool.metrics import PoolCensus
 from pool.process import LeaderParts
 from pool.stage import Stage
@@ -30,8 +30,8 @@ class PrefillRole:
     def max_held(self, max_running: int) -> int:
         return max_running
 
-    def observe_layers(self, agent: TransferAgent) -> LayerObserver:
-        return layer_observer(agent)
+    def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver:
+        return layer_observer(agent, mark)
 
     def lead(self, config: WorkerConfig, stage: Stage) -> "PrefillLeading":
         """Raises ConfigError when chunks would not end on the model's grid."""
@@ -71,8 +71,12 @@ class PrefillLeading:
     async def warm_up(self, parts: LeaderParts) -> None:
         """One prompt token, one drawn."""
         request = Request("warm-up", (0,), 1, SamplingParams(temperature=0))
-        key = await run_inside(parts.leader.loop, lambda emit: self.scheduler.submit(request, emit), _outcome)
-        parts.janitor.end(lambda: self.scheduler.release(key), close=lambda: parts.leader.group.close_request(key, ""))
+
+        def end(key: int) -> None:
+            parts.janitor.end(lambda: self.scheduler.release(key),
+                              close=lambda: parts.leader.group.close_request(key, ""))
+
+        await run_inside(parts.leader.loop, lambda emit: self.scheduler.submit(request, emit), _outcome, end)
 
 
 def _outcome(event: Event) -> bool | BatonError:

@@ -29,6 +29,7 @@ def router(
     model_name: Annotated[str | None, typer.Option(help="What clients call it; default: the directory.")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on; port 0: any free one.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Serve /metrics here; 0: any free port.")] = None,
+    metrics_host: Annotated[str | None, typer.Option(help="Address /metrics is served on.")] = None,
     health_listen: Annotated[str | None, typer.Option(help="HOST:PORT for probes without TLS.")] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; a DNS name of it is router.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate, not encrypted.")] = None,
@@ -41,6 +42,7 @@ def router(
     max_waiting: Annotated[int | None, typer.Option(help="Requests held back at most.")] = None,
     max_connection_age_s: Annotated[float | None, typer.Option(
         help="Ask clients to reconnect after so many seconds, so that balancers spread them again.")] = None,
+    drain_s: Annotated[float | None, typer.Option(help="Seconds SIGTERM leaves running requests.")] = None,
     max_message_bytes: Annotated[int | None, typer.Option(help="Largest request.")] = None,
     reflection: Annotated[bool | None, typer.Option(help="Describe the services to whoever asks.")] = None,
     channelz: Annotated[bool | None, typer.Option(help="Show sockets and calls to whoever may watch workers.")] = None,
@@ -58,9 +60,8 @@ def router(
         "health_listen": health_listen, "tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca,
         "client_certificates": client_certificates, "token_file": token_file, "max_waiting": max_waiting,
         "max_connection_age_s": max_connection_age_s, "max_message_bytes": max_message_bytes, "reflection": reflection,
-        "channelz": channelz, "vllm_engine": vllm_engine,
-        "log_level": log_level, "log_style": log_style,
-        "otel_endpoint": otel_endpoint,
+        "channelz": channelz, "vllm_engine": vllm_engine, "metrics_host": metrics_host, "drain_s": drain_s,
+        "log_level": log_level, "log_style": log_style, "otel_endpoint": otel_endpoint,
     }
     try:
         settings = load(RouterConfig, section="router", flags=flags, file=config)

@@ -17,12 +17,14 @@ from router.flow import Services
 from router.legs import FlowLimits
 from router.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.model_facts import load_served_model
+from router.pace import PrefillPace
 from router.readiness import SERVICE, Readiness
 from runtime.announce import Announcement, write_announcement
 from runtime.clock import SystemClock
 from runtime.config import describe
 from runtime.errors import ConfigError
-from runtime.metrics import Exposition, RouterMetrics, RpcMetrics, new_registry
+from runtime.exposition import Exposition, new_registry
+from runtime.metrics import RouterMetrics, RpcMetrics
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
@@ -58,7 +60,8 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     admission = Admission(directory, limits, metrics, clock)
     services = Services(admission, directory,
                         FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=config.peer_wait_s,
-                                   capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics)
+                                   capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics,
+                        PrefillPace(clock))
     services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
     server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
                         security=security, background_methods=ORCA_METHODS, also_served=(ORCA_SERVICE,),

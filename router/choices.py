@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from protos import generation_pb2, types_pb2
-from router.flow import Emit, Flow
+from router.answer import Emit
+from router.flow import Flow
 from router.outbox import Outbox
 from router.scope import task_scope
 from router.validate import AdmissibleRequest

@@ -106,14 +106,11 @@ class StopMatcher:
     """Finds the first of several strings in text that arrives in pieces.
 
     The match that *ends* first wins, the longest among those; so the outcome does not depend on how the text is
-    cut. One Knuth-Morris-Pratt automaton per string: linear in the text, and its state is the number of characters
-    that must be held back.
+    cut. One automaton per string, whose state is the number of characters that must be held back.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        self._strings = tuple(stop_strings)
-        self._failures = tuple(_failure_function(string) for string in self._strings)
-        self._matched = [0] * len(self._strings)
+        self._automata = tuple(_StopAutomaton(string) for string in stop_strings)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -121,7 +118,7 @@ class StopMatcher:
 
         After a match the text ends just before it, and nothing more may be fed.
         """
-        if not self._strings:
+        if not self._automata:
             return text, None
         buffer, offset = self._held + text, len(self._held)
         for index, character in enumerate(text):
@@ -129,7 +126,7 @@ class StopMatcher:
             if matched is not None:
                 self._held = ""
                 return buffer[:offset + index + 1 - len(matched)], matched
-        certain = len(buffer) - max(self._matched)
+        certain = len(buffer) - max(automaton.matched for automaton in self._automata)
         self._held = buffer[certain:]
         return buffer[:certain], None
 
@@ -140,25 +137,33 @@ class StopMatcher:
 
     def _advance(self, character: str) -> str | None:
         longest: str | None = None
-        for i, (string, failure) in enumerate(zip(self._strings, self._failures, strict=True)):
-            length = self._matched[i]
-            while length and string[length] != character:
-                length = failure[length - 1]
-            self._matched[i] = length = length + (string[length] == character)
-            if length == len(string) and (longest is None or length > len(longest)):
-                longest = string
+        for automaton in self._automata:
+            automaton.advance(character)
+            found = automaton.string if automaton.matched == len(automaton.string) else None
+            if found is not None and (longest is None or len(found) > len(longest)):
+                longest = found
         return longest
 
 
-def _failure_function(string: str) -> list[int]:
-    """For each prefix, the length of its longest proper suffix that is a prefix too."""
-    failure, length = [0] * len(string), 0
-    for index in range(1, len(string)):
-        while length and string[index] != string[length]:
-            length = failure[length - 1]
-        length += string[index] == string[length]
-        failure[index] = length
-    return failure
+class _StopAutomaton:
+    """Knuth-Morris-Pratt for one string, linear in the text. The failure function is worked out as far as a match has
+    come, so that a long string costs nothing before the text follows it."""
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.matched = 0  # characters of the string that the text ends in
+        self._failure = [0]  # for each prefix, the length of its longest proper suffix that is a prefix too
+
+    def advance(self, character: str) -> None:
+        self.matched = self._longer(self.matched, character)
+        if self.matched > len(self._failure):
+            self._failure.append(self._longer(self._failure[-1], character))
+
+    def _longer(self, length: int, character: str) -> int:
+        """The longest prefix that a text ends in which ended in one of `length` before this character."""
+        while length and self.string[length] != character:
+            length = self._failure[length - 1]
+        return length + (self.string[length] == character)
 
 
 class Detokenisers:

@@ -8,7 +8,7 @@ must release.
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -78,6 +78,7 @@ class Directory:
         # Affinity is about prompts; a decode pool has nothing to remember of them.
         affine = options.policy is Policy.PREFIX_AFFINITY
         self._policies = {Role.PREFILL: options.policy, Role.DECODE: Policy.LEAST_LOAD if affine else options.policy}
+        self._count_workers()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -106,7 +107,7 @@ class Directory:
 
     @property
     def max_context_tokens(self) -> int:
-        """What every worker heard of so far can hold, prompt plus completion."""
+        """What every worker of this model that was heard of so far can hold, prompt plus completion."""
         stated = [worker.max_context_tokens for worker in self.workers]
         return min([self._facts.max_context_tokens, *(limit for limit in stated if limit is not None)])
 
@@ -134,44 +135,30 @@ class Directory:
     def place(self, prompt_token_ids: Sequence[int]) -> Placement | None:
         """Book a compatible pair that could take the request now or soon; None if there is none."""
         num_tokens = len(prompt_token_ids)
-        ready = {w.compatibility for w in self._usable(Role.DECODE) if w.as_candidate(num_tokens).has_room}
-        fed = (w for w in self._usable(Role.PREFILL) if any(may_pair(w.compatibility, digest) for digest in ready))
-        prefill = self._book(fed, prompt_token_ids)
-        if prefill is None:
-            return None
-        fitting = (w for w in self._usable(Role.DECODE) if may_pair(w.compatibility, prefill.worker.compatibility))
-        decode = self._book(fitting, prompt_token_ids)
-        if decode is None:
-            prefill.release()
-            return None
-        return Placement(prefill, decode)
+        pools = [worker for worker in self._usable(Role.DECODE) if worker.as_candidate(num_tokens).has_room]
+        return self._book_pair(self._usable(Role.PREFILL), pools, prompt_token_ids)
 
     def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                      tried: frozenset[str]) -> Booking | None:
         """A prefill worker for a request that lost its own; one that was tried only if there is no other."""
-        usable = [w for w in self._usable(Role.PREFILL) if may_pair(w.compatibility, compatibility)]
-        others = [w for w in usable if w.address not in tried]
-        return self._book(others or usable, prompt_token_ids)
+        fitting = self._fitting(Role.PREFILL, compatibility)
+        others = [worker for worker in fitting if worker.address not in tried]
+        chosen = self._choose(others or fitting, prompt_token_ids)
+        return None if chosen is None else self._book(chosen, prompt_token_ids)
 
     def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                     tried: frozenset[str]) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
-        fitting = (w for w in self._usable(Role.DECODE) if may_pair(w.compatibility, compatibility))
-        return self._book(fitting, prompt_token_ids, tried, Room.ANY)
+        chosen = self._choose(self._fitting(Role.DECODE, compatibility), prompt_token_ids, tried, Room.ANY)
+        return None if chosen is None else self._book(chosen, prompt_token_ids)
 
     def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str) -> Placement | None:
         """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
         again and there is no other."""
-        prefill = self.book_prefill(prompt_token_ids, compatibility, tried=frozenset())
-        if prefill is None:
-            return None
-        source = prefill.worker.compatibility
-        decode = (self.book_decode(prompt_token_ids, source, tried=frozenset({lost}))
-                  or self.book_decode(prompt_token_ids, source, tried=frozenset()))
-        if decode is None:
-            prefill.release()
-            return None
-        return Placement(prefill, decode)
+        sources, pools = self._fitting(Role.PREFILL, compatibility), self._usable(Role.DECODE)
+        others = [worker for worker in pools if worker.address != lost]
+        return (self._book_pair(sources, others, prompt_token_ids)
+                or self._book_pair(sources, pools, prompt_token_ids))
 
     def has_pair(self, compatibility: str) -> bool:
         """Whether workers of both roles that fit are alive, with room or without."""
@@ -185,23 +172,45 @@ class Directory:
         """Every worker, for people."""
         return [self._status_of(worker) for worker in self.workers]
 
-    def _book(self, workers: Iterable[Worker], prompt_token_ids: Sequence[int],
-              tried: frozenset[str] = frozenset(), room: Room = Room.NEEDED) -> Booking | None:
-        by_address = {worker.address: worker for worker in workers}
-        if not by_address:
+    def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker],
+                   prompt_token_ids: Sequence[int]) -> Placement | None:
+        """A source with room and one of the pools, full or not. Both are chosen before either is booked: a booking that
+        is given back wakes whoever waits for room, and two of those would wake each other for ever."""
+        digests = {pool.compatibility for pool in pools}
+        fed = [worker for worker in sources if any(may_pair(worker.compatibility, digest) for digest in digests)]
+        prefill = self._choose(fed, prompt_token_ids)
+        if prefill is None:
             return None
-        role = next(iter(by_address.values())).role
+        fitting = [pool for pool in pools if may_pair(prefill.compatibility, pool.compatibility)]
+        decode = self._choose(fitting, prompt_token_ids, room=Room.ANY)
+        if decode is None:
+            return None
+        return Placement(self._book(prefill, prompt_token_ids), self._book(decode, prompt_token_ids))
+
+    def _book(self, worker: Worker, prompt_token_ids: Sequence[int]) -> Booking:
+        self._metrics.decisions.labels(self._policies[worker.role].value, "chosen").inc()
+        self._turns[worker.role] += 1
+        return worker.book(len(prompt_token_ids))
+
+    def _choose(self, workers: Sequence[Worker], prompt_token_ids: Sequence[int], tried: frozenset[str] = frozenset(),
+                room: Room = Room.NEEDED) -> Worker | None:
+        """Whom the policy of their role would pick; nothing is booked."""
+        if not workers:
+            return None
+        role, by_address = workers[0].role, {worker.address: worker for worker in workers}
         policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt_token_ids)
         with self._metrics.pick_s.time():
             candidates = [worker.as_candidate(len(prompt_token_ids)) for worker in by_address.values()]
             if room is Room.ANY:
                 candidates = [replace(candidate, has_room=True) for candidate in candidates]
             chosen = choose(policy, candidates, draw, tried=tried)
-        self._metrics.decisions.labels(policy.value, "full" if chosen is None else "chosen").inc()
         if chosen is None:
+            self._metrics.decisions.labels(policy.value, "full").inc()
             return None
-        self._turns[role] += 1
-        return by_address[chosen.address].book(len(prompt_token_ids))
+        return by_address[chosen.address]
+
+    def _fitting(self, role: Role, compatibility: str) -> list[Worker]:
+        return [worker for worker in self._usable(role) if may_pair(worker.compatibility, compatibility)]
 
     def _usable(self, role: Role) -> list[Worker]:
         return [worker for worker in self.workers if worker.role is role and worker.is_usable]
@@ -216,6 +225,9 @@ class Directory:
         self._roster.sweep()
         self._changed.set()
         self._changed = asyncio.Event()
+        self._count_workers()
+
+    def _count_workers(self) -> None:
         for role in Role:
             usable = len(self._usable(role))
             total = sum(worker.role is role for worker in self.workers)

@@ -58,9 +58,9 @@ class EndpointSource:
                     pause_s = FIRST_PAUSE_S
                     while True:
                         version = await self._watch(client, slices, version, found)
+                        await asyncio.sleep(FIRST_PAUSE_S)  # a server may end every watch at once
             except _GoneError:
                 logger.info("the endpoints of %s are listed anew", self.target.service)
-                continue
             except (BatonError, OSError, httpx2.HTTPError, ValueError, KeyError) as error:
                 self.errors.labels("kubernetes").inc()
                 logger.warning("cannot follow the endpoints of %s, the last ones stay: %s: %s", self.target.service,

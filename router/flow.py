@@ -26,17 +26,19 @@ with the request.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.admission import Admission
+from router.answer import Answer, Emit
+from router.decode_leg import DecodeLeg
 from router.directory import Directory, Placement
-from router.legs import DecodeLeg, Event, FlowLimits, Leg, PrefillLeg
+from router.legs import Event, FlowLimits, Leg
 from router.migration import Migrations
 from router.output import Output
 from router.pace import PrefillPace
+from router.prefill_leg import PrefillLeg
 from router.scope import task_scope
 from router.streams import Ended
 from router.timeline import Timeline
@@ -48,8 +50,6 @@ from runtime.tracing import begin
 
 INBOX_EVENTS = 64
 
-Emit = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
-
 
 @dataclass(frozen=True)
 class Services:
@@ -59,7 +59,7 @@ class Services:
     directory: Directory
     limits: FlowLimits
     metrics: RouterMetrics
-    pace: PrefillPace = field(default_factory=PrefillPace)
+    pace: PrefillPace
 
 
 class Flow:
@@ -71,8 +71,7 @@ class Flow:
     def __init__(self, request: AdmissibleRequest, output: Output, emit: Emit, timeline: Timeline,
                  services: Services, time_limit_s: float) -> None:
         self._request = request
-        self._output = output
-        self._emit = emit
+        self._answer = Answer(self.request_id, output, emit, timeline)
         self._timeline = timeline
         self._services = services
         self._time_limit_s = time_limit_s
@@ -82,11 +81,9 @@ class Flow:
         self._is_aborted = False
         self._inbox: asyncio.Queue[Event] = asyncio.Queue(INBOX_EVENTS)
         self._first_token: types_pb2.TokenChunk | None = None
-        self._token_ids: list[int] = []  # all that the client was sent
         self._migrations = Migrations(services.directory, services.limits, services.metrics)
         self._is_committed = False
         self._finish: generation_pb2.GenerateFinish | None = None
-        self._is_finish_sent = False
 
     @property
     def request_id(self) -> str:
@@ -124,30 +121,29 @@ class Flow:
             async with self._services.admission.pair_for(self._request) as placement:
                 held_back.end()
                 self._timeline.placed()
-                self._check_time(placement)
+                self._check_time()
                 with self._services.metrics.running.track_inprogress():
                     await self._serve(placement)
         finally:
             held_back.end()
             self._is_running = False
 
-    def _check_time(self, placement: Placement) -> None:
-        """Raises DeadlineError if even the best pace seen lately could not give the first token in time."""
-        worker, num_tokens = placement.prefill.worker, len(self._request.engine.prompt_token_ids)
-        num_stages = len(worker.info.stages) if worker.info is not None else 1
-        num_ahead = max(0, worker.load.queued_tokens)
-        least_s = self._services.pace.least_s(num_tokens) + self._services.pace.least_s(num_ahead) / max(num_stages, 1)
+    def _check_time(self) -> None:
+        """Raises DeadlineError if even the best pace seen lately could not give the first token in time. Prompts that
+        queue at the worker do not count: this one may go before them."""
+        num_tokens = len(self._request.engine.prompt_token_ids)
+        least_s = self._services.pace.least_s(num_tokens)
         left_s = self._ends_at - asyncio.get_running_loop().time()
         if least_s > left_s:
-            raise DeadlineError(f"the first token would take at least {least_s:.2g} s, {num_ahead} prompt tokens being "
-                                f"ahead of these {num_tokens}; the deadline leaves {max(left_s, 0.0):.2g} s")
+            raise DeadlineError(f"prefill of {num_tokens} prompt tokens takes at least {least_s:.2g} s; the deadline "
+                                f"leaves {max(left_s, 0.0):.2g} s")
 
     async def _out_of_time(self) -> None:
-        if self._is_finish_sent:
+        if self._answer.has_ended:
             return
         if not self._is_aborted:
             raise DeadlineError(f"the request did not end within its {self._time_limit_s:g} s") from None
-        await self._emit_finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
+        await self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
 
     async def _serve(self, placement: Placement) -> None:
         async with task_scope() as group:
@@ -157,8 +153,8 @@ class Flow:
             try:
                 while self._finish is None:
                     await self._handle(await self._next_event())
-                await self._emit_rest(self._finish)
-                if self._output.stop_string is None:
+                await self._end(self._finish)
+                if self._answer.stopped is None:
                     await self._linger()
             finally:
                 self._prefill.close()
@@ -168,8 +164,8 @@ class Flow:
     def _start(self, placement: Placement) -> None:
         """Give the request to this pair, with what its client has already."""
         self._is_committed = False
-        self._prefill = PrefillLeg(self._leg, placement.prefill)
-        self._decode = DecodeLeg(self._leg, placement.decode, self._token_ids[1:])
+        self._prefill = PrefillLeg.open(self._leg, placement.prefill)
+        self._decode = DecodeLeg(self._leg, placement.decode, self._answer.token_ids[1:])
 
     async def _next_event(self) -> Event:
         """What a worker said; saying nothing when it owes an answer is an event too."""
@@ -198,7 +194,10 @@ class Flow:
             case "started":
                 timings.prefill_queue_s = response.started.queue_s
                 self._timeline.reserving()
-                self._decode.offer(response.started.terms)
+                try:
+                    self._decode.offer(response.started.terms)
+                except PeerLostError as error:
+                    await self._decode_ended(error)
             case "first_token":
                 timings.prefill_s = response.first_token.prefill_s
                 self._prefill.computed()
@@ -206,7 +205,7 @@ class Flow:
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":
-                await self._emit_scores(response.scored)
+                await self._answer.scores(response.scored)
             case "sent":
                 if not self._is_committed:
                     self._decode.expect_commit()
@@ -215,7 +214,7 @@ class Flow:
         if self._first_token is None:
             self._first_token = token
             self._decode.first_token(token)
-            await self._emit_tokens(token)
+            await self._tell(token)
         elif list(token.token_ids) == list(self._first_token.token_ids):
             self._decode.first_token(token)
         else:
@@ -235,7 +234,7 @@ class Flow:
     async def _decode_said(self, response: decode_pb2.DecodeResponse) -> None:
         match response.WhichOneof("event"):
             case "landing":
-                if self._decode.landed():
+                if self._decode.landed(response.landing):
                     self._timeline.reserved()
                     self._prefill.deliver_to(response.landing)
             case "committed":
@@ -247,7 +246,7 @@ class Flow:
                 self._let_prefill_go()
             case "tokens":
                 self._timeline.decoded()
-                await self._emit_tokens(response.tokens)
+                await self._tell(response.tokens)
             case "finished":
                 self._finished(response.finished)
 
@@ -281,44 +280,18 @@ class Flow:
             reason=finished.reason,
             stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None)
 
-    async def _emit_tokens(self, tokens: types_pb2.TokenChunk) -> None:
-        chunk = self._output.add(tokens)
-        self._token_ids.extend(chunk.token_ids)
-        self._timeline.tokens(len(chunk.token_ids))
-        await self._emit(generation_pb2.GenerateResponse(request_id=self.request_id, chunk=chunk))
-        if self._output.stop_string is not None:
-            self._finish = self._stopped_by_string()
+    async def _tell(self, tokens: types_pb2.TokenChunk) -> None:
+        await self._answer.tokens(tokens)
+        self._finish = self._answer.stopped or self._finish
 
-    async def _emit_scores(self, scores: types_pb2.PromptLogprobs) -> None:
-        """A prefill worker that takes over begins with what the client has already: the same bits, so they are left
-        out."""
-        if unseen := self._output.unseen(scores):
-            chunk = generation_pb2.GenerateChunk(prompt_logprobs=unseen, usage=self._output.usage())
-            await self._emit(generation_pb2.GenerateResponse(request_id=self.request_id, chunk=chunk))
-
-    async def _emit_rest(self, finish: generation_pb2.GenerateFinish) -> None:
+    async def _end(self, finish: generation_pb2.GenerateFinish) -> None:
         """Text that was held back, and the finish."""
-        if self._output.stop_string is not None:
+        if self._answer.stopped is not None:
             # The workers would go on: closing is the abort.
             self._prefill.close()
             self._decode.close()
-        if text := self._output.finish():
-            chunk = generation_pb2.GenerateChunk(text=text, usage=self._output.usage())
-            await self._emit(generation_pb2.GenerateResponse(request_id=self.request_id, chunk=chunk))
-        if self._output.stop_string is not None:
-            finish = self._stopped_by_string()
-        await self._emit_finish(finish)
-
-    def _stopped_by_string(self) -> generation_pb2.GenerateFinish:
-        return generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_STOP,
-                                             stop_string=self._output.stop_string)
-
-    async def _emit_finish(self, finish: generation_pb2.GenerateFinish) -> None:
-        self._timeline.ended(types_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower())
-        finish.usage.CopyFrom(self._output.usage())
-        finish.timings.CopyFrom(self._timeline.timings)
-        self._is_finish_sent = True
-        await self._emit(generation_pb2.GenerateResponse(request_id=self.request_id, finish=finish))
+        await self._answer.rest()
+        await self._answer.finish(self._answer.stopped or finish)
 
     async def _linger(self) -> None:
         """Let both workers end their streams with OK, as they are about to; the client has its finish already."""

@@ -49,7 +49,7 @@ class Migrations:
         self.num_lost += self._under_way is Departure.LOST
         placement = None
         if self.num_lost <= self.limits.migrations:
-            lost.worker.lost(str(error))  # it gets nothing until it reports again
+            lost.lost(str(error))  # it gets nothing until it reports again
             await asyncio.sleep(RETRY_PAUSE_S)
             placement = await self._search(lost, prompt_token_ids)
         if placement is None:
@@ -71,7 +71,7 @@ class Migrations:
 
     async def _search(self, lost: Booking, prompt_token_ids: Sequence[int]) -> Placement | None:
         """Longer while there is a pair that is only full."""
-        loop, compatibility = asyncio.get_running_loop(), lost.worker.compatibility
+        loop, compatibility = asyncio.get_running_loop(), lost.compatibility
         began = loop.time()
         while True:
             placement = self.directory.place_again(prompt_token_ids, compatibility, lost.worker.address)

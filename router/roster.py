@@ -79,8 +79,12 @@ class Roster:
             self._workers[role, address] = worker = self._make(role, address)
             self._attend(worker)
         for (kind, address), worker in list(self._workers.items()):
-            if kind is role:
-                worker.list(address in listed)
+            if kind is not role:
+                continue
+            if address in listed:
+                worker.listed()
+            else:
+                worker.delisted()
         self.sweep()
 
     def _attend(self, worker: Worker) -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from runtime.errors import BatonError
+from runtime.supervision import first_leaf
 
 
 @asynccontextmanager
@@ -15,9 +16,4 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except BaseExceptionGroup as failures:
         known = failures.subgroup(BatonError)
-        raise (_first_leaf(failures) if known is None else _first_leaf(known)) from None
-
-
-def _first_leaf(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = failures.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+        raise first_leaf(failures if known is None else known) from None

@@ -7,7 +7,7 @@ message is needed. What arrives of a closed stream is never delivered.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import grpc
 from grpc.aio import StreamStreamMultiCallable
@@ -45,18 +45,25 @@ class Ended:
 class WorkerStream(Generic[Request, Response]):
     """One bidirectional call. `deliver` may wait: a flow that does not read slows the worker down."""
 
-    def __init__(self, method: "StreamStreamMultiCallable[Request, Response]", worker: Worker,
-                 deliver: Callable[[Received[Response] | Ended], Awaitable[None]], group: asyncio.TaskGroup,
-                 time_limit_s: float) -> None:
+    def __init__(self, worker: Worker, deliver: Callable[[Received[Response] | Ended], Awaitable[None]]) -> None:
+        """`open` makes streams."""
         self._worker = worker
-        worker.attach(self)
         self._deliver = deliver
         self.has_ended = False
         # At most a handful of messages by protocol, so it needs no bound of its own.
         self._outgoing: asyncio.Queue[Request | None] = asyncio.Queue()
-        self._call: grpc.aio.StreamStreamCall[Request, Response] = method(
-            self._requests(), timeout=time_limit_s, metadata=outgoing())
-        self._reader = group.create_task(self._read())
+        self._call: grpc.aio.StreamStreamCall[Request, Response] | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    @classmethod
+    def open(cls, method: "StreamStreamMultiCallable[Request, Response]", worker: Worker,
+             deliver: Callable[[Received[Response] | Ended], Awaitable[None]], group: asyncio.TaskGroup,
+             time_limit_s: float) -> Self:
+        """Call `method` of `worker`. Never fails: a worker that cannot be called was lost, as the inbox will say."""
+        stream = cls(worker, deliver)
+        stream._reader = group.create_task(stream._read(method, time_limit_s))
+        worker.attach(stream)
+        return stream
 
     def send(self, message: Request) -> None:
         """Never waits and never fails: a dead stream says so through the inbox."""
@@ -69,22 +76,27 @@ class WorkerStream(Generic[Request, Response]):
     def close(self) -> None:
         """End the call now. Every stream must be closed, also one that has ended."""
         self.has_ended = True
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
         self.half_close()  # ends the task in which gRPC waits for more requests
-        self._reader.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
         self._worker.detach(self)
 
     async def _requests(self) -> AsyncIterator[Request]:
         while (message := await self._outgoing.get()) is not None:
             yield message
 
-    async def _read(self) -> None:
+    async def _read(self, method: "StreamStreamMultiCallable[Request, Response]", time_limit_s: float) -> None:
         error: BatonError | None = None
         try:
+            self._call = method(self._requests(), timeout=time_limit_s, metadata=outgoing())
             async for message in self._call:
                 await self._deliver(Received(self, message))
         except grpc.aio.AioRpcError as rpc_error:
             error = _error_of(rpc_error, self._worker.address)
+        except grpc.aio.UsageError as closed:  # the channel of a worker that is gone for good
+            error = PeerLostError(f"worker {self._worker.address} was lost: {closed}")
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():

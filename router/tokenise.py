@@ -26,6 +26,8 @@ from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 
 # Longer texts are encoded on a thread, so that one long prompt does not hold up everybody's tokens.
 INLINE_CHARACTERS = 4096
+# What a message weighs beside its texts: rendering it takes as long as encoding so many characters.
+MESSAGE_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Message:
 
     role: str
     content: str
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.role) + len(self.content)
 
 
 class ChatTemplate:
@@ -97,11 +103,14 @@ class Tokeniser:
         template = self._chat_template
         if template is None:
             raise InvalidRequestError(FieldViolation("chat", "the model has no chat template"))
-        return await self._off_loop(sum(len(message.content) for message in messages),
+        return await self._off_loop(sum(message.num_characters + MESSAGE_CHARACTERS for message in messages),
                                     lambda: self._encode(template.render(messages), special=False))
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # As a batch of one, because `encode` keeps the interpreter to itself while it works, on whatever thread.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        token_ids: list[int] = encoding.ids
+        return token_ids
 
     async def _off_loop(self, num_characters: int, work: Callable[[], list[int]]) -> list[int]:
         return work() if num_characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)

@@ -4,7 +4,7 @@ All violations are reported at once, each with the path of its field and the lim
 `AdmissibleRequest`: tokenised, every default resolved, ready for the workers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from protos import generation_pb2, types_pb2
@@ -17,8 +17,11 @@ MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_PRIORITY = 100
+MAX_CHAT_MESSAGES = 4096
+MAX_SHOWN_CHARACTERS = 128  # of a text that is quoted in an error
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 
 
@@ -73,7 +76,7 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelFacts,
         CapacityError: too many grammars wait to be compiled.
     """
     if request.model not in ("", facts.name):
-        raise UnknownModelError(FieldViolation("model", f"{request.model!r} is not served, {facts.name!r} is"))
+        raise UnknownModelError(FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is"))
     violations = [*_identity(request), *_prompt(request, facts, tokeniser), *_sampling(request.sampling, facts),
                   *_stop(request, facts, tokeniser), *_structured_output(request)]
     if violations:
@@ -112,33 +115,42 @@ def _prompt(request: generation_pb2.GenerateRequest, facts: ModelFacts,
     elif tokeniser is None:
         yield FieldViolation(kind, "the model has no tokenizer, the prompt must be given as token_ids")
     elif kind == "chat":
-        yield from _chat(request.chat, tokeniser)
+        yield from _chat(request.chat, facts, tokeniser)
     elif not request.text:
         yield FieldViolation("text", "must not be empty")
-    elif len(request.text) > tokeniser.longest_token * facts.max_context_tokens:
-        yield FieldViolation("text", f"has {len(request.text)} characters, which cannot fit into the context limit of "
-                                     f"{facts.max_context_tokens} tokens")
+    else:
+        yield from _fits("text", len(request.text), facts, tokeniser)
 
 
-def _prompt_ids(ids: Iterable[int], facts: ModelFacts) -> Iterable[FieldViolation]:
-    empty = True
-    for index, token_id in enumerate(ids):
-        empty = False
-        if token_id >= facts.vocab_size:
-            yield FieldViolation(f"token_ids.ids[{index}]", _not_in_vocabulary(token_id, facts))
-            return  # one is enough to find the mistake
-    if empty:
+def _prompt_ids(ids: Sequence[int], facts: ModelFacts) -> Iterable[FieldViolation]:
+    if not ids:
         yield FieldViolation("token_ids.ids", "must not be empty")
+    elif len(ids) >= facts.max_context_tokens:
+        yield _too_long("token_ids", len(ids), facts)
+    elif max(ids) >= facts.vocab_size:
+        index, token_id = next((i, token_id) for i, token_id in enumerate(ids) if token_id >= facts.vocab_size)
+        yield FieldViolation(f"token_ids.ids[{index}]", _not_in_vocabulary(token_id, facts))
 
 
-def _chat(chat: generation_pb2.ChatMessages, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
+def _chat(chat: generation_pb2.ChatMessages, facts: ModelFacts, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
     if not tokeniser.has_chat_template:
         yield FieldViolation("chat", "the model has no chat template")
     if not chat.messages:
         yield FieldViolation("chat.messages", "must not be empty")
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        yield FieldViolation("chat.messages", f"has {len(chat.messages)} entries, the limit is {MAX_CHAT_MESSAGES}")
+        return
     for index, message in enumerate(chat.messages):
         if not message.role:
             yield FieldViolation(f"chat.messages[{index}].role", "must not be empty")
+    yield from _fits("chat.messages", sum(len(message.role) + len(message.content) for message in chat.messages), facts,
+                     tokeniser)
+
+
+def _fits(field: str, num_characters: int, facts: ModelFacts, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
+    if num_characters > tokeniser.longest_token * facts.max_context_tokens:
+        yield FieldViolation(field, f"has {num_characters} characters, which cannot fit into the context limit of "
+                                    f"{facts.max_context_tokens} tokens")
 
 
 def _sampling(sampling: types_pb2.SamplingParams, facts: ModelFacts) -> Iterable[FieldViolation]:
@@ -186,6 +198,9 @@ def _stop_strings(request: generation_pb2.GenerateRequest, tokeniser: Tokeniser 
     for index, string in enumerate(strings[:MAX_STOP_STRINGS]):
         if not string:
             yield FieldViolation(f"stop.stop_strings[{index}]", "must not be empty")
+        elif (size := len(string.encode())) > MAX_STOP_STRING_BYTES:
+            yield FieldViolation(f"stop.stop_strings[{index}]",
+                                 f"has {size} bytes, the limit is {MAX_STOP_STRING_BYTES}")
 
 
 def _structured_output(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolation]:
@@ -227,8 +242,7 @@ def _context(request: generation_pb2.GenerateRequest, facts: ModelFacts, num_tok
     if num_tokens == 0:
         yield FieldViolation(kind, "must give at least one token")
     elif room < 1:
-        yield FieldViolation(kind, f"has {num_tokens} tokens; the context limit of {facts.max_context_tokens} "
-                                   "tokens must leave room for at least one more")
+        yield _too_long(kind, num_tokens, facts)
     elif request.stop.min_tokens > room:
         yield FieldViolation("stop.min_tokens", f"must be at most {room}, what the context limit of "
                                                 f"{facts.max_context_tokens} tokens leaves after the prompt, "
@@ -262,6 +276,15 @@ def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], 
     if not given.HasField("seed"):
         sampling.seed = draw_seed()
     return sampling
+
+
+def _too_long(field: str, num_tokens: int, facts: ModelFacts) -> FieldViolation:
+    return FieldViolation(field, f"has {num_tokens} tokens; the context limit of {facts.max_context_tokens} tokens "
+                                 "must leave room for at least one more")
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]!r}..."
 
 
 def _not_in_vocabulary(token_id: int, facts: ModelFacts) -> str:

@@ -4,6 +4,7 @@ Every request goes the way of `baton.v1.Generation`; only the words differ (`rou
 not have is refused with UNIMPLEMENTED, by name.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -40,6 +41,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._model_dir = model_dir
         self._started_s = time.monotonic()
         self._last_received_s = 0.0
+        self._zipping = asyncio.Lock()
+        self._zipped: tuple[bytes, str] | None = None
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> AsyncIterator[vllm.GenerateResponse]:
         self._last_received_s = time.time()
@@ -95,11 +98,18 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest,
                            context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        data = _zipped(self._model_dir)
+        data, digest = await self._tokenizer()
         for start in range(0, len(data), TOKENIZER_CHUNK_BYTES):
             is_last = start + TOKENIZER_CHUNK_BYTES >= len(data)
             yield common_pb2.GetTokenizerChunk(data=data[start:start + TOKENIZER_CHUNK_BYTES],
-                                               sha256=hashlib.sha256(data).hexdigest() if is_last else "")
+                                               sha256=digest if is_last else "")
+
+    async def _tokenizer(self) -> tuple[bytes, str]:
+        """The archive and its digest, made once, on a thread: the files may have tens of megabytes."""
+        async with self._zipping:
+            if self._zipped is None:
+                self._zipped = await asyncio.to_thread(_zipped, self._model_dir)
+            return self._zipped
 
     async def SubscribeKvEvents(self, request: Message, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
         _refuse("SubscribeKvEvents", "pages are not shared between requests, so there are no events")
@@ -122,8 +132,9 @@ def _refuse(method: str, reason: str) -> NoReturn:
     raise UnsupportedError(FieldViolation(method, f"is not offered: {reason}"))
 
 
-def _zipped(folder: Path) -> bytes:
-    """The tokenizer's files, the same bytes for the same files. Raises UnsupportedError without a tokenizer."""
+def _zipped(folder: Path) -> tuple[bytes, str]:
+    """The tokenizer's files, the same bytes for the same files, and their SHA-256. Raises UnsupportedError without a
+    tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         _refuse("GetTokenizer", "the model has no tokenizer")
     buffer = io.BytesIO()
@@ -131,4 +142,5 @@ def _zipped(folder: Path) -> bytes:
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 archive.writestr(zipfile.ZipInfo(name), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
+    data = buffer.getvalue()
+    return data, hashlib.sha256(data).hexdigest()

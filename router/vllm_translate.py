@@ -12,6 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from protos import generation_pb2 as pb
 from protos import types_pb2
+from router.validate import MAX_LOGIT_BIAS_ENTRIES
 from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
 
 _WITHOUT_PRESENCE = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -78,6 +79,10 @@ def _refuse_unsupported(request: vllm.GenerateRequest) -> None:
 
 
 def _sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
+    if len(params.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise InvalidRequestError(FieldViolation(
+            "sampling_params.logit_bias",
+            f"has {len(params.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS_ENTRIES}"))
     negative = [token_id for token_id in params.logit_bias if token_id < 0]
     if negative:
         raise InvalidRequestError(FieldViolation(f"sampling_params.logit_bias[{negative[0]}]", "is no token id"))

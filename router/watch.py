@@ -3,6 +3,9 @@
 import asyncio
 import logging
 import random
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -15,6 +18,7 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
 MIN_SILENCE_S = 2.0  # a worker that owes reports for this long, and for this many intervals, is lost
 SILENT_INTERVALS = 5
+_LOOKS = 8  # how often a silence is looked at before it is over
 
 
 async def watch_worker(worker: Worker, facts: ModelFacts, interval_s: float, rng: random.Random) -> None:
@@ -30,14 +34,36 @@ async def watch_worker(worker: Worker, facts: ModelFacts, interval_s: float, rng
         backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
 
+async def _run_out(patience: asyncio.Timeout, heard: asyncio.Event, silence_s: float) -> None:
+    """End `patience` after that long without a word. Looks several times meanwhile, so that a process that was held up
+    itself, and could not listen, counts that as one look, and reads what came in before the next."""
+    looks = 0
+    while looks < _LOOKS:
+        await asyncio.sleep(silence_s / _LOOKS)
+        looks = 0 if heard.is_set() else looks + 1
+        heard.clear()
+    patience.reschedule(asyncio.get_running_loop().time())
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Beside the block, and no longer."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
 async def _follow(worker: Worker, facts: ModelFacts, interval_s: float) -> str:
     """Apply reports until they end; the reason why they did."""
     silence_s = max(MIN_SILENCE_S, SILENT_INTERVALS * interval_s)
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(worker_pb2.WatchRequest(interval_s=interval_s))
+    heard = asyncio.Event()
     try:
-        async with asyncio.timeout(silence_s) as patience:
+        async with asyncio.timeout(None) as patience, _background(_run_out(patience, heard, silence_s)):
             async for response in call:
-                patience.reschedule(asyncio.get_running_loop().time() + silence_s)
+                heard.set()
                 if not _apply(worker, facts, response):
                     return "it reported load before it said what it is"
     except TimeoutError:
@@ -56,5 +82,5 @@ def _apply(worker: Worker, facts: ModelFacts, response: worker_pb2.WatchResponse
     elif worker.info is None:
         return False
     elif response.HasField("load"):
-        worker.reported(response.load, facts)
+        worker.reported(response.load)
     return True

@@ -22,14 +22,26 @@ class Role(StrEnum):
 
 @dataclass(eq=False)  # two claims of the same size are two claims
 class Booking:
-    """A request's claim on a worker, from the choice to `release`. A new incarnation of the worker owes it nothing."""
+    """A request's claim on a worker, from the choice to `release`. A new incarnation of the worker owes it nothing.
+    `incarnation` and `compatibility` are those of the worker that was chosen."""
 
     worker: "Worker"
     incarnation: str
+    compatibility: str
     num_tokens: int  # of the prompt
     num_pages: int  # the prompt and one token
     has_landed: bool = False
     is_reported: bool = False
+
+    @property
+    def is_outlived(self) -> bool:
+        """Whether the worker has started anew since."""
+        return self.worker.incarnation != self.incarnation
+
+    def lost(self, reason: str) -> None:
+        """The worker that was chosen cannot be reached. That says nothing about one that has started anew."""
+        if not self.is_outlived:
+            self.worker.lost(reason)
 
     def landed(self) -> None:
         """The worker has reserved; its next report shows it."""
@@ -66,9 +78,11 @@ class Worker:
     decode_lookahead: int = 2  # requests a full decode pool may have coming, so that it does not run dry
     info: worker_pb2.WorkerInfo | None = None
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
+    mismatch: str = ""  # why what it said about itself makes it useless here; empty if it does not
     problem: str = "not reached yet"  # why it cannot be used; empty if it can
     is_listed: bool = True
     _bookings: list[Booking] = field(default_factory=list)
+    _outlived: list[Booking] = field(default_factory=list)  # of earlier incarnations: claims no more
     _streams: list[object] = field(default_factory=list)
     _claims_at_report: _Claims = field(default_factory=_Claims)
 
@@ -84,12 +98,18 @@ class Worker:
     @property
     def is_in_use(self) -> bool:
         """Whether a request needs its channel."""
-        return bool(self._bookings or self._streams)
+        return bool(self._bookings or self._outlived or self._streams)
 
-    def list(self, is_listed: bool) -> None:  # noqa: FBT001 - a property with a listener
-        """Whether discovery names it; what it is not named for any more goes on."""
-        if is_listed != self.is_listed:
-            self.is_listed = is_listed
+    def listed(self) -> None:
+        """Discovery names it. Idempotent."""
+        if not self.is_listed:
+            self.is_listed = True
+            self.on_change()
+
+    def delisted(self) -> None:
+        """Discovery does not name it any more; what runs there goes on. Idempotent."""
+        if self.is_listed:
+            self.is_listed = False
             self.on_change()
 
     def attach(self, stream: object) -> None:
@@ -112,30 +132,31 @@ class Worker:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """The longest sequence it can hold when it is empty; None before it said so."""
-        if self.info is None:
+        """The longest sequence it can hold when it is empty; None before it said so, and if it is useless anyway."""
+        if self.info is None or self.mismatch:
             return None
         return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
 
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelFacts) -> None:
         """Its facts arrived. Claims on an earlier incarnation died with it."""
         if info.incarnation != self.incarnation:
+            self._outlived += self._bookings
             self._bookings.clear()
             self._claims_at_report = _Claims()
         self.info = info
         self.load = worker_pb2.WorkerLoad()
-        self.problem = _mismatch(info, self.role, facts) or "no load report yet"
+        self.mismatch = _mismatch(info, self.role, facts)
+        self.problem = self.mismatch or "no load report yet"
         self.on_change()
 
-    def reported(self, load: worker_pb2.WorkerLoad, facts: ModelFacts) -> None:
+    def reported(self, load: worker_pb2.WorkerLoad) -> None:
         """A load report arrived; `introduced` came before."""
-        assert self.info is not None
         self.load = load
         self._claims_at_report = self._claims()
         for booking in self._bookings:
             booking.is_reported = booking.has_landed
         not_serving = "" if load.serving else load.reason or "not serving"
-        self.problem = _mismatch(self.info, self.role, facts) or not_serving
+        self.problem = self.mismatch or not_serving
         self.on_change()
 
     def lost(self, reason: str) -> None:
@@ -144,14 +165,15 @@ class Worker:
         self.on_change()
 
     def book(self, num_tokens: int) -> Booking:
-        booking = Booking(self, self.incarnation, num_tokens, self._pages(num_tokens))
+        booking = Booking(self, self.incarnation, self.compatibility, num_tokens, self._pages(num_tokens))
         self._bookings.append(booking)
         return booking
 
     def release(self, booking: Booking) -> None:
-        if booking in self._bookings:
-            self._bookings.remove(booking)
-            self.on_change()
+        for bookings in (self._bookings, self._outlived):
+            if booking in bookings:
+                bookings.remove(booking)
+                self.on_change()
 
     def as_candidate(self, num_tokens: int) -> Candidate:
         """This worker for a policy that places a prompt of `num_tokens`."""

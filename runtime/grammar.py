@@ -14,12 +14,13 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -122,7 +123,7 @@ class Grammars:
 
         Raises:
             InvalidRequestError: naming the field, if it is no grammar, is not supported, or takes too long.
-            CapacityError: too many others wait to be compiled.
+            CapacityError: too many others wait to be compiled, or its turn has not come in time.
         """
         with self._lock:
             if grammar in self._compiled:
@@ -131,13 +132,22 @@ class Grammars:
                 raise CapacityError(f"{MAX_COMPILING} grammars wait to be compiled, which is the limit",
                                     resource="grammar compiler")
             self._num_compiling += 1
-        compiling = self._compiler.submit(self._compile, grammar)
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def compile_in_turn() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            self._compile(grammar)
+
+        compiling = self._compiler.submit(compile_in_turn)
         compiling.add_done_callback(lambda _: self._done_compiling())
         try:
-            async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                await asyncio.wrap_future(compiling)
-        except TimeoutError:
-            raise grammar.refused(f"could not be compiled within {COMPILE_TIMEOUT_S:g} s") from None
+            if not await _within(COMPILE_TIMEOUT_S, begun.wait()):
+                raise CapacityError(f"other grammars kept the compiler busy for {COMPILE_TIMEOUT_S:g} s, the limit of "
+                                    "waiting", resource="grammar compiler")
+            if not await _within(COMPILE_TIMEOUT_S, asyncio.wrap_future(compiling)):
+                raise grammar.refused(f"could not be compiled within {COMPILE_TIMEOUT_S:g} s")
+        finally:
+            compiling.cancel()  # gives its place back, if it has not begun
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A text that has not begun. Raises InvalidRequestError as `check` does."""
@@ -161,6 +171,16 @@ class Grammars:
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return automaton
+
+
+async def _within(limit_s: float, work: Awaitable[Any]) -> bool:
+    """Whether it ended in time."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await work
+    except TimeoutError:
+        return False
+    return True
 
 
 def load_grammars(model_dir: Path, eos_token_ids: Sequence[int]) -> Grammars | None:

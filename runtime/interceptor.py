@@ -57,15 +57,19 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._expelled: set[asyncio.Task[object]] = set()
 
     def refuse_new(self, reason: str) -> None:
-        """From now on new calls end with UNAVAILABLE and this reason."""
+        """From now on new streams end with UNAVAILABLE and this reason: they begin work. A call of one message ends
+        some (`Abort`) or asks how it goes, which is wanted most while others wait for the drain."""
         self._refusal = reason
         self._metrics.draining.set(1)
 
     async def wait_quiet(self, *, timeout_s: float) -> bool:
         """Whether all calls that count have ended within the time."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._quiet.wait(), timeout_s)
-        return self._quiet.is_set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def hand_back(self) -> None:
         """End the calls that count with UNAVAILABLE, so that their callers go on elsewhere."""
@@ -103,6 +107,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
         async def guarded(request: object, context: Context) -> object:
             async with self._call(method, context):
+                if self._refusal and kind != "unary_unary" and method not in self._background:
+                    raise DrainingError(self._refusal)
                 self._check_size(request)
                 return await _run(behavior, request, context)
 
@@ -126,8 +132,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
         with tracing.call(method, context_of(context.invocation_metadata())) as span, self._registered(method):
             try:
                 self._security.check(method, context)
-                if self._refusal and method not in self._background:
-                    raise DrainingError(self._refusal)
                 yield
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
@@ -183,7 +187,7 @@ def _failed(method: str, error: Exception) -> RpcFailure:
     failure = failure_of(error, bound_ids().get("request_id", ""))
     fields = {"method": method, "code": failure.code.name}
     if isinstance(error, BatonError) and not isinstance(error, InternalError):
-        logger.info("call refused or failed: %s", error, extra=fields)
+        logger.info("call refused or failed: %s", failure.message, extra=fields)
     else:
         logger.error("bug in a handler", exc_info=error, extra=fields)
     return failure

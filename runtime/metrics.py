@@ -1,31 +1,15 @@
-"""Prometheus metrics: one registry per process, typed instruments per role. Names are stable; units are base units.
+"""Prometheus metrics: typed instruments per role. Names are stable; units are base units.
 
-    registry = new_registry(role="decode", version="0.1.0")
-    rpc, pool = RpcMetrics.create(registry), PoolMetrics.create(registry)
-    exposition = Exposition.start(registry, port=0)             # exposition.port; exposition.close()
+    rpc, pool = RpcMetrics.create(registry), PoolMetrics.create(registry)       # of runtime.exposition
 
 A role creates the instrument sets it moves and no others. Labels never hold anything a client chose.
 """
 
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    GCCollector,
-    Histogram,
-    Info,
-    PlatformCollector,
-    ProcessCollector,
-    start_http_server,
-)
-
-from runtime.errors import ConfigError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TPOT_S = (.001, .0025, .005, .0075, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -37,41 +21,6 @@ PICK_S = (.00001, .00005, .0001, .0005, .001, .005, .01, .05, .1)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACCEPT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
-
-
-def new_registry(*, role: str, version: str) -> CollectorRegistry:
-    """A registry with the process's own figures (memory, CPU, descriptors, garbage collection)."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    GCCollector(registry=registry)
-    Info("baton_build", "What runs here.", registry=registry).info({"role": role, "version": version})
-    return registry
-
-
-class Exposition:
-    """Serves /metrics from a thread of its own."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server = server
-        self._thread = thread
-
-    @property
-    def port(self) -> int:
-        return self._server.server_port
-
-    @classmethod
-    def start(cls, registry: CollectorRegistry, *, port: int, host: str = "127.0.0.1") -> Self:
-        """Listen; port 0 lets the system choose. Raises ConfigError naming the address."""
-        try:
-            return cls(*start_http_server(port, host, registry))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}", field="metrics_port") from error
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
 
 
 @dataclass(frozen=True)
@@ -154,6 +103,7 @@ class StageMetrics:
     step_s: Histogram
     link_bytes: Counter
     plans: Counter
+    forwards: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -163,6 +113,7 @@ class StageMetrics:
             _histogram(registry, "pp_stage_step_seconds", "One forward of this stage alone.", STEP_S, "stage"),
             _counter(registry, "pp_link_bytes", "Bytes of the frames this stage sent to the next.", "stage"),
             _counter(registry, "plans", "Times attention was planned: target, draft_extend or draft_round.", "path"),
+            _counter(registry, "forwards", "Batches this stage ran: as a captured graph, or eagerly.", "kind"),
         )
 
 

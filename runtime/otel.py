@@ -3,6 +3,7 @@
 The SDK's own variables hold, such as OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -35,6 +36,12 @@ class OtelSpan:
     def child(self, name: str, **attributes: str | int | float) -> Span:
         return OtelSpan(self._tracer, self._tracer.start_span(
             name, context=trace.set_span_in_context(self._span), attributes=attributes))
+
+    def record(self, name: str, began_s: float, ended_s: float, **attributes: str | int | float) -> None:
+        since_epoch_ns = time.time_ns() - time.monotonic_ns()
+        span = self._tracer.start_span(name, context=trace.set_span_in_context(self._span), attributes=attributes,
+                                       start_time=since_epoch_ns + int(began_s * 1e9))
+        span.end(since_epoch_ns + int(ended_s * 1e9))
 
     def outgoing(self) -> Metadata:
         carrier: dict[str, str] = {}

@@ -5,10 +5,11 @@
 
 Details: ErrorInfo always (domain "baton"); BadRequest for InvalidRequestError; QuotaFailure for CapacityError;
 PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where trying later can work; RequestInfo for
-bugs, whose text stays in the server's log.
+bugs, whose text stays in the server's log. A status travels as metadata, of which clients accept 8 KiB and proxies
+seldom more, or they replace it by an error of their own: so texts are cut.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,9 @@ from runtime.errors import BatonError
 DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
+# The message travels twice, once percent-encoded (up to three times as long), and violations in base64.
+MAX_MESSAGE_BYTES, MAX_ID_BYTES = 1024, 128
+MAX_VIOLATIONS, MAX_VIOLATIONS_BYTES = 16, 1536
 
 _CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -75,19 +79,36 @@ def code_of(error: BatonError) -> grpc.StatusCode:
 def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
     """The status a client sees. Bugs and foreign exceptions show the request id instead of their text."""
     if not isinstance(error, BatonError) or isinstance(error, errors.InternalError):
+        request_id = _cut(request_id, MAX_ID_BYTES)
         reason = error.reason if isinstance(error, BatonError) else BatonError.reason
         message = f"internal error, see the server's log for request {request_id or '(no id)'}"
         info = details_pb2.RequestInfo(request_id=request_id)
         return _failure(grpc.StatusCode.INTERNAL, message, [_error_info(reason, {}), info])
-    code = code_of(error)
-    details: list[Message] = [_error_info(error.reason, _facts(error)), *_specific(error)]
+    if isinstance(error, errors.InvalidRequestError):
+        error = type(error)(*_told(error.violations))
+    code, message = code_of(error), _cut(str(error), MAX_MESSAGE_BYTES)
+    details: list[Message] = [_error_info(error.reason, _facts(error)), *_specific(error, message)]
     trailers: list[tuple[str, str | bytes]] = []
     if error.retry_after_s is not None:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(details_pb2.RetryInfo(retry_delay=delay))
         trailers.append((PUSHBACK_KEY, str(round(error.retry_after_s * 1e3))))
-    return _failure(code, str(error), details, trailers)
+    return _failure(code, message, details, trailers)
+
+
+def _told(violations: Sequence[errors.FieldViolation]) -> Sequence[errors.FieldViolation]:
+    """The first ones, and how many more there are."""
+    told = violations[:MAX_VIOLATIONS]
+    told = [errors.FieldViolation(v.field, _cut(v.description, MAX_VIOLATIONS_BYTES // len(told))) for v in told]
+    if (more := len(violations) - len(told)) > 0:
+        told.append(errors.FieldViolation("request", f"and {more} more violations"))
+    return told
+
+
+def _cut(text: str, limit: int) -> str:
+    encoded = text.encode(errors="replace")
+    return text if len(encoded) <= limit else encoded[:limit].decode(errors="ignore") + "..."
 
 
 def _error_info(reason: str, facts: Mapping[str, str]) -> details_pb2.ErrorInfo:
@@ -103,17 +124,17 @@ def _facts(error: BatonError) -> dict[str, str]:
     return {}
 
 
-def _specific(error: BatonError) -> list[Message]:
+def _specific(error: BatonError, message: str) -> list[Message]:
     if isinstance(error, errors.InvalidRequestError):
         violations = [details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
                       for v in error.violations]
         return [details_pb2.BadRequest(field_violations=violations)]
     if isinstance(error, errors.CapacityError):
-        quota = details_pb2.QuotaFailure.Violation(subject=error.resource, description=str(error))
+        quota = details_pb2.QuotaFailure.Violation(subject=error.resource, description=message)
         return [details_pb2.QuotaFailure(violations=[quota])]
     if isinstance(error, errors.ConfigError | errors.IncompatiblePeerError):
         subject = error.field if isinstance(error, errors.ConfigError) else ""
-        broken = details_pb2.PreconditionFailure.Violation(type=error.reason, subject=subject, description=str(error))
+        broken = details_pb2.PreconditionFailure.Violation(type=error.reason, subject=subject, description=message)
         return [details_pb2.PreconditionFailure(violations=[broken])]
     return []
 

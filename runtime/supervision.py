@@ -95,15 +95,16 @@ def run_process(name: str, run: Callable[[StopSignal], Awaitable[None]]) -> int:
     try:
         asyncio.run(_with_signals(name, run))
     except BaseExceptionGroup as group:
-        return _exit_code(name, _first_leaf(group))
+        return _exit_code(name, first_leaf(group))
     except (Exception, asyncio.CancelledError, KeyboardInterrupt) as error:  # noqa: BLE001 (the process edge)
         return _exit_code(name, error)
     return 0
 
 
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that came first, however deep the groups."""
     first = group.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+    return first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _exit_code(name: str, error: BaseException) -> int:

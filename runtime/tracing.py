@@ -24,6 +24,10 @@ class Span(Protocol):
 
     def child(self, name: str, **attributes: str | int | float) -> "Span": ...
 
+    def record(self, name: str, began_s: float, ended_s: float, **attributes: str | int | float) -> None:
+        """A child that is over already; seconds of the monotonic clock."""
+        ...
+
     def outgoing(self) -> Metadata:
         """What a call must carry for its server to go on with this trace."""
         ...
@@ -54,6 +58,9 @@ class Bystander:
 
     def child(self, name: str, **attributes: str | int | float) -> Span:
         return self
+
+    def record(self, name: str, began_s: float, ended_s: float, **attributes: str | int | float) -> None:
+        """Nothing is recorded."""
 
     def outgoing(self) -> Metadata:
         return self._context

@@ -16,31 +16,42 @@ A newer epoch of a session that is open here replaces it: the old one is closed 
 when the old one is DRAINED, so late bytes of the old epoch can land nowhere.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from runtime.clock import Clock
-from runtime.errors import BatonError, IncompatiblePeerError, InternalError, PeerLostError
+from runtime.errors import BatonError, IncompatiblePeerError, InternalError
 from transfer.flow import Flow, RefusedFlow
 from transfer.flow_table import FlowTable
 from transfer.landing import check_plan
 from transfer.memory import PoolMemory
+from transfer.prompts import Prompt, Prompts
+from transfer.readiness import DeviceEvent, DoneLayer
 from transfer.receiver import Receiver
 from transfer.sender import Outbox, Sender
 from transfer.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent
 from transfer.transport import Operation, Transport
 
+logger = logging.getLogger(__name__)
+
 IDLE_WAIT_S = 0.5
+DEVICE_WAIT_S = 200e-6  # while layers wait for the device, whose events wake nobody
+START_S = 60.0  # a CUDA context may take seconds
 
 
 @dataclass(frozen=True)
 class AgentLimits:
-    """`window_bytes` under way to one peer; `drain_s` from a close until connections are cut to force the drain."""
+    """`window_bytes` under way to one peer; `drain_s` from a close until connections are cut to force the drain.
+    `layer_s` from giving a layer to a device until it must be done; at most `max_waiting_layers` wait for that."""
 
     window_bytes: int = 4 << 20
     drain_s: float = 3.0
+    layer_s: float = 30.0
+    max_waiting_layers: int = 65_536
 
 
 @dataclass(frozen=True)
@@ -52,15 +63,8 @@ class AgentStats:
     num_open: int
     num_draining: int
     num_pending_operations: int
-
-
-@dataclass
-class _Prompt:
-    """A request whose cache is being computed here. `layer_tokens`: how many of its tokens have passed each layer."""
-
-    num_tokens: int | None
-    layer_tokens: dict[int, int] = field(default_factory=dict)
-    flows: list[Flow] = field(default_factory=list)
+    num_waiting_layers: int = 0
+    num_prompts: int = 0
 
 
 class TransferAgent:
@@ -71,16 +75,22 @@ class TransferAgent:
     """
 
     def __init__(self, *, memory: PoolMemory, transport: Transport, clock: Clock, incarnation: str,
-                 on_event: Callable[[StageSessionEvent], None], limits: AgentLimits | None = None) -> None:
+                 on_event: Callable[[StageSessionEvent], None], limits: AgentLimits | None = None,
+                 on_thread_start: Callable[[], None] = lambda: None) -> None:
+        """`on_thread_start` prepares the agent's thread, before it does anything else: where pools are on a device, the
+        thread needs a context of it. What it raises, `start` raises."""
         self._memory = memory
         self._transport = transport
+        self._clock = clock
         self._incarnation = incarnation
         self._address = transport.address
         limits = limits or AgentLimits()
         self._outbox = Outbox(limits.window_bytes)
         self._flows = FlowTable(transport, clock, on_event, drain_s=limits.drain_s)
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts = Prompts(self._flows, clock, max_waiting=limits.max_waiting_layers, layer_s=limits.layer_s)
         self._commands: deque[Callable[[], None]] = deque()
+        self._on_thread_start = on_thread_start
+        self._has_started = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._is_abandoned = False
@@ -108,14 +118,19 @@ class TransferAgent:
     def stats(self) -> AgentStats:
         flows = self._flows
         return AgentStats(flows.num_bytes_sent, flows.num_bytes_received, flows.num_open, flows.num_draining,
-                          self._transport.num_pending)
+                          self._transport.num_pending, self._prompts.num_waiting, self._prompts.num_open)
 
     def start(self) -> None:
-        """Start the agent's thread. Raises InternalError when it was started before."""
+        """Start the agent's thread. Raises InternalError when it was started before, and whatever keeps it from its
+        first step: `ConfigError` and `InternalError` for a device it cannot use."""
         if self._thread is not None:
             raise InternalError("the transfer agent was started twice")
         self._thread = threading.Thread(target=self._run, name="transfer-agent", daemon=True)
         self._thread.start()
+        if not self._has_started.wait(START_S):
+            raise InternalError(f"the transfer agent's thread has not started within {START_S} s")
+        if self._failure is not None:
+            raise self._failure
 
     def open_receive(self, source: SourceTerms, landing: Landing) -> None:
         """Post the receives of one epoch. Send the landing to the source only after every stage reported OPEN."""
@@ -129,12 +144,13 @@ class TransferAgent:
         """
         self._submit(lambda: self._expect_send(request_key, num_tokens))
 
-    def layer_done(self, request_key: int, layer_id: int, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of the request have passed this layer: their cache entries are final.
+    def layer_done(self, request_key: int, layer_id: int, num_tokens: int, *, after: DeviceEvent | None = None) -> None:
+        """The first `num_tokens` tokens of the request have passed this layer: their cache entries are final, or will
+        be once the device has passed the event `after`.
 
         For the engine thread; costs a few microseconds. Unknown requests are ignored.
         """
-        self._submit(lambda: self._layer_done(request_key, layer_id, num_tokens))
+        self._submit(lambda: self._prompts.layer_done(DoneLayer(request_key, layer_id, num_tokens), after))
 
     def open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
         """Send what `layer_done` releases, starting with what it has released already."""
@@ -145,17 +161,18 @@ class TransferAgent:
         self._submit(lambda: self._close(session_id))
 
     def close_request(self, request_key: int) -> None:
-        """Close the request's session, if one was opened, and forget its progress. Idempotent."""
-        self._submit(lambda: self._close_request(request_key))
+        """Close the request's session, if one was opened, and forget its progress. Idempotent. What is said of it
+        later, by a batch that was on its way, is ignored."""
+        self._submit(lambda: self._prompts.close(request_key))
 
-    def close_all(self) -> None:
-        """Close every session and forget every request: the pool has lost its leader."""
-        self._submit(self._close_all)
-
-    def peer_lost(self, incarnation: str) -> None:
-        """The control plane knows that a peer process is dead: fail its sessions now and let them drain."""
-        error = PeerLostError(f"the peer process {incarnation} is gone")
-        self._submit(lambda: self._flows.peer_lost(incarnation, error))
+    def close_all(self) -> Future[None]:
+        """Close every session and forget every request: the pool has lost its leader, and the next one's request keys
+        begin anew. The future is done when all have drained and nothing was opened meanwhile: from then on nothing of
+        the time before can read or write the pools."""
+        drained: Future[None] = Future()
+        drained.set_running_or_notify_cancel()  # nobody who waits can cancel it
+        self._submit(lambda: self._close_all(drained))
+        return drained
 
     def shutdown(self, timeout_s: float) -> bool:
         """Close everything, wait for the drain, stop the thread. False when the time was not enough: then connections
@@ -180,6 +197,9 @@ class TransferAgent:
         self._transport.wake()
 
     def _run(self) -> None:
+        if not self._enter():
+            self._transport.close()
+            return
         try:
             while not self._is_abandoned and (not self._is_stopping or self._commands or self._flows.num_unfinished):
                 self._turn()
@@ -188,13 +208,34 @@ class TransferAgent:
             self._flows.fail_all(InternalError(f"the transfer agent has failed: {error!r}"))
             raise
         finally:
+            self._close_transport()
+
+    def _enter(self) -> bool:
+        """The thread's first steps. What goes wrong in them is `start`'s to raise."""
+        try:
+            self._on_thread_start()
+            for operation in self._transport.progress():
+                self._ended(operation)
+        except Exception as error:  # noqa: BLE001 - the edge of the thread
+            self._failure = error
+        self._has_started.set()
+        return self._failure is None
+
+    def _close_transport(self) -> None:
+        """DRAINED is never said of memory that something may still touch."""
+        try:
             self._transport.close()
-            self._flows.transport_closed()
+        except BatonError as error:
+            logger.exception("the transport does not let go of the pools' memory")
+            self._failure = self._failure or error
+            return
+        self._flows.transport_closed()
 
     def _turn(self) -> None:
         was_busy = bool(self._commands)
         while self._commands:
             self._commands.popleft()()
+        was_busy |= self._prompts.poll()
         ended = self._transport.progress()
         for operation in ended:
             self._ended(operation)
@@ -202,7 +243,7 @@ class TransferAgent:
             self._flows.started(sender, operation)
         wait_s = self._flows.sweep(IDLE_WAIT_S)
         if not ended and not was_busy:
-            self._transport.wait(wait_s)
+            self._transport.wait(min(wait_s, DEVICE_WAIT_S) if self._prompts.num_waiting else wait_s)
 
     def _ended(self, operation: Operation) -> None:
         self._outbox.ended(operation)
@@ -216,8 +257,10 @@ class TransferAgent:
             return RefusedFlow(source, landing, self._transport, error)
         return Receiver(source, landing, lanes, memory=self._memory, transport=self._transport)
 
-    def _sender(self, source: SourceTerms, landing: Landing, prompt: _Prompt) -> Flow:
+    def _sender(self, source: SourceTerms, landing: Landing, prompt: Prompt) -> Flow:
         try:
+            if prompt.error is not None:
+                raise prompt.error
             if prompt.num_tokens not in (None, source.num_tokens):
                 raise InternalError(f"session {landing.session_id}: expect_send announced {prompt.num_tokens} tokens, "
                                     f"the terms {source.num_tokens}")
@@ -225,7 +268,8 @@ class TransferAgent:
             lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_from(stage)
         except BatonError as error:
             return RefusedFlow(source, landing, self._transport, error)
-        return Sender(source, landing, lanes, memory=self._memory, transport=self._transport, outbox=self._outbox)
+        return Sender(source, landing, lanes, memory=self._memory, transport=self._transport, outbox=self._outbox,
+                      clock=self._clock)
 
     def _stage_of(self, stages: tuple[StageEndpoint, ...]) -> int:
         for index, stage in enumerate(stages):
@@ -237,35 +281,22 @@ class TransferAgent:
         raise IncompatiblePeerError(f"terms for {[stage.incarnation for stage in stages]}; this is {self._incarnation}")
 
     def _expect_send(self, request_key: int, num_tokens: int | None) -> None:
-        self._prompts.setdefault(request_key, _Prompt(num_tokens))
-
-    def _layer_done(self, request_key: int, layer_id: int, num_tokens: int) -> None:
-        prompt = self._prompts.get(request_key)
-        if prompt is None:
-            return
-        prompt.layer_tokens[layer_id] = num_tokens
-        for flow in prompt.flows:
-            if isinstance(flow, Sender):
-                flow.release({layer_id: num_tokens})
+        self._prompts.expect(request_key, num_tokens)
 
     def _open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
-        prompt = self._prompts.setdefault(request_key, _Prompt(source.num_tokens))
+        prompt = self._prompts.expect(request_key, source.num_tokens)
         flow = self._sender(source, landing, prompt)
         prompt.flows.append(flow)
         self._flows.open(flow)
         if isinstance(flow, Sender):
             flow.release(prompt.layer_tokens)
+        if self._prompts.is_closed(request_key):
+            self._flows.close_flow(flow)  # who would have closed it has done so already
 
     def _close(self, session_id: str) -> None:
         self._flows.close(session_id)
-        for prompt in self._prompts.values():
-            prompt.flows = [flow for flow in prompt.flows if flow.session_id != session_id]
+        self._prompts.forget_session(session_id)
 
-    def _close_request(self, request_key: int) -> None:
-        prompt = self._prompts.pop(request_key, None)
-        for flow in prompt.flows if prompt is not None else ():
-            self._flows.close_flow(flow)
-
-    def _close_all(self) -> None:
+    def _close_all(self, drained: Future[None]) -> None:
         self._prompts.clear()
-        self._flows.close_all()
+        self._flows.close_all(drained)

@@ -29,7 +29,7 @@ def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int,
     model = [spec for spec in ordered if not spec.of_draft]
     draft = [spec for spec in ordered if spec.of_draft]
     header = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"page_size={page_size}"]
-    digest = pairing_digest(_digest([*header, *_lines(model)]), 
+    digest = pairing_digest(_digest([*header, *_lines(model)]),
                             _digest([draft_revision, *_lines(draft)]) if draft else "")
     text = f"schema {SCHEMA_VERSION}, weights {revision[:12]}, page size {page_size}, {_describe(model)}"
     return Compatibility(digest, f"{text}, and of draft {draft_revision[:12]} {_describe(draft)}" if draft else text)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 
 from runtime.errors import BatonError
-from transfer.terms import Landing, SourceTerms, StageEndpoint, StageSessionState
+from transfer.terms import Departure, Landing, SourceTerms, StageEndpoint, StageSessionState
 from transfer.transport import Operation, OperationState, Peer, Transport, tag_prefix
 
 
@@ -45,6 +45,11 @@ class Flow(ABC):
         """The stages on the other side, by index."""
 
     @property
+    def departures(self) -> tuple[Departure, ...]:
+        """What has left so far, by chunk."""
+        return ()
+
+    @property
     def num_outstanding(self) -> int:
         """Operations that may still touch pool memory."""
         return len(self._outstanding)
@@ -52,14 +57,6 @@ class Flow(ABC):
     @property
     def outstanding(self) -> tuple[Operation, ...]:
         return tuple(self._outstanding)
-
-    def uses(self, incarnation: str) -> bool:
-        """Whether it exchanges bytes with this process."""
-        return bool(self.peers_of(incarnation))
-
-    def peers_of(self, incarnation: str) -> list[Peer]:
-        """Its connections to this process."""
-        return [peer for stage, peer in self._peers.items() if self.peer_stages[stage].incarnation == incarnation]
 
     def on_operation(self, operation: Operation) -> None:
         """One of its operations has ended."""
@@ -95,7 +92,7 @@ class Flow(ABC):
 
 
 class RefusedFlow(Flow):
-    """An epoch this stage cannot serve: fails as it starts, and is drained at once."""
+    """An epoch this stage cannot serve: fails as it starts, and touches nothing."""
 
     def __init__(self, source: SourceTerms, landing: Landing, transport: Transport, reason: BatonError) -> None:
         super().__init__(source, landing, transport)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from runtime.clock import Clock
@@ -35,6 +36,7 @@ class FlowTable:
         self._next: dict[str, Flow] = {}  # newer epochs that wait for the older one's drain
         self._closing: list[_Closing] = []
         self._owners: dict[Operation, Flow] = {}
+        self._drains: list[Future[None]] = []  # of `close_all`
         self.num_bytes_sent = 0
         self.num_bytes_received = 0
 
@@ -66,32 +68,27 @@ class FlowTable:
 
     def close(self, session_id: str) -> None:
         """Stop the session's flows; each reports DRAINED when its operations have ended."""
-        waiting = self._next.pop(session_id, None)
-        if waiting is not None:
-            self._report(waiting, StageSessionState.DRAINED)  # it never touched anything
-        flow = self._open.pop(session_id, None)
-        if flow is not None:
-            flow.stop()
-            now = self._clock.now()
-            self._closing.append(_Closing(flow, now, now + self._drain_s))
+        now = self._clock.now()
+        for flow in (self._open.pop(session_id, None), self._next.pop(session_id, None)):
+            if flow is not None:
+                flow.stop()
+                self._closing.append(_Closing(flow, now, now + self._drain_s))
 
     def close_flow(self, flow: Flow) -> None:
         """Close this flow, unless a newer epoch has replaced it."""
         if self._open.get(flow.session_id) is flow:
             self.close(flow.session_id)
 
-    def close_all(self) -> None:
+    def fail(self, flow: Flow, error: BatonError) -> None:
+        """It cannot go on, for a reason outside of it."""
+        flow.fail(error)
+        self._report_change(flow)
+
+    def close_all(self, drained: Future[None]) -> None:
+        """Close every session; `drained` is done when no flow is left."""
+        self._drains.append(drained)
         for session_id in [*self._open, *self._next]:
             self.close(session_id)
-
-    def peer_lost(self, incarnation: str, error: BatonError) -> None:
-        """Cut the connections to a dead process and fail what used them."""
-        flows = [*self._open.values(), *(closing.flow for closing in self._closing)]
-        lost = [flow for flow in flows if flow.uses(incarnation)]
-        self._cut(peer for flow in lost for peer in flow.peers_of(incarnation))
-        for flow in lost:
-            flow.fail(error)
-            self._report_change(flow)
 
     def started(self, flow: Flow, operation: Operation) -> None:
         """The flow has started this operation."""
@@ -109,29 +106,31 @@ class FlowTable:
     def sweep(self, idle_s: float) -> float:
         """Report drains, cut overdue connections; how long there is nothing to sweep, at most `idle_s`."""
         if not self._closing:
+            self._settle()
             return idle_s
-        drained = [closing.flow for closing in self._closing if closing.flow.num_outstanding == 0]
-        self._closing = [closing for closing in self._closing if closing.flow.num_outstanding > 0]
+        drained = [closing.flow for closing in self._closing if self._is_drained(closing.flow)]
+        self._closing = [closing for closing in self._closing if closing.flow not in drained]
         for flow in drained:
             self._report(flow, StageSessionState.DRAINED)
             waiting = self._next.get(flow.session_id)
             if waiting is not None and not any(self._conflicts(closing.flow, waiting) for closing in self._closing):
                 self._start(self._next.pop(flow.session_id))
+        self._settle()
         now = self._clock.now()
-        for closing in self._closing:
+        busy = [closing for closing in self._closing if closing.flow.num_outstanding]
+        for closing in busy:
             if now >= closing.cut_at_s:
                 logger.warning("session %s epoch %d: %d operations have not ended %.1f s after the close, cutting "
                                "their connections", closing.flow.session_id, closing.flow.epoch,
                                closing.flow.num_outstanding, now - closing.closed_at_s)
                 self._cut(operation.peer for operation in closing.flow.outstanding)
                 closing.cut_at_s = now + self._drain_s
-        return min([idle_s, *(closing.cut_at_s - now for closing in self._closing)])
+        return min([idle_s, *(closing.cut_at_s - now for closing in busy)])
 
     def fail_all(self, error: BatonError) -> None:
         """The stage cannot serve any more."""
         for flow in [*self._open.values(), *self._next.values()]:
-            flow.fail(error)
-            self._report_change(flow)
+            self.fail(flow, error)
 
     def transport_closed(self) -> None:
         """With the transport gone nothing can be touched any more: what is left is drained."""
@@ -142,6 +141,11 @@ class FlowTable:
         self._owners.clear()
         for flow in flows:
             self._report(flow, StageSessionState.DRAINED)
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._drains and not self.num_unfinished:
+            self._drains.pop().set_result(None)
 
     def _start(self, flow: Flow) -> None:
         self._open[flow.session_id] = flow
@@ -157,6 +161,12 @@ class FlowTable:
     def _cut(self, peers: Iterable[Peer]) -> None:
         for peer in set(peers):
             self._transport.close_peer(peer)
+
+    def _is_drained(self, flow: Flow) -> bool:
+        """Nor is an older epoch under way, even if this one never started: the last report speaks for the session."""
+        return flow.num_outstanding == 0 and not any(
+            closing.flow.num_outstanding and closing.flow.epoch < flow.epoch and self._conflicts(closing.flow, flow)
+            for closing in self._closing)
 
     @staticmethod
     def _conflicts(older: Flow, newer: Flow) -> bool:
@@ -175,7 +185,8 @@ class FlowTable:
     def _report(self, flow: Flow, state: StageSessionState) -> None:
         error = flow.error if state is StageSessionState.FAILED else None
         event = StageSessionEvent(flow.session_id, flow.epoch, state, error.reason if error else "",
-                                  str(error) if error else "", flow.num_bytes)
+                                  str(error) if error else "", flow.num_bytes,
+                                  flow.departures if state is StageSessionState.COMPLETE else ())
         try:
             self._on_event(event)
         except Exception:  # the listener's bug must not stop the other sessions of this stage

@@ -4,7 +4,7 @@ from collections import OrderedDict, deque
 from typing import Generic, TypeVar
 
 from runtime.clock import Clock
-from transfer.transport import Operation, Peer, tag_prefix
+from transfer.transport import Berth, Operation, Peer, tag_prefix
 
 M = TypeVar("M")
 
@@ -24,18 +24,19 @@ class Matcher(Generic[M]):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._posted: dict[int, deque[Operation]] = {}
+        self._starved: deque[tuple[Operation, M]] = deque()  # matched, but there is no memory for the message yet
         self._held: OrderedDict[int, tuple[int, float, M]] = OrderedDict()  # by arrival
         self._arrivals = 0
         self._retired: OrderedDict[int, None] = OrderedDict()
         self.num_discarded = 0
 
     def post(self, operation: Operation) -> M | None:
-        """Wait for a message, or take the oldest one that is held for this tag."""
+        """Wait for a message (or for memory), or take the oldest one that is held for this tag."""
         if self._held:
             for arrival, (tag, _, message) in self._held.items():
                 if tag == operation.tag:
                     del self._held[arrival]
-                    return message
+                    return message if self._is_fed(operation, message) else None
         self._posted.setdefault(operation.tag, deque()).append(operation)
         return None
 
@@ -46,18 +47,29 @@ class Matcher(Generic[M]):
             operation = waiting.popleft()
             if not waiting:
                 del self._posted[tag]
-            return operation, []
+            return (operation if self._is_fed(operation, message) else None), []
         if tag_prefix(tag) in self._retired:
             self.num_discarded += 1
             return None, [message]
-        self._held[self._arrivals] = (tag, self._clock.now() + HOLD_S, message)
-        self._arrivals += 1
+        self._hold(tag, message)
         discarded = [self._held.popitem(last=False)[1][2]] if len(self._held) > MAX_HELD_MESSAGES else []
         self.num_discarded += len(discarded)
         return None, discarded
 
+    def fed(self) -> list[tuple[Operation, M]]:
+        """Receives for whose messages there is memory by now, first come, first served."""
+        pairs = []
+        while self._starved and self._starved[0][0].has_memory():
+            pairs.append(self._starved.popleft())
+        return pairs
+
     def cancel(self, operation: Operation) -> bool:
-        """True if the receive was still waiting; it is forgotten."""
+        """True if the receive was still waiting, for its message or for memory; it is forgotten."""
+        for pair in self._starved:
+            if pair[0] is operation:
+                self._starved.remove(pair)
+                self._hold(operation.tag, pair[1])  # as if it had come before its receive
+                return True
         waiting = self._posted.get(operation.tag)
         if waiting is None or operation not in waiting:
             return False
@@ -68,7 +80,7 @@ class Matcher(Generic[M]):
 
     def cancel_peer(self, peer: Peer) -> list[Operation]:
         """Forget every waiting receive of this peer and return them."""
-        lost = [operation for waiting in self._posted.values() for operation in waiting if operation.peer is peer]
+        lost = [operation for operation in self._waiting() if operation.peer is peer]
         for operation in lost:
             self.cancel(operation)
         return lost
@@ -90,9 +102,25 @@ class Matcher(Generic[M]):
 
     def clear(self) -> tuple[list[Operation], list[M]]:
         """Forget everything; for closing."""
-        operations = [operation for waiting in self._posted.values() for operation in waiting]
+        operations, starving = self._waiting(), [message for _, message in self._starved]
         self._posted.clear()
-        return operations, self._take_held(list(self._held))
+        self._starved.clear()
+        return operations, [*starving, *self._take_held(list(self._held))]
+
+    def _waiting(self) -> list[Operation]:
+        posted = [operation for waiting in self._posted.values() for operation in waiting]
+        return [*posted, *(operation for operation, _ in self._starved)]
+
+    def _is_fed(self, operation: Operation, message: M) -> bool:
+        """Whether there is memory for the message; else it waits behind those that wait already."""
+        if isinstance(operation.buffer, Berth) and (self._starved or not operation.has_memory()):
+            self._starved.append((operation, message))
+            return False
+        return True
+
+    def _hold(self, tag: int, message: M) -> None:
+        self._held[self._arrivals] = (tag, self._clock.now() + HOLD_S, message)
+        self._arrivals += 1
 
     def _take_held(self, arrivals: list[int]) -> list[M]:
         messages = [self._held.pop(arrival)[2] for arrival in arrivals]

@@ -2,16 +2,17 @@
 
 from typing import Protocol
 
-from engine.memory.layout import CacheKind, PoolGeometry
+from engine.memory.layout import Buffer, CacheKind, PoolGeometry
 
 
 class PoolMemory(Protocol):
-    """Host memory of one stage's pools."""
+    """Memory of one stage's pools, on the host or on a device."""
 
     @property
     def geometry(self) -> PoolGeometry: ...
 
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> memoryview:
-        """Writable bytes of `count` consecutive records (pages or slots), no copy. Raises InternalError for a layer,
-        kind or index this stage does not have, naming it and the stage's range."""
+    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> Buffer:
+        """Where `count` consecutive records (pages or slots) are, no copy: a writable memoryview of host pools, else
+        what the stage's transport reaches. Raises InternalError for a layer, kind or index this stage does not have,
+        naming it and the stage's range."""
         ...

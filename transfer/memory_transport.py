@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 
+from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
 from transfer.matching import Matcher
-from transfer.transport import Operation, OperationState, Peer
+from transfer.transport import Berth, Operation, OperationState, Peer, host_bytes
 from transfer.wakeup import Wakeup
 
 
@@ -114,12 +115,12 @@ class MemoryTransport:
                 peer = self._peers[address] = MemoryPeer(address)
             return peer
 
-    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
-        operation = Operation(peer, tag, buffer)
+    def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        operation = Operation(peer, tag, host_bytes(buffer))
         with self._network.lock:
             self._num_pending += 1
             target = self._network.find(peer.address)
-            fault = self._network.fault(tag, len(buffer)) if self._network.fault else Fault.NONE
+            fault = self._network.fault(tag, buffer.nbytes) if self._network.fault else Fault.NONE
             if fault is Fault.DIE:
                 self.die()
             if not peer.alive or target is None or fault is Fault.DIE:
@@ -130,11 +131,11 @@ class MemoryTransport:
                 self._sending.add(operation)
                 target.accept(_Message(self, operation, fault))
                 if fault is Fault.DUPLICATE:
-                    target.accept(_Message(self, operation, Fault.NONE, bytes(buffer)))
+                    target.accept(_Message(self, operation, Fault.NONE, bytes(operation.content)))
         return operation
 
-    def post_receive(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
-        operation = Operation(peer, tag, buffer)
+    def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
+        operation = Operation(peer, tag, buffer if isinstance(buffer, Berth) else host_bytes(buffer))
         with self._network.lock:
             self._num_pending += 1
             if not peer.alive:
@@ -167,6 +168,8 @@ class MemoryTransport:
                 self._discard(discarded)
                 if operation is not None:
                     self._take(operation, message)
+            for operation, message in self._matcher.fed():
+                self._take(operation, message)
             if self._delayed and not self._network.delaying:
                 delayed, self._delayed = self._delayed, []
                 for operation, message in delayed:
@@ -219,10 +222,10 @@ class MemoryTransport:
         self.wake()
 
     def _take(self, operation: Operation, message: _Message) -> None:
-        if len(message.operation.buffer) != len(operation.buffer):
+        if message.operation.num_bytes != operation.num_bytes:
             self._discard([message])
             self._end(operation, OperationState.FAILED, HandoffError(
-                f"a message of {len(message.operation.buffer)} bytes came for a receive of {len(operation.buffer)}"))
+                f"a message of {message.operation.num_bytes} bytes came for a receive of {operation.num_bytes}"))
         elif message.fault is Fault.DELAY and self._network.delaying:
             self._delayed.append((operation, message))
         else:
@@ -233,9 +236,9 @@ class MemoryTransport:
             # The sender closed its end meanwhile: its memory must not be read any more.
             self._end(operation, OperationState.FAILED, PeerLostError("the sender closed the connection"))
             return
-        operation.buffer[:] = message.operation.buffer if message.copy is None else message.copy
+        operation.content[:] = host_bytes(message.operation.buffer) if message.copy is None else message.copy
         if message.fault is Fault.FLIP:
-            operation.buffer[len(operation.buffer) // 2] ^= 1
+            operation.content[operation.num_bytes // 2] ^= 1
         self._discard([message])
         self._end(operation, OperationState.DONE)
 

@@ -55,8 +55,8 @@ class Receiver(Flow):
         receipt, index = self._by_operation.pop(operation)
         if index < len(receipt.lane.items):
             # The bytes are still in the cache of this core: digesting now is several times cheaper than later.
-            receipt.digests[index] = item_digest(operation.buffer, receipt.lane.items[index], operation.tag)
-            self.num_bytes += len(operation.buffer)
+            receipt.digests[index] = item_digest(operation.content, receipt.lane.items[index], operation.tag)
+            self.num_bytes += operation.num_bytes
         receipt.num_missing -= 1
         if receipt.num_missing == 0:
             self._check(receipt)

@@ -3,20 +3,23 @@
 from collections import deque
 from collections.abc import Mapping
 
+from engine.memory.layout import Buffer
+from runtime.clock import Clock
 from transfer.copy_plan import Lane
+from transfer.departures import DepartureLog
 from transfer.digest import item_digest, pack_trailer
 from transfer.flow import Flow
 from transfer.memory import PoolMemory
-from transfer.terms import Landing, SourceTerms, StageEndpoint
+from transfer.terms import Departure, Landing, SourceTerms, StageEndpoint
 from transfer.transport import Operation, Peer, Transport
 
 
 class _LaneDispatch:
-    """What has left of one lane. `views` are the bytes of its messages: the items, at last the trailer."""
+    """What has left of one lane. `views` is the memory of its messages: the items, at last the trailer."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.views: list[memoryview] = []
+        self.views: list[Buffer] = []
         self.digests: list[int] = [0] * len(lane.items)
         self.num_undigested = len(lane.items)
 
@@ -31,7 +34,7 @@ class _ReadyMessage:
         self._dispatch = dispatch
         self._index = index
         self.peer = peer
-        self.num_bytes = len(dispatch.views[index])
+        self.num_bytes = dispatch.views[index].nbytes
 
     def send(self) -> tuple["Sender", Operation | None]:
         """Send it; no operation if the sender has stopped meanwhile."""
@@ -46,8 +49,9 @@ class Sender(Flow):
     """
 
     def __init__(self, source: SourceTerms, landing: Landing, lanes: tuple[Lane, ...], *, memory: PoolMemory,
-                 transport: Transport, outbox: "Outbox") -> None:
+                 transport: Transport, outbox: "Outbox", clock: Clock) -> None:
         super().__init__(source, landing, transport)
+        self._log = DepartureLog(clock, source)
         self._memory = memory
         self._outbox = outbox
         self._dispatches = [_LaneDispatch(lane) for lane in lanes]
@@ -70,6 +74,10 @@ class Sender(Flow):
     def peer_stages(self) -> tuple[StageEndpoint, ...]:
         return self._landing.stages
 
+    @property
+    def departures(self) -> tuple[Departure, ...]:
+        return self._log.departures()
+
     def start(self) -> None:
         for dispatch in self._dispatches:
             self.connect(dispatch.lane.dest_stage)
@@ -90,7 +98,8 @@ class Sender(Flow):
         for layer_id, num_tokens in layer_tokens.items():
             waiting = self._waiting.get(layer_id)
             while waiting and waiting[0][0] <= num_tokens:
-                _, dispatch, index = waiting.popleft()
+                ready_tokens, dispatch, index = waiting.popleft()
+                self._log.on_released(ready_tokens)
                 self._hand_over(dispatch, index)
 
     def send(self, dispatch: _LaneDispatch, index: int, peer: Peer) -> Operation | None:
@@ -106,8 +115,9 @@ class Sender(Flow):
         dispatch, index = self._under_way.pop(operation)
         if index < len(dispatch.lane.items):
             item = dispatch.lane.items[index]
-            dispatch.digests[index] = item_digest(dispatch.views[index], item, operation.tag)
+            dispatch.digests[index] = item_digest(operation.content, item, operation.tag)
             self.num_bytes += item.num_bytes
+            self._log.on_left(item.ready_tokens, item.num_bytes)
             dispatch.num_undigested -= 1
             if dispatch.num_undigested == 0:
                 dispatch.views.append(memoryview(pack_trailer(dispatch.lane, dispatch.digests)))
@@ -144,7 +154,7 @@ class Outbox:
                     break
                 sender, operation = ready.popleft().send()
                 if operation is not None:
-                    self._under_way[peer] = self._under_way.get(peer, 0) + len(operation.buffer)
+                    self._under_way[peer] = self._under_way.get(peer, 0) + operation.num_bytes
                     sent.append((sender, operation))
             if not ready:
                 del self._ready[peer]
@@ -152,7 +162,7 @@ class Outbox:
 
     def ended(self, operation: Operation) -> None:
         """A send is over; its bytes leave the window."""
-        remaining = self._under_way.get(operation.peer, 0) - len(operation.buffer)
+        remaining = self._under_way.get(operation.peer, 0) - operation.num_bytes
         if remaining > 0:
             self._under_way[operation.peer] = remaining
         else:

@@ -1,6 +1,6 @@
 """The leader's view of one handoff: what the stages report, summed up. Pure; time comes from the clock.
 
-    receiving   RESERVED ─▶ RECEIVING ─▶ COMPLETE ─▶ COMMITTED       RESERVED/RECEIVING/FAILED ─▶ RESERVED (next epoch)
+    receiving   RESERVED ─▶ RECEIVING ─▶ COMPLETE ─▶ COMMITTED    any state before that, FAILED ─▶ RESERVED (next epoch)
     sending     PLANNED ──▶ SENDING ───▶ SENT ─────▶ RELEASED
     both        any state but COMMITTED and RELEASED ─▶ FAILED or ABORTED
 
@@ -9,7 +9,6 @@ epoch. (A stage starts an epoch only after it has drained the one before, so the
 sides never wait for each other: each converges on its own stages' reports, its deadlines and its stream's end.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -56,9 +55,9 @@ RECEIVE_TRANSITIONS: Table[ReceiveState] = {
     (ReceiveState.RESERVED, SessionInput.ALL_OPEN): ReceiveState.RECEIVING,
     (ReceiveState.RECEIVING, SessionInput.ALL_COMPLETE): ReceiveState.COMPLETE,
     (ReceiveState.COMPLETE, SessionInput.FINISH): ReceiveState.COMMITTED,
-    (ReceiveState.RESERVED, SessionInput.NEXT_EPOCH): ReceiveState.RESERVED,
-    (ReceiveState.RECEIVING, SessionInput.NEXT_EPOCH): ReceiveState.RESERVED,
-    (ReceiveState.FAILED, SessionInput.NEXT_EPOCH): ReceiveState.RESERVED,
+    # From COMPLETE, too: the source may be gone with the first token untold.
+    **{(state, SessionInput.NEXT_EPOCH): ReceiveState.RESERVED
+       for state in (ReceiveState.RESERVED, ReceiveState.RECEIVING, ReceiveState.COMPLETE, ReceiveState.FAILED)},
     **{(state, SessionInput.FAIL): ReceiveState.FAILED
        for state in (ReceiveState.RESERVED, ReceiveState.RECEIVING, ReceiveState.COMPLETE)},
     **{(state, SessionInput.ABORT): ReceiveState.ABORTED
@@ -217,7 +216,7 @@ class ReceiveSession(_Session[ReceiveState]):
         """Another source will deliver into the same reservation; the new epoch, for its landing.
 
         Raises:
-            InternalError: everything is here already, or the session is over.
+            InternalError: the session is over.
         """
         if not self._move(SessionInput.NEXT_EPOCH):
             raise InternalError(f"session {self.session_id} cannot start over from {self.state}")
@@ -243,24 +242,3 @@ class SendSession(_Session[SendState]):
     def release(self) -> SendState:
         """Decode has committed: the pages may go once drained. Raises InternalError unless SENT."""
         return self._finish()
-
-
-class Tombstones:
-    """Ids of sessions that are over, so that late messages about them are told from unknown ones. Bounded: the oldest
-    are forgotten."""
-
-    def __init__(self, max_entries: int = 65_536) -> None:
-        self._max_entries = max_entries
-        self._ids: OrderedDict[str, None] = OrderedDict()
-
-    def add(self, session_id: str) -> None:
-        self._ids[session_id] = None
-        self._ids.move_to_end(session_id)
-        if len(self._ids) > self._max_entries:
-            self._ids.popitem(last=False)
-
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._ids
-
-    def __len__(self) -> int:
-        return len(self._ids)

@@ -1,4 +1,4 @@
-"""Frames between the stages of a pool over UCX: the `StageChannel` for host memory.
+"""Frames between the stages of a pool over UCX: the `FrameChannel` between processes.
 
 Frames are sent eagerly, whatever their size: `send` returns when the bytes are in UCX's queues, so a stage that goes on
 to compute (and does not progress UCX meanwhile) does not hold up the one that waits for its frame. Only when the queues
@@ -30,7 +30,7 @@ _EPOCH_LIMIT = 1 << (64 - _RANK_BITS)
 
 
 class UcxStageChannel:
-    """See `engine.pipeline.channel.StageChannel`. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
+    """See `engine.pipeline.channel.FrameChannel`. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
 
     def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile,
                  binding: UcxBinding = ANYWHERE, spin_s: float = SPIN_S,
@@ -128,6 +128,11 @@ class UcxStageChannel:
                 os.sched_yield()
             elif self._worker.arm():
                 self._wakeup.sleep(min(RECEIVE_WAIT_S, deadline_s - now))
+
+    def check(self, rank: int) -> None:
+        """Raises PeerLostError when this stage is known to be gone; what has arrived from it still waits."""
+        self._dispatch()
+        self._check(rank)
 
     def wake(self) -> None:
         """Make a `receive` that waits in the owner's thread return early. From any thread."""

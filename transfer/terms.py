@@ -55,8 +55,20 @@ class StageSessionState(StrEnum):
 
 
 @dataclass(frozen=True)
+class Departure:
+    """What has left a stage of the chunk of a prompt that ends at `num_tokens`: from the release of its first layer to
+    its last byte, in seconds of the process's clock."""
+
+    num_tokens: int
+    num_bytes: int
+    released_s: float
+    left_s: float
+
+
+@dataclass(frozen=True)
 class StageSessionEvent:
-    """A session changed on this stage. `error_reason` is the `reason` of the BatonError, set when FAILED."""
+    """A session changed on this stage. `error_reason` is the `reason` of the BatonError, set when FAILED. `departures`
+    by position in the prompt, when a sending stage is COMPLETE; they stay in the process."""
 
     session_id: str
     epoch: int
@@ -64,3 +76,4 @@ class StageSessionEvent:
     error_reason: str = ""
     error_text: str = ""
     num_bytes: int = 0
+    departures: tuple[Departure, ...] = ()

@@ -4,20 +4,32 @@ A message has a 64-bit tag. Its low `TAG_OFFSET_BITS` number the messages of one
 *prefix*, says which. The receiving side matches a message only after it has seen its length, so a message of the wrong
 size never writes a byte, and a receive that was cancelled before it was matched is over at once: nobody knows its
 memory any more. A matched receive ends with its message, or when the peer's connection is closed.
+
+Buffers are host bytes; a transport for a device's memory (see device_transport.py) takes that as well.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from runtime.errors import BatonError
+from engine.memory.layout import Buffer
+from runtime.errors import BatonError, InternalError
 
 TAG_OFFSET_BITS = 24
 TAG_LIMIT = 1 << 64
+NO_BYTES = memoryview(b"")
 
 
 def tag_prefix(tag: int) -> int:
     """What all tags of one session's epoch share."""
     return tag >> TAG_OFFSET_BITS
+
+
+def host_bytes(buffer: Buffer) -> memoryview:
+    """For what reaches nothing else. Raises InternalError for a device's memory."""
+    if not isinstance(buffer, memoryview):
+        raise InternalError(f"{type(buffer).__name__} is not host memory, and nothing else is reached here")
+    return buffer
 
 
 class OperationState(StrEnum):
@@ -39,17 +51,44 @@ class Peer(Protocol):
         ...
 
 
+class Berth:
+    """Memory for one incoming message, borrowed only once the message is there. `borrow` says None while none is free;
+    whoever made the berth gives the memory back when the receive has ended."""
+
+    def __init__(self, num_bytes: int, borrow: Callable[[], memoryview | None]) -> None:
+        self.nbytes = num_bytes
+        self.borrow = borrow
+
+
 class Operation:
-    """One send or one receive. While it is PENDING the transport may read or write `buffer`; afterwards never again."""
+    """One send or one receive. While it is PENDING the transport may read or write `buffer`; afterwards never again.
 
-    __slots__ = ("buffer", "error", "peer", "state", "tag")
+    `content`: the message's bytes on the host, once it is DONE. Those of a device's memory are a copy, which may be
+    read until the next `progress`.
+    """
 
-    def __init__(self, peer: Peer, tag: int, buffer: memoryview) -> None:
+    __slots__ = ("buffer", "content", "error", "peer", "state", "tag")
+
+    def __init__(self, peer: Peer, tag: int, buffer: Buffer) -> None:
         self.peer = peer
         self.tag = tag
         self.buffer = buffer
+        self.content = buffer if isinstance(buffer, memoryview) else NO_BYTES
         self.state = OperationState.PENDING
         self.error: BatonError | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer.nbytes
+
+    def has_memory(self) -> bool:
+        """For transports, when the message is there: False while its berth has none for it."""
+        if isinstance(self.buffer, Berth):
+            memory = self.buffer.borrow()
+            if memory is None:
+                return False
+            self.buffer = self.content = memory
+        return True
 
     def finish(self, state: OperationState, error: BatonError | None = None) -> None:
         """For transports: the operation is over."""
@@ -61,7 +100,7 @@ class Transport(Protocol):
     """Tagged messages straight from and into the caller's memory.
 
     Belongs to one thread, but for `address` and `wake`. Messages of one sender with one tag arrive in the order they
-    were sent; otherwise there is no order. Buffers are contiguous bytes.
+    were sent; otherwise there is no order.
     """
 
     @property
@@ -82,12 +121,13 @@ class Transport(Protocol):
         """
         ...
 
-    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+    def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         """Send the bytes of `buffer`. A peer that is gone makes the operation FAILED with PeerLostError."""
         ...
 
-    def post_receive(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
-        """Accept one message with exactly this tag and exactly this length into `buffer`.
+    def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
+        """Accept one message with exactly this tag and exactly this length into `buffer`. While a berth has no memory,
+        its message waits where it is, and other messages pass it.
 
         `peer` is who is going to send it. FAILED with HandoffError when the length differs (nothing is written),
         with PeerLostError when the connection ends before the message.

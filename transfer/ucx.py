@@ -15,10 +15,11 @@ memory (keepalive; the process must have been reaped by its parent).
 import os
 import time
 
+from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
 from transfer.matching import Matcher
-from transfer.transport import Operation, OperationState, Peer
+from transfer.transport import Berth, Operation, OperationState, Peer
 from transfer.ucx_address import frame_address, unframe_address
 from transfer.ucx_api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx_binding import ANYWHERE, UcxBinding
@@ -93,7 +94,7 @@ class UcxTransport:
         peer = self._peers[address] = UcxPeer(address, endpoint)
         return peer
 
-    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+    def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         assert isinstance(peer, UcxPeer)
         operation = Operation(peer, tag, buffer)
         self._num_pending += 1
@@ -103,7 +104,7 @@ class UcxTransport:
         self._active.append((operation, peer.endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag))))
         return operation
 
-    def post_receive(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+    def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
         operation = Operation(peer, tag, buffer)
         self._num_pending += 1
         if not peer.alive:
@@ -138,6 +139,8 @@ class UcxTransport:
             if operation is not None:
                 self._take(operation, message)
             self._discard(discarded)
+        for operation, message in self._matcher.fed():
+            self._take(operation, message)
         self._collect()
         now = self._clock.now()
         if now >= self._next_peer_check_s:
@@ -187,9 +190,9 @@ class UcxTransport:
         self._wakeup.close()
 
     def _take(self, operation: Operation, message: UcxProbe) -> None:
-        if message.length != len(operation.buffer):
+        if message.length != operation.num_bytes:
             self._end(operation, OperationState.FAILED, HandoffError(
-                f"a message of {message.length} bytes came for a receive of {len(operation.buffer)}"))
+                f"a message of {message.length} bytes came for a receive of {operation.num_bytes}"))
             self._discard([message])
             return
         request = self._worker.tag_recv_with_handle(self._ucx.array(operation.buffer), message)

@@ -3,6 +3,7 @@
 import os
 from typing import Protocol
 
+from engine.memory.layout import Buffer
 from runtime.errors import ConfigError
 
 
@@ -118,7 +119,8 @@ class UcxLibrary:
         tag: UcxTag = self._ucx.UCXXTag(value)
         return tag
 
-    def array(self, buffer: memoryview | bytearray | bytes) -> object:
-        """A view of the buffer as UCXX wants it; keeps the buffer alive."""
+    def array(self, buffer: Buffer | bytearray | bytes) -> object:
+        """A view of the buffer as UCXX wants it: host bytes, or a device's memory by `__cuda_array_interface__`. Keeps
+        the buffer alive."""
         array: object = self._array(buffer)
         return array

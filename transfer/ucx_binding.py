@@ -49,8 +49,7 @@ class UcxBinding:
                 raise ConfigError(f"{INTERFACE_FIELD}: there is no network device {device!r} here, only "
                                   f"{', '.join(sorted(present))}", field=INTERFACE_FIELD)
         if self.ports is not None and not any(map(_is_free, range(self.ports[0], self.ports[1] + 1))):
-            raise ConfigError(f"{PORTS_FIELD}: no port of {self.ports[0]}-{self.ports[1]} is free; every process needs "
-                              f"one, of a pool with several stages two", field=PORTS_FIELD)
+            raise no_free_port(self.ports)
 
 
 ANYWHERE = UcxBinding()
@@ -66,9 +65,14 @@ def parse_ports(text: str) -> tuple[int, int]:
     raise ConfigError(f"{PORTS_FIELD} must be LOW-HIGH with 1 <= LOW <= HIGH <= 65535, got {text!r}", field=PORTS_FIELD)
 
 
+def no_free_port(ports: tuple[int, int]) -> ConfigError:
+    return ConfigError(f"{PORTS_FIELD}: no port of {ports[0]}-{ports[1]} is free (one that had connections is not for "
+                       f"a minute); every process needs one, of a pool with several stages two", field=PORTS_FIELD)
+
+
 def _is_free(port: int) -> bool:
+    """As UCX binds: without SO_REUSEADDR, so a port that remembers old connections is taken."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError:

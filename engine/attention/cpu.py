@@ -1,4 +1,4 @@
-"""Paged attention on the CPU in plain torch, bit-exact under any batching.
+"""Paged attention on the CPU, bit-exact under any batching: prompts in plain torch, drawn tokens and drafts in place.
 
 A row's keys are gathered in position order to a multiple of 64, whatever the page size, and masked after the product:
 a score is one sum over head_dim, and longer rows beside it change nothing. Softmax adds a row's weights in order, so
@@ -7,12 +7,14 @@ because the product kernels regroup longer sums. The tests hold all of this to e
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.plan import AttentionPlan, QueryTile, RowGroup, build_plan, key_step
+from engine.attention.backend import AttentionGeometry, check_covered
+from engine.attention.in_place import InPlace
+from engine.attention.plan import AttentionPlan, QueryTile, RowGroup, bits_of, build_plan, is_read_in_place, key_step
 from engine.attention.scratch import Scratch
 from engine.batch import ForwardBatch
 from engine.numerics import Numerics, padded_rows, span_terms
@@ -30,6 +32,8 @@ class CpuAttention:
     def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry, numerics: Numerics) -> None:
         if geometry.num_heads % geometry.num_kv_heads:
             raise InternalError(f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly")
+        if geometry.window is not None:
+            raise InternalError("attention on the CPU knows no windows")
         page_shape = (2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
         for layer_id, pool in kv_pools.items():
             if tuple(pool.shape[1:]) != page_shape:
@@ -48,7 +52,8 @@ class CpuAttention:
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Prepare the batch's gather tables, lengths and masks and mark it."""
-        plan = build_plan(batch, self._geometry, self._dtype)
+        reader = self._in_place if is_read_in_place(batch) else None
+        plan = build_plan(batch, self._geometry, self._dtype, num_pages=None if reader is None else reader.num_pages)
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
@@ -63,6 +68,8 @@ class CpuAttention:
         if layer_id not in self._pools:
             raise InternalError(f"layer {layer_id} has no KV pages on this stage")
         _write(self._pools[layer_id], k, v, plan)
+        if plan.in_place is not None and self._in_place is not None:
+            return self._in_place.attend(layer_id, q, plan.in_place)
         if len(plan.groups) == 1:
             return self._attend(layer_id, q, plan.groups[0])
         out = torch.empty_like(q)
@@ -70,18 +77,16 @@ class CpuAttention:
             out[group.tokens] = self._attend(layer_id, q[group.tokens], group)
         return out
 
+    @cached_property
+    def _in_place(self) -> InPlace | None:
+        """Made by the first batch that can use it: there is something to compile."""
+        return InPlace.over(self._pools, self._geometry.scale)
+
     def _checked_plan(self, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> AttentionPlan:
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self or not isinstance(plan, AttentionPlan):
             raise StalePlanError("the batch was not planned by this attention backend")
-        if (batch.num_rows, batch.num_tokens) != (plan.num_rows, plan.num_tokens):
-            raise StalePlanError(f"planned for {plan.num_rows} rows and {plan.num_tokens} tokens, the batch has "
-                                 f"{batch.num_rows} and {batch.num_tokens}")
-        geometry = plan.geometry
-        kv_shape = (plan.num_tokens, geometry.num_kv_heads, geometry.head_dim)
-        if q.shape != (plan.num_tokens, geometry.num_heads, geometry.head_dim) or not k.shape == v.shape == kv_shape:
-            raise StalePlanError(f"planned for {plan.num_tokens} tokens of {geometry}, got q {tuple(q.shape)}, "
-                                 f"k {tuple(k.shape)}, v {tuple(v.shape)}")
+        check_covered(batch, (plan.num_rows, plan.num_tokens), plan.geometry, q, k, v)
         return plan
 
     def _attend(self, layer_id: int, q: Tensor, group: RowGroup) -> Tensor:
@@ -91,22 +96,19 @@ class CpuAttention:
         queries, out = q.view(shape), torch.empty_like(q)
         for tile in group.tiles:
             tokens = slice(tile.start, tile.stop)
-            weights = self._weights(queries[:, tokens], self._gather(self._keys[layer_id], group, tile), tile)
+            weights = self._weights(queries[:, tokens], self._gather(self._keys[layer_id], tile), tile)
             # The values take the keys' place, which is still in the cache.
-            values = self._gather(self._values[layer_id], group, tile)
+            values = self._gather(self._values[layer_id], tile)
+            if tile.written is not None:  # what is not gets no weight, but 0 * NaN is NaN
+                by_row = values.view(group.num_rows, -1, tile.num_keys, geometry.head_dim)
+                _clear(by_row[:, :, tile.first_masked :], tile.written[:, None, :, None])
             self._add_up(weights, values, out.view(shape)[:, tokens])
         return out
 
-    def _gather(self, pages: Tensor, group: RowGroup, tile: QueryTile) -> Tensor:
-        """The tile's keys or values of the group's rows in position order, [G * kv, keys, D]; 0 where none is written:
-        they get no weight, but 0 * NaN and NaN - inf are NaN."""
+    def _gather(self, pages: Tensor, tile: QueryTile) -> Tensor:
+        """The tile's keys or values of the group's rows in position order, [G * kv, keys, D]."""
         found = self._scratch.take("gathered", (len(tile.records), *pages.shape[1:]), pages.dtype)
-        torch.index_select(pages, 0, tile.records, out=found)
-        by_row = found.view(group.num_rows, -1, tile.num_keys, self._geometry.head_dim)
-        for row, num_written in enumerate(group.written):
-            if num_written < tile.num_keys:
-                by_row[row, :, num_written:].zero_()
-        return by_row.flatten(0, 1)
+        return torch.index_select(pages, 0, tile.records, out=found).view(-1, tile.num_keys, self._geometry.head_dim)
 
     def _weights(self, queries: Tensor, keys: Tensor, tile: QueryTile) -> Tensor:
         """queries: [G, tokens, kv, heads per kv head, D]; keys: [G * kv, keys, D]. Returns softmax weights
@@ -119,8 +121,10 @@ class CpuAttention:
         folded[:, :, :num_used].view(num_rows, num_kv_heads, num_tokens, share, head_dim).copy_(queries.transpose(1, 2))
         scores = self._scratch.take("scores", (len(keys), rows, tile.num_keys), queries.dtype)
         scores.baddbmm_(folded.flatten(0, 1), keys.transpose(1, 2), beta=0.0, alpha=self._geometry.scale)
-        by_row = scores.view(num_rows, num_kv_heads, rows, tile.num_keys)
-        by_row[:, :, :num_used, tile.first_masked :].add_(tile.mask)
+        masked = scores.view(num_rows, num_kv_heads, rows, tile.num_keys)[:, :, :num_used, tile.first_masked :]
+        if tile.written is not None:  # NaN - inf is NaN
+            _clear(masked, tile.written[:, None, None])
+        masked.add_(tile.mask)
         return torch.softmax(scores, -1, out=self._scratch.take("weights", tuple(scores.shape), scores.dtype))
 
     def _add_up(self, weights: Tensor, values: Tensor, out: Tensor) -> None:
@@ -139,6 +143,11 @@ def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         page = pool[run.page, :, :, run.offset : run.offset + run.num_tokens]
         page[0].copy_(k[tokens].transpose(0, 1))
         page[1].copy_(v[tokens].transpose(0, 1))
+
+
+def _clear(values: Tensor, kept: Tensor) -> None:
+    """Put 0 where `kept` has no bit set, whatever is there: on the bits, in one pass of whole vectors."""
+    values.view(bits_of(values.dtype)).bitwise_and_(kept)
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.latent import LatentGeometry
+from engine.attention.commit import commit_entries
+from engine.attention.latent import LatentGeometry, check_covered, check_pages, checked_selection, entries_of
 from engine.attention.mask import tree_visibility
 from engine.attention.plan import storage_positions
 from engine.attention.selection import best_positions, true_positions
 from engine.batch import ForwardBatch
 from engine.numerics import padded_rows
-from engine.trees import Kept, SpecInfo
-from runtime.errors import InternalError, StalePlanError
+from runtime.errors import StalePlanError
 
 _BLOCK = 64  # keys per product
 _TILE_ELEMENTS = 1 << 24  # bounds the memory of one step: tokens are taken a few at a time
@@ -51,10 +51,7 @@ class CpuLatentAttention:
 
     def __init__(self, *, latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor],
                  geometry: LatentGeometry) -> None:
-        for layer_id, pool in latent_pools.items():
-            if tuple(pool.shape[1:]) != (geometry.page_size, geometry.entry_dim):
-                raise InternalError(f"layer {layer_id}: latent pages are {tuple(pool.shape[1:])}, geometry says "
-                                    f"{(geometry.page_size, geometry.entry_dim)}")
+        check_pages(latent_pools, geometry)
         self._latent_pools = dict(latent_pools)
         self._index_pools = dict(index_pools)
         self._geometry = geometry
@@ -69,7 +66,7 @@ class CpuLatentAttention:
     def select(self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
         """See `LatentAttentionBackend.select`."""
         plan = self._checked_plan(q, batch)
-        keys = _entries(self._index_pools, layer_id, "index keys")
+        keys = entries_of(self._index_pools, layer_id, "index keys")
         keys[plan.own_slots] = k
         num_heads, head_dim = q.shape[1:]
         num_keys = plan.key_slots.shape[1]
@@ -84,11 +81,11 @@ class CpuLatentAttention:
     def run(self, layer_id: int, q: Tensor, entries: Tensor, selected: Tensor | None, batch: ForwardBatch) -> Tensor:
         """See `LatentAttentionBackend.run`."""
         plan = self._checked_plan(q, batch)
-        cached = _entries(self._latent_pools, layer_id, "latent pages")
+        cached = entries_of(self._latent_pools, layer_id, "latent pages")
         cached[plan.own_slots] = entries
-        selected = plan.visible if selected is None else selected
-        if selected is None or selected.shape[0] != plan.num_tokens:
-            raise InternalError(f"layer {layer_id} needs the keys selected for {plan.num_tokens} tokens")
+        given = checked_selection(selected, layer_id, plan.num_tokens, self._geometry)
+        selected = plan.visible if given is None else given
+        assert selected is not None, "a model that does not choose is planned with what its tokens see"
         selected = F.pad(selected, (0, -selected.shape[1] % _BLOCK), value=-1).long()
         hidden = selected < 0
         # A place without a key reads the token's own entry: it is always written, and it is masked.
@@ -103,18 +100,7 @@ class CpuLatentAttention:
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the entries of accepted nodes to where plain decoding would have stored them."""
-        if not isinstance(batch.spec_info, SpecInfo):
-            return
-        size, moves = self._geometry.page_size, []
-        for spec, table in zip(batch.spec_info.rows, batch.page_tables.long(), strict=True):
-            if spec.kept is not None:
-                positions = _moved_positions(spec.kept)
-                moves.append(table[positions // size] * size + positions % size)
-        if moves:
-            sources, targets = torch.cat(moves, dim=1)
-            for pool in (*self._latent_pools.values(), *self._index_pools.values()):
-                entries = pool.view(-1, pool.shape[-1])
-                entries[targets] = entries[sources]
+        commit_entries((*self._latent_pools.values(), *self._index_pools.values()), batch, self._geometry.page_size)
 
     def _attend(self, q: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
         """q: [M, heads, entry]; keys: [M, K, entry]; hidden: [M, K]. Returns [M, heads, latent]."""
@@ -137,9 +123,7 @@ class CpuLatentAttention:
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self or not isinstance(plan, LatentPlan):
             raise StalePlanError("the batch was not planned by this attention backend")
-        if (batch.num_rows, batch.num_tokens) != (plan.num_rows, plan.num_tokens) or q.shape[0] != plan.num_tokens:
-            raise StalePlanError(f"planned for {plan.num_rows} rows and {plan.num_tokens} tokens, the batch has "
-                                 f"{batch.num_rows} and {batch.num_tokens}, q {q.shape[0]}")
+        check_covered(batch, (plan.num_rows, plan.num_tokens), q)
         return plan
 
 
@@ -162,21 +146,6 @@ def _build_plan(batch: ForwardBatch, geometry: LatentGeometry) -> LatentPlan:
     return LatentPlan(num_rows=batch.num_rows, num_tokens=len(positions), token_rows=rows,
                       own_slots=slots[rows, positions], key_slots=slots, hidden=hidden,
                       visible=None if geometry.max_selected else true_positions(~hidden, hidden.shape[1]))
-
-
-def _moved_positions(kept: Kept) -> Tensor:
-    """[2, n] int64: where kept nodes lie, and where they belong."""
-    moves = [(kept.context_len + node, kept.context_len + depth)
-             for depth, node in enumerate(kept.nodes) if node != depth]
-    return torch.tensor(moves, dtype=torch.long).view(-1, 2).t()
-
-
-def _entries(pools: Mapping[int, Tensor], layer_id: int, what: str) -> Tensor:
-    """A layer's pages as one run of entries, [num_pages * page_size, dim]."""
-    pool = pools.get(layer_id)
-    if pool is None:
-        raise InternalError(f"layer {layer_id} has no {what} on this stage")
-    return pool.view(-1, pool.shape[-1])
 
 
 def _row_tiles(plan: LatentPlan, *, elements_per_token: int) -> Iterator[tuple[int, slice]]:

@@ -8,12 +8,14 @@ Prefill, decode and verification all use this one form, because two forms would 
 Plan once per batch, run once per layer, with the same marker and the same refusals as paged attention.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.batch import ForwardBatch
+from runtime.errors import InternalError, StalePlanError
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,36 @@ class LatentAttentionBackend(Protocol):
             StalePlanError: the batch was not planned by this backend, or its rows or tokens are not the planned ones.
         """
         ...
+
+
+def check_pages(latent_pools: Mapping[int, Tensor], geometry: LatentGeometry) -> None:
+    """Raises InternalError for a layer whose pages are not of this geometry."""
+    for layer_id, pool in latent_pools.items():
+        if tuple(pool.shape[1:]) != (geometry.page_size, geometry.entry_dim):
+            raise InternalError(f"layer {layer_id}: latent pages are {tuple(pool.shape[1:])}, geometry says "
+                                f"{(geometry.page_size, geometry.entry_dim)}")
+
+
+def check_covered(batch: ForwardBatch, num_planned: tuple[int, int], q: Tensor) -> None:
+    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless they are the batch's,
+    and q theirs."""
+    if (batch.num_rows, batch.num_tokens) != num_planned or q.shape[0] != num_planned[1]:
+        raise StalePlanError(f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
+                             f"{batch.num_rows} and {batch.num_tokens}, q {q.shape[0]}")
+
+
+def checked_selection(selected: Tensor | None, layer_id: int, num_tokens: int,
+                      geometry: LatentGeometry) -> Tensor | None:
+    """What a layer was given to attend to. Raises InternalError when a model that chooses has no choice for these
+    tokens."""
+    if (selected is None and geometry.max_selected) or (selected is not None and selected.shape[0] != num_tokens):
+        raise InternalError(f"layer {layer_id} needs the keys selected for {num_tokens} tokens")
+    return selected
+
+
+def entries_of(pools: Mapping[int, Tensor], layer_id: int, what: str) -> Tensor:
+    """A layer's pages as one run of entries, [num_pages * page_size, dim]."""
+    pool = pools.get(layer_id)
+    if pool is None:
+        raise InternalError(f"layer {layer_id} has no {what} on this stage")
+    return pool.view(-1, pool.shape[-1])

@@ -42,11 +42,18 @@ def tree_visibility(batch: ForwardBatch) -> tuple[Tensor, ...]:
     mask, info = tree_mask(batch), trees_of(batch)
     if mask is not None:
         return mask.visible
-    return () if info is None else tuple(_ancestors_visible(row.parents) for row in info.rows)
+    return () if info is None else visible_in_trees(info)
+
+
+def visible_in_trees(info: SpecInfo) -> tuple[Tensor, ...]:
+    """The same of any trees, also of chains."""
+    return tuple(_ancestors_visible(row.parents) for row in info.rows)
 
 
 def _ancestors_visible(parents: tuple[int, ...]) -> Tensor:
     """[N, N] bool: each node sees its ancestors and itself."""
+    if all(parent < 0 for parent in parents):
+        return torch.eye(len(parents), dtype=torch.bool)
     visible = torch.zeros(len(parents), len(parents), dtype=torch.bool)
     for node in range(len(parents)):
         visible[node, list(ancestors(parents, node))] = True

@@ -3,10 +3,15 @@
 Rows are taken in *groups* of equal query length and similar context, whose keys are gathered together; a row of many
 tokens is a group of its own. A group's queries are cut into *tiles*, so that the score matrix of a long chunk stays
 small and a tile is multiplied with the keys before its end only.
+
+Tokens that were drawn, or are drafts in a chain, are read *in place* instead, where there is code for it: few queries
+to a row do not pay for gathering. So a token's bits depend on whether it is the prompt's; that is why a request that
+lost its memory gets its prompt in chunks again, but its output token by token.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +19,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
 from engine.attention.mask import TreeMask, tree_mask
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, ForwardMode
 from runtime.errors import InternalError
 
 KEY_STEP = 64  # keys are gathered in multiples of this, whatever the page size
@@ -36,6 +41,8 @@ class QueryTile:
     first_masked  keys before this one are seen by all its tokens; a multiple of KEY_STEP
     mask          [G, 1, tokens * heads per kv head, num_keys - first_masked], added to scores: -inf where a key must
                   not be seen, else 0
+    written       [G, num_keys - first_masked], integers as wide as a score: all bits set where a key is written, else
+                  none; None where all are
     """
 
     start: int
@@ -44,20 +51,30 @@ class QueryTile:
     records: Tensor
     first_masked: int
     mask: Tensor
+    written: Tensor | None
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """G rows of M new tokens each.
-
-    tokens        [G * M] int64, the rows' tokens within the batch
-    written       per row how many keys are written
-    """
+    """G rows of M new tokens each. `tokens` [G * M] int64 are the rows' tokens within the batch."""
 
     num_rows: int
     tokens: Tensor
-    written: tuple[int, ...]
     tiles: tuple[QueryTile, ...]
+
+
+@dataclass(frozen=True)
+class RowsInPlace:
+    """All R rows of a batch; a new token sees its row's keys up to its own.
+
+    starts    [R + 1] int32, the rows' first tokens, and the end
+    contexts  [R] int32, keys before the new ones
+    tables    [R, width] int32, the rows' pages
+    """
+
+    starts: Tensor
+    contexts: Tensor
+    tables: Tensor
 
 
 @dataclass(frozen=True)
@@ -73,7 +90,7 @@ class PageRun:
 @dataclass(frozen=True)
 class AttentionPlan:
     """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `runs` cover all tokens, or are
-    empty where they are so short that writing token by token is quicker."""
+    empty where they are so short that writing token by token is quicker. Rows are read in place, or in groups."""
 
     geometry: AttentionGeometry
     num_rows: int
@@ -82,6 +99,7 @@ class AttentionPlan:
     write_offsets: Tensor  # [T] int64
     runs: tuple[PageRun, ...]
     groups: tuple[RowGroup, ...]
+    in_place: RowsInPlace | None = None
 
 
 @dataclass(frozen=True)
@@ -106,14 +124,18 @@ def key_step(page_size: int) -> int:
     return max(page_size, KEY_STEP)
 
 
-def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, dtype: torch.dtype) -> AttentionPlan:
-    """Plan from the batch's host-side lengths, page tables and tree mask. `dtype` is that of scores.
+def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, dtype: torch.dtype, *,
+               num_pages: int | None = None) -> AttentionPlan:
+    """Plan from the batch's host-side lengths, page tables and tree mask. `dtype` is that of scores. `num_pages` is
+    the size of a pool whose pages this batch reads in place.
 
     Raises:
-        InternalError: a tree mask that does not fit its row.
+        InternalError: a tree mask that does not fit its row, or a page to be read in place that the pool has not.
     """
     rows, positions = storage_positions(batch)
     pages = batch.page_tables.long()
+    in_place = None if num_pages is None else _rows_in_place(batch, num_pages)
+    grouped = _grouped(_rows(batch)) if in_place is None else []
     return AttentionPlan(
         geometry=geometry,
         num_rows=batch.num_rows,
@@ -121,8 +143,22 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, dtype: torch.dt
         write_pages=pages[rows, positions // geometry.page_size],
         write_offsets=positions % geometry.page_size,
         runs=_runs(batch, geometry.page_size),
-        groups=tuple(_group(group, batch, pages, geometry, dtype) for group in _grouped(_rows(batch))),
+        groups=tuple(_group(group, batch, pages, geometry, dtype) for group in grouped),
+        in_place=in_place,
     )
+
+
+def is_read_in_place(batch: ForwardBatch) -> bool:
+    """Whether its tokens were drawn, or are drafts in a chain."""
+    return batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and tree_mask(batch) is None and batch.num_tokens > 0
+
+
+def _rows_in_place(batch: ForwardBatch, num_pages: int) -> RowsInPlace:
+    tables = batch.page_tables.int().contiguous()
+    if not 0 <= tables.min() <= tables.max() < num_pages:  # compiled code would read whatever is there
+        raise InternalError(f"the pool has {num_pages} pages, the page tables name {tables.tolist()}")
+    starts = torch.tensor([0, *accumulate(batch.query_lens)], dtype=torch.int32)
+    return RowsInPlace(starts, torch.tensor(batch.context_lens, dtype=torch.int32), tables)
 
 
 def _runs(batch: ForwardBatch, page_size: int) -> tuple[PageRun, ...]:
@@ -195,7 +231,6 @@ def _group(rows: Sequence[_Row], batch: ForwardBatch, pages: Tensor, geometry: A
     return RowGroup(
         num_rows=len(rows),
         tokens=tokens.flatten(),
-        written=tuple(row.num_keys for row in rows),
         tiles=tuple(_tiles(rows, tree_mask(batch), pages[[row.index for row in rows]], geometry, dtype)),
     )
 
@@ -221,7 +256,7 @@ def _tiles(rows: Sequence[_Row], tree: TreeMask | None, pages: Tensor, geometry:
             hidden = torch.stack([_hidden(row, tree.visible[row.index], keys) for row in rows])
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
         yield QueryTile(start, stop, num_keys, _records(pages, num_keys, geometry), first_masked,
-                        mask.repeat_interleave(share, 1)[:, None])
+                        mask.repeat_interleave(share, 1)[:, None], _written(rows, keys, dtype))
 
 
 def _records(pages: Tensor, num_keys: int, geometry: AttentionGeometry) -> Tensor:
@@ -230,6 +265,17 @@ def _records(pages: Tensor, num_keys: int, geometry: AttentionGeometry) -> Tenso
     table = F.pad(pages[:, :num_pages], (0, max(0, num_pages - pages.shape[1])))
     heads = torch.arange(geometry.num_kv_heads)[:, None]
     return (table[:, None] * (2 * geometry.num_kv_heads) + heads).flatten()
+
+
+def _written(rows: Sequence[_Row], keys: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`QueryTile.written` for the masked keys of a tile; all keys before them are written."""
+    written = keys < torch.tensor([row.num_keys for row in rows])[:, None]
+    return None if written.all() else -written.to(bits_of(dtype))
+
+
+def bits_of(dtype: torch.dtype) -> torch.dtype:
+    """The integer type as wide as a floating-point type."""
+    return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
 
 def _hidden(row: _Row, visible: Tensor, keys: Tensor) -> Tensor:

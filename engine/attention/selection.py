@@ -20,6 +20,6 @@ def true_positions(chosen: Tensor, width: int) -> Tensor:
     """Where each row of a mask is True: [rows, width] int32, ascending, then -1. So the keys of a tree's path lie side
     by side, as they will once the path is accepted."""
     place = torch.where(chosen, chosen.cumsum(-1) - 1, width)
-    positions = torch.arange(chosen.shape[1], dtype=torch.int32).expand_as(chosen)
-    out = torch.full((len(chosen), width + 1), -1, dtype=torch.int32)
+    positions = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device).expand_as(chosen)
+    out = torch.full((len(chosen), width + 1), -1, dtype=torch.int32, device=chosen.device)
     return out.scatter_(1, place, positions)[:, :width]

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
+from engine.attention.commit import commit_kv
 from engine.attention.mask import trees_of
 from engine.attention.plan import storage_positions
 from engine.batch import ForwardBatch, ForwardMode
-from engine.trees import SpecInfo, SpecRow
+from engine.trees import SpecInfo
 from runtime.errors import InternalError, StalePlanError
 
 BackendOver = Callable[[Mapping[int, Tensor]], AttentionBackend]
@@ -130,13 +131,7 @@ class TreeAttention:
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the keys and values of accepted nodes to where plain decoding would have stored them."""
-        moves = [move for row, spec in enumerate(_rows_of(batch)) if spec.kept is not None
-                 for move in _moves(spec, batch.page_tables[row].tolist(), self._page_size)]
-        if not moves:
-            return
-        from_pages, from_offsets, to_pages, to_offsets = torch.tensor(moves).t()
-        for pool in self._pools.values():
-            pool[to_pages, :, :, to_offsets] = pool[from_pages, :, :, from_offsets]
+        commit_kv(self._pools, batch, self._page_size)
 
     def _pool(self, layer_id: int) -> Tensor:
         pool = self._pools.get(layer_id)
@@ -151,10 +146,6 @@ class TreeAttention:
         sample = next(iter(self._pools.values()))
         self._scratch = sample.new_zeros(2 * num_pages, *sample.shape[1:])
         self._nodes = self._backend_over(dict.fromkeys(self._pools, self._scratch))
-
-
-def _rows_of(batch: ForwardBatch) -> tuple[SpecRow, ...]:
-    return batch.spec_info.rows if isinstance(batch.spec_info, SpecInfo) else ()
 
 
 def _build_plan(batch: ForwardBatch, info: SpecInfo, page_size: int) -> TreePlan:
@@ -185,14 +176,3 @@ def _node_batch(batch: ForwardBatch, info: SpecInfo, tables: list[list[int]]) ->
         context_lens=lengths, token_ids=None, positions=torch.tensor(lengths),
         page_tables=torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32),
         slot_ids=torch.zeros(len(tables), dtype=torch.int32), sampling=(None,) * len(tables))
-
-
-def _moves(spec: SpecRow, pages: list[int], page_size: int) -> list[tuple[int, int, int, int]]:
-    """(from page, offset, to page, offset) of the accepted nodes that do not lie in their place already."""
-    kept, moves = spec.kept, []
-    assert kept is not None
-    for depth, node in enumerate(kept.nodes):
-        if node != depth:
-            source, place = divmod(kept.context_len + node, page_size), divmod(kept.context_len + depth, page_size)
-            moves.append((pages[source[0]], source[1], pages[place[0]], place[1]))
-    return moves

@@ -4,15 +4,33 @@
 stores its schedule in the wrapper. `run` is device work only and is called once per layer.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from engine.graphs.static import Fence
 from runtime.errors import ConfigError
 
 _WORKSPACE_BYTES = 128 << 20
 _HINT = "install the extra `gpu`, or run with device cpu"
+_AnyWrapper = TypeVar("_AnyWrapper")
+
+
+@dataclass
+class Slot(Generic[_AnyWrapper]):
+    """A wrapper and how often it was planned. `planned` guards the page-locked memory that a plan is copied from: set
+    it behind each plan."""
+
+    wrapper: _AnyWrapper
+    planned: Fence
+    epoch: int = 0
+
+    def next_epoch(self) -> None:
+        """Before each plan: wait until the device has what the one before left in that memory."""
+        self.planned.wait()
+        self.epoch += 1
 
 
 class RaggedWrapper(Protocol):
@@ -20,10 +38,11 @@ class RaggedWrapper(Protocol):
 
     def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
              paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *,
-             custom_mask: Tensor | None, causal: bool, sm_scale: float, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype) -> None:
+             custom_mask: Tensor | None, causal: bool, sm_scale: float, window_left: int, q_data_type: torch.dtype,
+             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
         """qo_indptr, paged_kv_indptr [R + 1], last_page_len [R] int32 on the CPU; indices int32 on the device;
-        custom_mask [sum of queries * keys] bool."""
+        custom_mask [sum of queries * keys] bool; window_left -1 for none. Without splits a row's sums do not depend on
+        the other rows."""
         ...
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
@@ -35,8 +54,8 @@ class DecodeWrapper(Protocol):
     """FlashInfer's BatchDecodeWithPagedKVCacheWrapper: one query per row."""
 
     def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-             head_dim: int, page_size: int, *, sm_scale: float, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype) -> None:
+             head_dim: int, page_size: int, *, sm_scale: float, window_left: int, q_data_type: torch.dtype,
+             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
         """As `RaggedWrapper.plan`."""
         ...
 
@@ -45,31 +64,65 @@ class DecodeWrapper(Protocol):
         ...
 
 
-class LatentWrapper(Protocol):
-    """FlashInfer's BatchMLAPagedAttentionWrapper: causal rows over compressed keys. It knows no mask."""
+class LseWrapper(RaggedWrapper, Protocol):
+    """The same wrapper, planned without causal order: all queries of a row see all of its keys."""
 
-    def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor, num_heads: int,
-             head_dim_ckv: int, head_dim_kpe: int, page_size: int, *, causal: bool, sm_scale: float,
-             q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
-        """qo_indptr, kv_indptr [R + 1], kv_len_arr [R] int32 on the CPU; kv_indices int32 on the device."""
+    def run_return_lse(self, q: Tensor, paged_kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Also [T, heads] fp32: the base-2 logarithm of each query's sum of exponentials, to merge with other keys."""
         ...
 
-    def run(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor) -> Tensor:
-        """q_nope [T, heads, latent], q_pe [T, heads, rope]; caches [pages, page_size, latent or rope]. Returns
-        [T, heads, latent]."""
-        ...
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """Of the buffers of a wrapper whose runs are captured: rows of every plan, pages and packed mask at most. Without
+    mask bytes its plans are causal."""
+
+    num_rows: int
+    num_pages: int
+    mask_bytes: int = 0
 
 
 class WrapperFactory(Protocol):
-    """Makes wrappers for one device; each has a schedule of its own."""
+    """Makes wrappers for one device; each has a schedule of its own. Those with `graph` keep it in buffers that never
+    move, so that what was captured runs on the latest plan."""
 
-    def ragged(self) -> RaggedWrapper: ...
+    def ragged(self, graph: GraphSizes | None = None) -> RaggedWrapper: ...
 
-    def decode(self, *, group_size: int) -> DecodeWrapper:
+    def decode(self, *, group_size: int, graph: GraphSizes | None = None) -> DecodeWrapper:
         """`group_size`: query heads per kv head."""
         ...
 
-    def latent(self) -> LatentWrapper: ...
+
+class LseWrapperFactory(Protocol):
+    """As `WrapperFactory`, where it also tells sums."""
+
+    def with_lse(self, graph: GraphSizes | None = None) -> LseWrapper: ...
+
+
+class LengthsBesideMask:
+    """FlashInfer's wrapper for rows of any number of queries, given lengths where it looks for them: it packs a mask on
+    the device and reads there where rows begin. Its plan then waits for the device; without a mask it does not."""
+
+    def __init__(self, wrapper: RaggedWrapper, device: torch.device) -> None:
+        self._wrapper = wrapper
+        self._device = device
+
+    def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
+             paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *,
+             custom_mask: Tensor | None, causal: bool, sm_scale: float, window_left: int, q_data_type: torch.dtype,
+             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+        """See `RaggedWrapper.plan`."""
+        if custom_mask is not None:
+            qo_indptr, paged_kv_indptr, paged_kv_last_page_len = (
+                lengths.to(self._device) for lengths in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len))
+        self._wrapper.plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
+                           num_kv_heads, head_dim_qk, page_size, custom_mask=custom_mask, causal=causal,
+                           sm_scale=sm_scale, window_left=window_left, q_data_type=q_data_type,
+                           kv_data_type=kv_data_type, disable_split_kv=disable_split_kv)
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
+        """See `RaggedWrapper.run`."""
+        return self._wrapper.run(q, paged_kv_cache)
 
 
 class FlashInferWrappers:
@@ -84,23 +137,38 @@ class FlashInferWrappers:
             raise ConfigError(f"attention by FlashInfer needs a CUDA device, got {device}; {_HINT}", field="device")
         try:
             import flashinfer
-            import flashinfer.mla
         except ImportError as error:
             raise ConfigError(f"attention on {device} needs FlashInfer ({error}); {_HINT}", field="device") from error
         self._library = flashinfer
         # One for all wrappers: what runs on the same stream runs one after the other.
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def ragged(self) -> RaggedWrapper:
-        made: RaggedWrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "HND", backend="fa2")  # FA3 refuses custom masks
+    def ragged(self, graph: GraphSizes | None = None) -> RaggedWrapper:
+        """See `WrapperFactory.ragged`."""
+        return LengthsBesideMask(self.with_lse(graph), self._workspace.device)
+
+    def with_lse(self, graph: GraphSizes | None = None) -> LseWrapper:
+        """See `LseWrapperFactory.with_lse`."""
+        buffers = {} if graph is None else {
+            "use_cuda_graph": True, "qo_indptr_buf": self._ints(graph.num_rows + 1),
+            "paged_kv_indptr_buf": self._ints(graph.num_rows + 1), "paged_kv_indices_buf": self._ints(graph.num_pages),
+            "paged_kv_last_page_len_buf": self._ints(graph.num_rows)}
+        if graph is not None and graph.mask_bytes:
+            buffers["custom_mask_buf"] = torch.zeros(graph.mask_bytes, dtype=torch.uint8, device=self._workspace.device)
+            buffers["mask_indptr_buf"] = self._ints(graph.num_rows + 1)
+        made: LseWrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "HND", backend="fa2", **buffers)  # FA3 refuses custom masks
         return made
 
-    def decode(self, *, group_size: int) -> DecodeWrapper:
+    def decode(self, *, group_size: int, graph: GraphSizes | None = None) -> DecodeWrapper:
+        """See `WrapperFactory.decode`."""
+        buffers = {} if graph is None else {
+            "use_cuda_graph": True, "paged_kv_indptr_buffer": self._ints(graph.num_rows + 1),
+            "paged_kv_indices_buffer": self._ints(graph.num_pages),
+            "paged_kv_last_page_len_buffer": self._ints(graph.num_rows)}
         made: DecodeWrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_tensor_cores=group_size not in self._CUDA_CORE_GROUPS)
+            self._workspace, "HND", use_tensor_cores=group_size not in self._CUDA_CORE_GROUPS, **buffers)
         return made
 
-    def latent(self) -> LatentWrapper:
-        made: LatentWrapper = self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2")
-        return made
+    def _ints(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self._workspace.device)

@@ -1,4 +1,5 @@
-"""Triton kernels of the device side. Each module holds its kernels, launched by one typed function per operation.
+"""Kernels, launched by one typed function per operation.
 
-Imported only where a CUDA device is used; tests run the same code in Triton's interpreter and compile it for sm_90.
+`host`, `in_place`, `rms_norm` and `rotate` are numba's, for the host. All others are Triton's, for the device: imported
+only where a CUDA device is used; tests run the same code in Triton's interpreter and compile it for sm_90.
 """

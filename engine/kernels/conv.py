@@ -64,7 +64,9 @@ def conv_prefill(x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, fresh
     stops = lengths.cumsum(0)
     starts = stops - lengths
     blocks = triton.cdiv(x.shape[1], _CHANNELS)
-    spread = [torch.repeat_interleave(values, lengths) for values in (slots[chosen], fresh[chosen], starts)]
+    # Told how long the result is, nobody waits for the device to say so.
+    spread = [torch.repeat_interleave(values, lengths, output_size=len(x))
+              for values in (slots[chosen], fresh[chosen], starts)]
     conv_prefill_kernel[len(x), blocks](x, weight, states, *spread, out, x.shape[1], KERNEL=weight.shape[1],
                                         BLOCK=_CHANNELS)
     conv_history_kernel[len(rows), blocks](x, states, slots[chosen], fresh[chosen], starts, stops, x.shape[1],

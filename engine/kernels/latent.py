@@ -1,4 +1,5 @@
-"""Attention of each token to a list of cache entries of its own, over compressed keys (MLA).
+"""Attention of each token to a list of cache entries of its own, over compressed keys (MLA), and the scores by which a
+layer chooses them (DSA).
 
 FlashInfer's wrapper for compressed keys knows neither masks nor choices; this covers both: a node of a draft tree
 lists the committed keys, its ancestors and itself; a layer that chooses lists what it chose.
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS, _KEYS = 16, 32
+_HEADS, _KEYS, _SCORED_KEYS = 16, 32, 128
 
 
 @triton.jit
@@ -59,4 +60,42 @@ def listed_attention(q: Tensor, entries: Tensor, keys: Tensor, *, latent_dim: in
             q, entries, keys, out, num_heads, keys.shape[1], scale, LATENT=latent_dim, ROPE=rope_dim,
             LATENT_BLOCK=max(16, triton.next_power_of_2(latent_dim)),
             ROPE_BLOCK=max(16, triton.next_power_of_2(rope_dim)), H=_HEADS, K=_KEYS)
+    return out
+
+
+@triton.jit
+def index_scores_kernel(q, index_keys, head_weights, tables, token_rows, lengths, out, num_heads, num_pages, num_keys,
+                        scale, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, H: tl.constexpr,
+                        KEYS: tl.constexpr):
+    """One program per (token, KEYS keys of its row)."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    there = place < tl.load(lengths + token)
+    page = tl.load(tables + tl.load(token_rows + token) * num_pages + place // PAGE, mask=there, other=0)
+    dim = tl.arange(0, DIM_BLOCK)
+    key_at = (page * PAGE + place % PAGE)[:, None] * DIM + dim[None, :]
+    key = tl.load(index_keys + key_at, mask=there[:, None] & (dim < DIM)[None, :], other=0.0)
+    total = tl.zeros((KEYS,), tl.float32)
+    for first in range(0, num_heads, H):
+        head = first + tl.arange(0, H)
+        q_at = (token * num_heads + head)[:, None] * DIM + dim[None, :]
+        query = tl.load(q + q_at, mask=(head < num_heads)[:, None] & (dim < DIM)[None, :], other=0.0)
+        weight = tl.load(head_weights + token * num_heads + head, mask=head < num_heads, other=0.0)
+        products = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        total += tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
+    tl.store(out + token * num_keys + place, tl.where(there, total, float("-inf")), mask=place < num_keys)
+
+
+def index_scores(q: Tensor, index_keys: Tensor, head_weights: Tensor, tables: Tensor, token_rows: Tensor,
+                 lengths: Tensor, *, num_keys: int, page_size: int) -> Tensor:
+    """q [T, heads, D]; index_keys [slots, D]; head_weights [T, heads] fp32; tables [R, pages], token_rows [T], lengths
+    [T] (keys of the token's row) int64. Returns [T, num_keys] fp32: sum_h weight_h * relu(q_h . k_s * D^-0.5), -inf
+    from each row's length on."""
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty(num_tokens, num_keys, dtype=torch.float32, device=q.device)
+    if num_tokens and num_keys:
+        index_scores_kernel[num_tokens, triton.cdiv(num_keys, _SCORED_KEYS)](
+            q, index_keys, head_weights, tables, token_rows, lengths, out, num_heads, tables.shape[1], num_keys,
+            head_dim**-0.5, PAGE=page_size, DIM=head_dim, DIM_BLOCK=max(16, triton.next_power_of_2(head_dim)),
+            H=_HEADS, KEYS=_SCORED_KEYS)
     return out

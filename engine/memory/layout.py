@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from engine.stages import LayerRange
 
@@ -29,6 +30,14 @@ class CacheKind(StrEnum):
     @property
     def is_paged(self) -> bool:
         return self in (CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY)
+
+
+class Buffer(Protocol):
+    """Contiguous memory that moves as one stretch: a memoryview of host bytes, or bytes of a device, which the host
+    cannot read."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -92,18 +92,32 @@ class StagePools:
         Raises:
             InternalError: not a layer, kind or index of this stage, or the pools are not in host memory.
         """
+        stretch = self._stretch(layer_id, kind, first_index, count)
+        if not self._on_host:
+            raise InternalError(f"{kind} of layer {layer_id} is on {self._device}, which has no host bytes")
+        return self._bytes[layer_id, kind][stretch]
+
+    def records(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> Tensor:
+        """[num_bytes] uint8: `count` records from `first_index` on, in place, wherever the pools are.
+
+        Raises:
+            InternalError: not a layer, kind or index of this stage.
+        """
+        stretch = self._stretch(layer_id, kind, first_index, count)
+        return self._tensors[kind][layer_id].view(-1).view(torch.uint8)[stretch]
+
+    def _stretch(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> slice:
+        """Where these records are in the bytes of their tensor."""
         spec = self._specs.get((layer_id, kind))
         if spec is None:
             raise _missing(layer_id, kind, self._geometry.layers)
-        if not self._on_host:
-            raise InternalError(f"{kind} of layer {layer_id} is on {self._device}, which has no host bytes")
         end = first_index + count
         if first_index < 0 or count < 0 or end > self._num_records(kind):
             raise InternalError(
                 f"{kind} records {first_index}-{end} of layer {layer_id} "
                 f"are outside 0-{self._num_records(kind)} (stage has layers {self._geometry.layers})"
             )
-        return self._bytes[layer_id, kind][first_index * spec.record_bytes : end * spec.record_bytes]
+        return slice(first_index * spec.record_bytes, end * spec.record_bytes)
 
     def poison(self, *, page_ids: Iterable[int] = (), slot_ids: Iterable[int] = ()) -> None:
         """Overwrite records with NaN, so that a read of what must not matter shows in every result. For tests.

@@ -1,25 +1,65 @@
-"""How one stage hands bytes to the next. The worker injects it: UCX between processes, in-process for tests."""
+"""How one stage hands a batch to the next. The worker injects it.
 
+A *packet* is a frame (bytes, made on the host) and the tensors that belong to it, which lie where the stage computes. A
+`FrameChannel` carries frames: UCX between processes, mailboxes within one. A `StageChannel` carries packets over it,
+the tensors within the frame or, where every stage has a device of its own, beside it from device to device.
+"""
+
+from dataclasses import dataclass
 from typing import Protocol
+
+from torch import Tensor
+
+FrameBytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Packet:
+    """What goes from stage to stage at once."""
+
+    frame: FrameBytes
+    tensors: tuple[Tensor, ...] = ()
 
 
 class StageChannel(Protocol):
-    """One process's way to every other stage of its pool. Frames arrive whole, in order per sender.
+    """One process's way to every other stage of its pool. Packets arrive whole, in order per sender.
 
-    A channel belongs to one thread (the engine thread). Frames larger than the limit agreed at construction are
-    refused by `send` before anything leaves.
+    Frames may go to any stage, tensors only to the next. A channel belongs to one thread (the engine thread). Packets
+    larger than the limit agreed at construction are refused by `send` before anything leaves.
     """
 
-    def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-        """Returns when the frame may be reused. Raises PeerLostError when the peer is gone, DeadlineError on time."""
+    def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
+        """Returns when frame and tensors may be overwritten (tensors by work launched from here on). Raises
+        PeerLostError when the peer is gone, DeadlineError on time."""
         ...
 
-    def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
-        """The next frame from `rank`, valid until the next call; None when none came in time. Raises PeerLostError."""
+    def receive(self, rank: int, *, timeout_s: float) -> Packet | None:
+        """The next packet from `rank`, its frame valid until the next call, its tensors complete and the caller's own;
+        None when none came in time. Raises PeerLostError."""
         ...
 
     def wake(self) -> None:
         """Make a `receive` that waits in the owner's thread return early. The one call other threads may make."""
         ...
+
+    def close(self) -> None: ...
+
+
+class FrameChannel(Protocol):
+    """See `StageChannel`, of frames only."""
+
+    def send(self, rank: int, frame: FrameBytes, *, timeout_s: float) -> None: ...
+
+    def receive(self, rank: int, *, timeout_s: float) -> memoryview | None: ...
+
+    def check(self, rank: int) -> None:
+        """Raises PeerLostError when `rank` is known to be gone."""
+        ...
+
+    def fail(self, rank: int, reason: str) -> None:
+        """`rank` is gone: waits for it end with PeerLostError. From any thread."""
+        ...
+
+    def wake(self) -> None: ...
 
     def close(self) -> None: ...

@@ -1,4 +1,5 @@
-"""Bytes of a batch on its way through the stages: flat arrays with a typed table of contents, never pickle.
+"""Bytes of a batch on its way through the stages: flat arrays with a typed table of contents, never pickle. What a
+stage computed are the tensors of the same packet.
 
 A frame is a fixed header, a table (one entry per array: dtype, shape) and the arrays, each aligned to 8 bytes. Stage 0
 decides membership and ships it with every batch; later stages keep nothing between frames but their pools.
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
 from engine.model import StageOutput
+from engine.pipeline.channel import Packet
 from engine.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.scoring import Scores
 from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
@@ -24,9 +26,8 @@ from runtime.grammar import Grammar, GrammarKind
 
 _HEADER = struct.Struct("<4sBBHQ")  # magic, schema, kind, number of arrays, sequence number
 _ENTRY = struct.Struct("<BBxxIQQ")  # dtype code, dims, first three extents (0 where absent)
-_MAGIC, _SCHEMA = b"BATN", 4
+_MAGIC, _SCHEMA = b"BATN", 6
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "float64")
-_TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _MODES = tuple(ForwardMode)
 
 Array = NDArray[np.generic]
@@ -94,7 +95,7 @@ def unpack(frame: bytes | bytearray | memoryview) -> Frame:
         raise InternalError(f"stage frame of {len(frame)} bytes is damaged: {error}") from error
 
 
-def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> bytearray:
+def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packet:
     """What the next stage needs to run its layers on the batch."""
     aux_layers = sorted(output.aux_hidden)
     tensors = [tensor for tensor in (output.hidden, output.selected_keys) if tensor is not None]
@@ -107,27 +108,26 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> bytea
         np.array(batch.context_lens, np.int64), batch.positions.numpy(), batch.page_tables.numpy(),
         batch.slot_ids.numpy(), *_pack_sampling(batch.sampling), *_pack_scoring(batch.scoring),
         *(_pack_spec(spec) if spec else ())]
-    for tensor in tensors:
-        arrays += _tensor_arrays(tensor)
-    return pack(FrameKind.BATCH, sequence, arrays)
+    return Packet(pack(FrameKind.BATCH, sequence, arrays), tuple(tensors))
 
 
-def unpack_batch(frame: Frame) -> StageInput:
+def unpack_batch(frame: Frame, tensors: Sequence[Tensor] = ()) -> StageInput:
+    """`tensors`: those of the packet, in its order."""
     head, request_ids, query_lens, context_lens, positions, page_tables, slot_ids, *rest = frame.arrays
     _, has_hidden, has_selected_keys, has_spec, *aux_layers = head.tolist()
     sampling, rest = _unpack_sampling(rest[:_SAMPLING_ARRAYS]), rest[_SAMPLING_ARRAYS:]
     scoring, rest = _unpack_scoring(*rest[:_SCORING_ARRAYS]), rest[_SCORING_ARRAYS:]
     spec = None
     if has_spec:
-        spec, rest = _unpack_spec(rest[:_SPEC_ARRAYS]), rest[_SPEC_ARRAYS:]
-    tensors = [_array_tensor(rest[i], rest[i + 1]) for i in range(0, len(rest), 2)]
+        spec = _unpack_spec(rest[:_SPEC_ARRAYS])
+    computed = list(tensors)
     batch = ForwardBatch(
         mode=_MODES[int(head[0])], request_ids=tuple(request_ids.tolist()), query_lens=tuple(query_lens.tolist()),
         context_lens=tuple(context_lens.tolist()), token_ids=None, positions=_owned(positions),
         page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, scoring=scoring, spec_info=spec)
-    hidden = tensors.pop(0) if has_hidden else None
-    selected_keys = tensors.pop(0) if has_selected_keys else None
-    aux_hidden = dict(zip(aux_layers, tensors, strict=True))
+    hidden = computed.pop(0) if has_hidden else None
+    selected_keys = computed.pop(0) if has_selected_keys else None
+    aux_hidden = dict(zip(aux_layers, computed, strict=True))
     return StageInput(batch, StageOutput(hidden=hidden, aux_hidden=aux_hidden, selected_keys=selected_keys))
 
 
@@ -149,7 +149,8 @@ def _pack_tokens(tokens: Sequence[DrawnToken]) -> list[Array]:
     flat = [pair for top in tops for pair in top]
     problems = [token.problem.encode() for token in tokens]
     return [ids, chosen, lens, np.array([pair[0] for pair in flat], np.int64),
-            np.array([pair[1] for pair in flat], np.float64), np.array([len(text) for text in problems], np.int64),
+            np.array([pair[1] for pair in flat], np.float64), np.array([token.is_fault for token in tokens], np.int64),
+            np.array([len(text) for text in problems], np.int64),
             np.frombuffer(b"".join(problems), np.uint8)]
 
 
@@ -165,14 +166,15 @@ def unpack_scores(frame: Frame) -> list[Scores]:
 
 
 def _unpack_tokens(arrays: Sequence[Array]) -> list[DrawnToken]:
-    ids, chosen, lens, top_ids, top_values, problem_lens = (array.tolist() for array in arrays[:-1])
+    ids, chosen, lens, top_ids, top_values, faults, problem_lens = (array.tolist() for array in arrays[:-1])
     texts = arrays[-1].tobytes()
     tokens, start, at = [], 0, 0
-    for token_id, logprob, count, length in zip(ids, chosen, lens, problem_lens, strict=True):
+    for token_id, logprob, count, fault, length in zip(ids, chosen, lens, faults, problem_lens, strict=True):
         top = tuple(zip(top_ids[start:start + count], top_values[start:start + count], strict=True))
         problem = texts[at:at + length].decode()
         start, at = start + count, at + length
-        tokens.append(DrawnToken(token_id, None if logprob != logprob else TokenLogprobs(logprob, top), problem))
+        logprobs = None if logprob != logprob else TokenLogprobs(logprob, top)
+        tokens.append(DrawnToken(token_id, logprobs, problem, bool(fault)))
     return tokens
 
 
@@ -195,19 +197,7 @@ def _owned(array: Array) -> Tensor:
     return torch.from_numpy(array.copy())
 
 
-def _tensor_arrays(tensor: Tensor) -> list[Array]:
-    code = np.array([_TORCH_DTYPES.index(tensor.dtype), *tensor.shape], np.int64)
-    return [code, tensor.contiguous().view(torch.uint8).reshape(-1).numpy()]
-
-
-def _array_tensor(code: Array, data: Array) -> Tensor:
-    dtype, *shape = code.tolist()
-    tensor = torch.empty(shape, dtype=_TORCH_DTYPES[dtype])
-    tensor.view(-1).view(torch.uint8).numpy()[:] = data
-    return tensor
-
-
-_TOKEN_ARRAYS = 7
+_TOKEN_ARRAYS = 8
 _VERIFIED_ARRAYS = 3
 _SCORING_ARRAYS = 2
 _SAMPLING_ARRAYS = 11

@@ -1,4 +1,4 @@
-"""Stages of one process talking through bounded queues: the stage channel for tests and single-process runs."""
+"""Stages of one process talking through bounded queues: the frame channel for tests and single-process runs."""
 
 import threading
 import time
@@ -62,6 +62,17 @@ class InProcessChannel:
             boxes.changed.notify_all()
             return memoryview(queue.popleft())
 
+    def check(self, rank: int) -> None:
+        with self._boxes.changed:
+            if rank in self._boxes.gone:
+                raise PeerLostError(f"stage {rank} is gone")
+
+    def fail(self, rank: int, reason: str) -> None:
+        """Gone for this rank and all others."""
+        with self._boxes.changed:
+            self._boxes.gone.add(rank)
+            self._boxes.changed.notify_all()
+
     def wake(self) -> None:
         with self._boxes.changed:
             self._boxes.woken.add(self._rank)
@@ -69,6 +80,4 @@ class InProcessChannel:
 
     def close(self) -> None:
         """This rank is gone for the others."""
-        with self._boxes.changed:
-            self._boxes.gone.add(self._rank)
-            self._boxes.changed.notify_all()
+        self.fail(self._rank, "closed")

@@ -7,6 +7,7 @@
 Batches keep their order through every stage, so whatever a later batch reads an earlier one has written.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Protocol
 from engine.batch import ForwardBatch, ForwardMode
 from engine.model import StageOutput
 from engine.pipeline import frames
-from engine.pipeline.channel import StageChannel
+from engine.pipeline.channel import Packet, StageChannel
 from engine.pipeline.executor import StageExecutor
 from engine.request import DrawnToken
 from engine.sampling.sampler import Sampler
@@ -25,6 +26,8 @@ from engine.speculative.drafter import Drafter
 from engine.speculative.verify import draw_runs
 from engine.trees import SpecInfo, TokenTree, Verified
 from runtime.errors import BatonError, InternalError
+
+logger = logging.getLogger(__name__)
 
 
 class StepFailed(InternalError):
@@ -117,8 +120,8 @@ class SingleStage:
             result = self._last.finish(batch, self._executor.run(batch))
             self._results.append(StepResult(self._sequence, result.tokens, verified=result.verified,
                                             scores=result.scores))
-        except (RuntimeError, ValueError, BatonError) as error:
-            self._results.append(StepResult(self._sequence, [], StepFailed(f"stage 0: {error}")))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
+            self._results.append(StepResult(self._sequence, [], StepFailed(_failure(0, error))))
 
     def collect(self, timeout_s: float) -> StepResult | None:
         return self._results.popleft() if self._results else None
@@ -140,14 +143,14 @@ class HeadStage:
 
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
-        frame = _run_to_frame(self._executor, self._sequence, batch, None, rank=0)
-        self._channel.send(1, frame, timeout_s=self._send_timeout_s)
+        packet = _run_to_packet(self._executor, self._sequence, batch, None, rank=0)
+        self._channel.send(1, packet, timeout_s=self._send_timeout_s)
 
     def collect(self, timeout_s: float) -> StepResult | None:
-        raw = self._channel.receive(self.depth - 1, timeout_s=timeout_s)
-        if raw is None:
+        packet = self._channel.receive(self.depth - 1, timeout_s=timeout_s)
+        if packet is None:
             return None
-        frame = frames.unpack(raw)
+        frame = frames.unpack(packet.frame)
         if frame.kind is frames.FrameKind.ERROR:
             return StepResult(frame.sequence, [], StepFailed(frames.unpack_error(frame)))
         return StepResult(frame.sequence, frames.unpack_result(frame), verified=frames.unpack_verified(frame),
@@ -157,13 +160,19 @@ class HeadStage:
         self._channel.wake()
 
 
-def _run_to_frame(executor: StageExecutor, sequence: int, batch: ForwardBatch, incoming: StageOutput | None, *,
-                  rank: int) -> bytearray:
-    """The frame for the next stage; a batch that cannot run becomes an error frame, so that stage 0 hears of it."""
+def _run_to_packet(executor: StageExecutor, sequence: int, batch: ForwardBatch, incoming: StageOutput | None, *,
+                   rank: int) -> Packet:
+    """What goes to the next stage; a batch that cannot run becomes an error frame, so that stage 0 hears of it."""
     try:
         return frames.pack_batch(sequence, batch, executor.run(batch, incoming))
-    except (RuntimeError, ValueError, BatonError) as error:
-        return frames.pack_error(sequence, f"stage {rank}: {error}")
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
+        return Packet(frames.pack_error(sequence, _failure(rank, error)))
+
+
+def _failure(rank: int, error: Exception) -> str:
+    """What the requests of a batch that could not run are told; the log has where it happened."""
+    logger.error("stage %d could not run a batch", rank, exc_info=error)
+    return f"stage {rank}: {error}"
 
 
 class FollowerStage:
@@ -185,16 +194,16 @@ class FollowerStage:
 
     def step(self, timeout_s: float) -> bool:
         """Serve at most one frame; False when none came in time. Raises PeerLostError when the pool is broken."""
-        raw = self._channel.receive(self._rank - 1, timeout_s=timeout_s)
-        if raw is None:
+        packet = self._channel.receive(self._rank - 1, timeout_s=timeout_s)
+        if packet is None:
             return False
-        frame = frames.unpack(raw)
+        frame = frames.unpack(packet.frame)
         if frame.kind is frames.FrameKind.ERROR:
-            reply = bytearray(raw)
+            reply = Packet(bytearray(packet.frame))
         else:
             began = time.monotonic()
-            stage_input = frames.unpack_batch(frame)
-            reply = self._last(frame.sequence, stage_input) if self._is_last else _run_to_frame(
+            stage_input = frames.unpack_batch(frame, packet.tensors)
+            reply = Packet(self._last(frame.sequence, stage_input)) if self._is_last else _run_to_packet(
                 self._executor, frame.sequence, stage_input.batch, stage_input.incoming, rank=self._rank)
             self._on_step(time.monotonic() - began, stage_input.batch)
         self._channel.send(self._next, reply, timeout_s=self._send_timeout_s)
@@ -206,5 +215,5 @@ class FollowerStage:
             output = self._executor.run(batch, stage_input.incoming)
             result = self._last_stage.finish(batch, output)
             return frames.pack_result(sequence, result.tokens, result.verified, result.scores)
-        except (RuntimeError, ValueError, BatonError) as error:
-            return frames.pack_error(sequence, f"stage {self._rank}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
+            return frames.pack_error(sequence, _failure(self._rank, error))

@@ -1,36 +1,21 @@
 """Recurrent layers on a CUDA device: the same contract as on the CPU, by Triton kernels."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode
+from engine.batch import ForwardBatch, ForwardMode, GraphBucket
+from engine.graphs.static import StaticInts, moved
 from engine.kernels.conv import conv_prefill
 from engine.kernels.delta import Moves, conv_step, delta_step
 from engine.kernels.delta_chunks import delta_chunks
+from engine.kernels.tree import Trees, conv_tree, delta_tree
+from engine.memory.layout import NULL_INDEX
 from engine.recurrent.checks import check_mode, pool_of
-from engine.recurrent.tree import lay_out
+from engine.recurrent.tree import kept_states, node_scratch
 from engine.trees import SpecInfo
 from runtime.errors import InternalError
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Per row of a batch: slots [R] int64, and fresh [R] bool where it starts from zero."""
-
-    slots: Tensor
-    fresh: Tensor
-
-
-@dataclass(frozen=True)
-class _Depth:
-    """The nodes of one depth: their tokens [N] int64, and what they read and write. The roots read the slots, the
-    others the scratch records of their parents."""
-
-    tokens: Tensor
-    moves: Moves
 
 
 class DeviceRecurrent:
@@ -41,84 +26,113 @@ class DeviceRecurrent:
                  max_nodes: int = 0) -> None:
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
         self._max_nodes = max_nodes
-        self._conv_scratch = {layer_id: _scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
-        self._state_scratch = {layer_id: _scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
-        self._prepared: tuple[ForwardBatch, _Rows, list[_Depth]] | None = None
+        self._conv_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
+        self._state_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
+        self._prepared: tuple[ForwardBatch, Trees] | None = None
+        self._static: StaticInts | None = None
+        self._captured: dict[GraphBucket, Trees] = {}
+
+    def reserve(self, buckets: Sequence[GraphBucket]) -> None:
+        """Make the memory from which captured forwards read which states are theirs."""
+        rows, tokens = (max(counts) for counts in zip(*((b.num_rows, b.num_tokens) for b in buckets), strict=True))
+        if self._has_layers:
+            self._static = StaticInts({"slots": rows, "fresh": rows, "starts": rows + 1, "rows": tokens,
+                                       "parents": tokens, "targets": tokens}, self._device)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Prepare what a forward of the batch needs; of a padded one, in the memory that its captured forward reads."""
+        if not self._has_layers:
+            return
+        if batch.graph_bucket is None:
+            self._prepared = batch, self._rows_of(batch)
+        else:
+            self._captured[batch.graph_bucket] = self._rows_of(batch)
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.causal_conv`."""
-        pool = pool_of(self._conv_pools, layer_id, "conv")
-        rows, depths = self._prepare(batch)
+        pool, trees = pool_of(self._conv_pools, layer_id, "conv"), self._prepare(batch)
+        x = x.contiguous()
         if batch.mode is ForwardMode.PREFILL:
-            return conv_prefill(x.contiguous(), weight, pool, rows.slots, rows.fresh, batch.query_lens)
+            return conv_prefill(x, weight, pool, trees.slots, trees.fresh, batch.query_lens)
         if batch.mode is ForwardMode.DECODE:
-            return conv_step(x.contiguous(), weight, pool, pool, Moves(rows.slots, rows.slots, rows.fresh))
-        out, before = torch.empty_like(x), pool
-        for depth in depths:
-            after = self._conv_scratch[layer_id]
-            out[depth.tokens] = conv_step(x[depth.tokens], weight, before, after, depth.moves)
-            before = after
-        return out
+            return conv_step(x, weight, pool, pool, Moves(trees.slots, trees.slots, trees.fresh))
+        return conv_tree(x, weight, pool, self._conv_scratch[layer_id], trees)
 
     def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                          batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.gated_delta_rule`."""
-        pool = pool_of(self._state_pools, layer_id, "state")
-        rows, depths = self._prepare(batch)
+        pool, trees = pool_of(self._state_pools, layer_id, "state"), self._prepare(batch)
         q, k, v, g, beta = (part.contiguous() for part in (q, k, v, g, beta))
         if batch.mode is ForwardMode.PREFILL:
-            return delta_chunks(q, k, v, g, beta, pool, rows.slots, rows.fresh, batch.query_lens)
+            return delta_chunks(q, k, v, g, beta, pool, trees.slots, trees.fresh, batch.query_lens)
         if batch.mode is ForwardMode.DECODE:
-            return delta_step(q, k, v, g, beta, pool, pool, Moves(rows.slots, rows.slots, rows.fresh))
-        out, before = torch.empty(v.shape, dtype=torch.float32, device=v.device), pool
-        for depth in depths:
-            after = self._state_scratch[layer_id]
-            at = depth.tokens
-            out[at] = delta_step(q[at], k[at], v[at], g[at], beta[at], before, after, depth.moves)
-            before = after
-        return out
+            return delta_step(q, k, v, g, beta, pool, pool, Moves(trees.slots, trees.slots, trees.fresh))
+        return delta_tree(q, k, v, g, beta, pool, self._state_scratch[layer_id], trees)
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""
-        if not isinstance(batch.spec_info, SpecInfo):
+        moves = kept_states(batch, self._max_nodes)
+        if not moves or not self._state_pools:
             return
-        moves = [(slot * self._max_nodes + row.kept.nodes[-1], slot)
-                 for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True)
-                 if row.kept is not None]
-        if not moves:
-            return
+        device = next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
+        sources, slots = torch.tensor(moves).t().to(device)
         for pools, scratch in ((self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch)):
             for layer_id, pool in pools.items():
-                sources, slots = torch.tensor(moves, device=pool.device).t()
                 pool[slots] = scratch[layer_id][sources]
 
-    def _prepare(self, batch: ForwardBatch) -> tuple[_Rows, list[_Depth]]:
-        """Made at the first recurrent layer of a forward, used by all."""
-        if self._prepared is None or self._prepared[0] is not batch:
-            is_verified = batch.mode is ForwardMode.VERIFY
-            if not is_verified:
-                check_mode(batch)
-            device = next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
-            fresh = torch.tensor([context == 0 for context in batch.context_lens], dtype=torch.bool, device=device)
-            rows = _Rows(batch.slot_ids.long().to(device), fresh)
-            self._prepared = batch, rows, self._depths(batch, rows) if is_verified else []
-        return self._prepared[1:]
+    @property
+    def _has_layers(self) -> bool:
+        return bool(self._conv_pools or self._state_pools)
 
-    def _depths(self, batch: ForwardBatch, rows: _Rows) -> list[_Depth]:
+    @property
+    def _device(self) -> torch.device:
+        return next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
+
+    def _prepare(self, batch: ForwardBatch) -> Trees:
+        """Made at the first recurrent layer of a forward, used by all; of a captured forward, before it."""
+        if batch.graph_bucket is not None:
+            return self._captured[batch.graph_bucket]
+        if self._prepared is None or self._prepared[0] is not batch:
+            self.prepare(batch)
+        assert self._prepared is not None
+        return self._prepared[1]
+
+    def _rows_of(self, batch: ForwardBatch) -> Trees:
+        """Where the batch brings no trees, only its slots and which of them start."""
+        values = {"slots": batch.slot_ids, "fresh": torch.tensor([context == 0 for context in batch.context_lens])}
+        if batch.mode is ForwardMode.VERIFY:
+            values |= self._nodes_of(batch)
+        else:
+            check_mode(batch)
+        if batch.graph_bucket is None:
+            values = {name: moved(tensor.long(), self._device) for name, tensor in values.items()}
+        else:
+            if self._static is None:
+                raise InternalError("no buckets were reserved")
+            self._static.refill(values)
+            values = {name: self._static[name][:len(tensor)] for name, tensor in values.items()}
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        return Trees(**{name: values.get(name, none) for name in ("slots", "fresh", "starts", "rows", "parents",
+                                                                  "targets")})
+
+    def _nodes_of(self, batch: ForwardBatch) -> dict[str, Tensor]:
+        """Scratch records are `max_nodes` per slot, by node. Padding has the null slot's, however many nodes it
+        brings."""
+        info = batch.spec_info
         if not self._max_nodes:
             raise InternalError("this pool keeps no states of tree nodes")
-        layout = lay_out(batch, self._max_nodes)
-        device = rows.slots.device
-        order = torch.arange(batch.num_tokens) if layout.by_depth is None else layout.by_depth
-        records, depths, sources, fresh = layout.scratch_rows[order].to(device), list[_Depth](), rows.slots, rows.fresh
-        for level in layout.levels:
-            if level.parents is not None:
-                sources, fresh = sources[level.parents.to(device)], fresh[level.parents.to(device)]
-            targets = records[level.places]
-            depths.append(_Depth(order[level.places].to(device), Moves(sources, targets, fresh)))
-            sources, fresh = targets, torch.zeros(len(targets), dtype=torch.bool, device=device)
-        return depths
-
-
-def _scratch(pool: Tensor, max_nodes: int) -> Tensor:
-    return torch.empty(pool.shape[0] * max_nodes, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
+        if not isinstance(info, SpecInfo):
+            raise InternalError("a VERIFY batch needs its trees")
+        starts, rows, parents, targets = [0], list[int](), list[int](), list[int]()
+        for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
+            count, first = len(spec.parents), starts[-1]
+            is_padding = batch.graph_bucket is not None and slot == NULL_INDEX
+            if count != batch.query_lens[row] or not (is_padding or 0 < count <= self._max_nodes):
+                raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {count}; at most "
+                                    f"{self._max_nodes} are verified at once")
+            rows += [row] * count
+            parents += [first + parent if parent >= 0 else -1 for parent in spec.parents]
+            targets += [slot * self._max_nodes + min(node, self._max_nodes - 1) for node in range(count)]
+            starts.append(first + count)
+        return {name: torch.tensor(values) for name, values in (
+            ("starts", starts), ("rows", rows), ("parents", parents), ("targets", targets))}

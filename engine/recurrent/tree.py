@@ -72,8 +72,8 @@ class TreeRecurrent:
         self._slots = slots
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
         self._max_nodes = max_nodes
-        self._conv_scratch = {layer_id: _scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
-        self._state_scratch = {layer_id: _scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
+        self._conv_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
+        self._state_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
         self._nodes = backend_over(self._conv_scratch, self._state_scratch)
         self._planned: tuple[ForwardBatch, TreeLayout, dict[int, Tensor]] | None = None
 
@@ -111,11 +111,7 @@ class TreeRecurrent:
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""
-        if not isinstance(batch.spec_info, SpecInfo):
-            return
-        moves = [(slot * self._max_nodes + row.kept.nodes[-1], slot)
-                 for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True)
-                 if row.kept is not None]
+        moves = kept_states(batch, self._max_nodes)
         if not moves:
             return
         sources, slots = torch.tensor(moves).t()
@@ -130,7 +126,15 @@ class TreeRecurrent:
         return self._planned[1:]
 
 
-def _scratch(pool: Tensor, max_nodes: int) -> Tensor:
+def kept_states(batch: ForwardBatch, max_nodes: int) -> list[tuple[int, int]]:
+    """(scratch record, slot) of the last node that each row kept of its previous verification."""
+    if not isinstance(batch.spec_info, SpecInfo):
+        return []
+    return [(slot * max_nodes + row.kept.nodes[-1], slot)
+            for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True) if row.kept is not None]
+
+
+def node_scratch(pool: Tensor, max_nodes: int) -> Tensor:
     return torch.empty(pool.shape[0] * max_nodes, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
 
 

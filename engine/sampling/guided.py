@@ -42,7 +42,7 @@ class GuidedSampler:
                 except InvalidRequestError as error:
                     problems[index] = error.violations[0].description
         drawn = sample(logits, rows, allowed)
-        return [DrawnToken(token.token_id, token.logprobs, problems.get(index, ""))
+        return [DrawnToken(token.token_id, token.logprobs, problems[index]) if index in problems else token
                 for index, token in enumerate(drawn)]
 
     def _allowed(self, row: GrammarRow, vocab_size: int) -> NDArray[np.bool_]:

@@ -4,9 +4,11 @@ Because the random number depends on (seed, position) alone, drawing at a node o
 that node's logits and row: the walk over the tree emits exactly what plain decoding would.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.batch import SamplingRow
@@ -23,11 +25,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask |
     [vocab] bool: tokens that may be drawn.
 
     Temperature 0 takes the largest logit (the lowest id among equals); otherwise the inverse of the cumulative
-    distribution, in the order of token ids, at `uniform(seed, position)`.
+    distribution, in the order of token ids, at `uniform(seed, position)`. A row without a largest finite logit (NaN,
+    infinity, or every token banned) gets token 0 with a problem that is a fault; it ends alone.
 
     Raises:
-        InternalError: `rows` does not fit `logits`, a row has no largest finite logit (NaN, infinity, or every
-            token banned).
+        InternalError: `rows` does not fit `logits`.
     """
     if len(rows) != logits.shape[0]:
         raise InternalError(f"{logits.shape[0]} rows of logits came with {len(rows)} sampling rows")
@@ -35,18 +37,21 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask |
         return []
     if not allowed and all(_takes_raw_maximum(row) for row in rows):
         return _raw_maxima(logits)
+    # In one copy: filters and the random number then run as on any other device, so every device draws alike from the
+    # same logits.
     host = logits.detach().cpu().numpy()
     return [draw(host[index].astype(np.float64), row, allowed[index] if allowed else None)
             for index, row in enumerate(rows)]
 
 
 def draw(logits: Floats, row: SamplingRow, allowed: Mask | None = None) -> DrawnToken:
-    """One token from one row of logits, [vocab] in double precision. Raises as `sample` does."""
+    """One token from one row of logits, [vocab] in double precision, as in `sample`."""
     final = adjusted(logits, row) if changes_logits(row) else logits
     if allowed is not None:
         final = np.where(allowed, final, -np.inf)
     best = int(final.argmax())  # NaN counts as largest
-    _check_finite(float(final[best]))
+    if not np.isfinite(final[best]):
+        return _fault(float(final[best]))
     if row.params.temperature == 0:
         token_id = best
     else:
@@ -64,9 +69,9 @@ def _takes_raw_maximum(row: SamplingRow) -> bool:
 def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
     """All rows at once, where they are; one trip to the host."""
     values, ids = logits.max(dim=-1)  # the first of equals; NaN counts as largest
-    for value in values.tolist():
-        _check_finite(value)
-    return [DrawnToken(token_id) for token_id in ids.tolist()]
+    largest_values, token_ids = torch.stack([values.double(), ids.double()]).tolist()
+    return [DrawnToken(int(token_id)) if math.isfinite(value) else _fault(value)
+            for value, token_id in zip(largest_values, token_ids, strict=True)]
 
 
 def _inverse(weights: Floats, point: float) -> int:
@@ -90,6 +95,6 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
     )
 
 
-def _check_finite(largest_logit: float) -> None:
-    if not np.isfinite(largest_logit):
-        raise InternalError(f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned")
+def _fault(largest_logit: float) -> DrawnToken:
+    problem = f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned"
+    return DrawnToken(0, problem=problem, is_fault=True)

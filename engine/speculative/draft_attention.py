@@ -8,10 +8,11 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend
 from engine.attention.latent import LatentAttentionBackend
 from engine.batch import ForwardBatch
+from engine.graphs.runner import GraphAttention
 from engine.model import ForwardContext
 from engine.numerics import Numerics
 from engine.recurrent.cpu import CpuRecurrent
-from engine.speculative.multistep import MultiStepAttention
+from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 
 
@@ -25,17 +26,24 @@ class RoundPlanner(Planner, Protocol):
         ...
 
 
+class RoundAttention(AttentionBackend, RoundPlanner, Protocol):
+    """Attention within a round over keys and values."""
+
+
 @dataclass(frozen=True)
 class DraftAttention:
-    """Who plans, and what the draft's layers run on then. Both look at the same pools."""
+    """Who plans, and what the draft's layers run on then. Both look at the same pools. `capturable` and
+    `capturable_round`: `pages` and `round` as graphs see them; None where they cannot be captured."""
 
     pages: Planner
     on_pages: ForwardContext
     round: RoundPlanner
     in_round: ForwardContext
+    capturable: GraphAttention | None = None
+    capturable_round: DeviceRounds | None = None
 
     @classmethod
-    def over_kv(cls, paged: AttentionBackend, multi_step: MultiStepAttention) -> "DraftAttention":
+    def over_kv(cls, paged: AttentionBackend, multi_step: RoundAttention) -> "DraftAttention":
         return cls(paged, ForwardContext(paged, _no_states()), multi_step, ForwardContext(multi_step, _no_states()))
 
     @classmethod

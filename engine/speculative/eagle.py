@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch, ForwardMode
+from engine.graphs.draft import DraftGraphs
+from engine.graphs.rounds import RoundGraphs
 from engine.model import StageOutput
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import CarriedKeys, DraftModel
+from engine.speculative.growth import Growth
 from engine.speculative.handed import DraftEnd, HandedEnds
 from engine.speculative.proposal import Proposal
 from engine.speculative.verify import Run
@@ -54,15 +57,19 @@ class _Followed:
 
 
 class EagleDrafter:
-    """A `Drafter`. `topk` is 1 for chains. `handed` is what crosses with prompts, where the draft's state does."""
+    """A `Drafter`. `topk` is 1 for chains. `handed` is what crosses with prompts, where the draft's state does;
+    `graphs` and `rounds` take the batches that they were captured for."""
 
     def __init__(self, *, model: DraftModel, attention: DraftAttention, topk: int, steps: int,
-                 handed: HandedEnds | None = None) -> None:
+                 handed: HandedEnds | None = None, graphs: DraftGraphs | None = None,
+                 rounds: RoundGraphs | None = None) -> None:
         self._model = model
         self._attention = attention
-        self._topk = min(topk, model.vocab_size)
+        self._growth = Growth(model=model, rounds=attention.round, context=attention.in_round, topk=topk)
         self._steps = steps
         self._handed = handed
+        self._graphs = graphs
+        self._rounds = rounds
         self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 
     @torch.inference_mode()
@@ -107,44 +114,35 @@ class EagleDrafter:
 
     def _extend(self, extend: ForwardBatch, followed: list[_Followed], output: StageOutput) -> Tensor:
         """Hidden states of all slots, [slots, hidden]."""
-        self._attention.pages.plan(extend)
+        device = next(iter(output.aux_hidden.values())).device
+        tokens = torch.tensor([token for row in followed for token in row.features]).to(device)
+        features = self._model.features(output.aux_hidden, tokens)
         self.num_plans["draft_extend"] += 1
-        features = self._model.features(output.aux_hidden, torch.tensor([t for row in followed for t in row.features]))
+        bucket = None if self._graphs is None else self._graphs.bucket_for(extend)
+        if self._graphs is not None and bucket is not None:
+            return self._graphs.run(extend, bucket, features)
+        self._attention.pages.plan(extend)
         return self._model.forward(extend, features, self._attention.on_pages)
 
     def _end(self, hidden: Tensor) -> DraftEnd:
         """hidden: [R, hidden] at each row's last slot."""
-        return DraftEnd(*self._best(hidden), hidden)
+        return DraftEnd(*self._growth.best(hidden), hidden)
 
     def _grow(self, rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd,
               num_nodes: list[int]) -> list[TokenTree]:
         """Trees behind the `slots` that each of the rows has; positions: [R], of the next one."""
-        proposal = Proposal(ends.log_p, ends.tokens)
         # A tree of n nodes is at most n deep.
         steps = min(self._steps, max(num_nodes))
+        proposal = Proposal(ends.log_p, ends.tokens)
         if steps > 1:
-            self._expand(proposal, _round_batch(rows, slots, positions, ends.log_p.shape[1]), ends.hidden, steps)
-        return proposal.trees(num_nodes)
-
-    def _expand(self, proposal: Proposal, batch: ForwardBatch, hidden: Tensor, steps: int) -> None:
-        rows, width = batch.num_rows, proposal.frontier_tokens.shape[1]
-        self._attention.round.plan(batch)
-        self.num_plans["draft_round"] += 1
-        hidden = hidden.repeat_interleave(width, 0)
-        for step in range(1, steps):
-            batch.token_ids = proposal.frontier_tokens.flatten()
-            hidden = self._model.forward(batch, hidden, self._attention.in_round)
-            log_p, tokens = self._best(hidden)
-            parents = proposal.expand(log_p.view(rows, width, -1), tokens.view(rows, width, -1))
-            if step + 1 < steps:
-                self._attention.round.reorder(batch, parents)
-                hidden = hidden[(torch.arange(rows)[:, None] * width + parents).flatten()]
-                batch.positions = batch.positions + 1
-
-    def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log probabilities and the target's ids [n, topk] of the most likely tokens."""
-        log_p, ids = self._model.logits(hidden).log_softmax(-1).topk(self._topk)
-        return log_p, self._model.target_ids(ids)
+            batch = _round_batch(rows, slots, positions, ends.log_p.shape[1])
+            self.num_plans["draft_round"] += 1
+            bucket = None if self._rounds is None else self._rounds.bucket_for(batch, steps)
+            if self._rounds is not None and bucket is not None:
+                return self._rounds.run(batch, bucket, ends).trees(num_nodes)
+            self._attention.round.plan(batch)
+            self._growth.expand(proposal, batch, ends.hidden, steps)
+        return proposal.candidates().trees(num_nodes)
 
 
 def _followed(batch: ForwardBatch, runs: Sequence[Run]) -> list[_Followed]:

@@ -31,10 +31,12 @@ class HandedEnds:
     hidden: Tensor
 
     def put(self, slot_ids: Tensor, ends: DraftEnd) -> None:
-        """slot_ids: [R] int64."""
+        """slot_ids: [R] int64, wherever they lie."""
+        slot_ids = slot_ids.to(self.hidden.device)
         self.topk_p[slot_ids], self.topk_index[slot_ids] = ends.log_p, ends.tokens
         self.hidden[slot_ids] = ends.hidden
 
     def get(self, slot_ids: Tensor) -> DraftEnd:
-        """slot_ids: [R] int64."""
+        """slot_ids: [R] int64, wherever they lie."""
+        slot_ids = slot_ids.to(self.hidden.device)
         return DraftEnd(self.topk_p[slot_ids], self.topk_index[slot_ids], self.hidden[slot_ids])

@@ -58,9 +58,10 @@ class MultiStepAttention:
         """
         branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
         tables = committed_pages(batch, self._geometry.page_size)
+        device = next(iter(self._pools.values())).device
         lengths = torch.tensor(batch.context_lens)
         hidden = torch.arange(tables.shape[1] * self._geometry.page_size) >= lengths[:, None]
-        plan = RoundPlan(branches, tables, hidden[:, None, None])
+        plan = RoundPlan(branches, tables.to(device), hidden[:, None, None].to(device))
         batch.mark_forward_metadata_ready(self, plan=plan)
         self.num_plans += 1
 

@@ -70,7 +70,9 @@ class MultiStepLatentAttention:
         pages = committed_pages(batch, size)
         slots = (pages[:, :, None] * size + torch.arange(size)).flatten(1)
         committed = torch.tensor(batch.context_lens).repeat_interleave(branches)[:, None]
-        plan = LatentRoundPlan(branches, slots, committed, torch.arange(slots.shape[1]) >= committed)
+        hidden = torch.arange(slots.shape[1]) >= committed
+        device = next(iter(self._latent_pools.values())).device
+        plan = LatentRoundPlan(branches, slots.to(device), committed.to(device), hidden.to(device))
         batch.mark_forward_metadata_ready(self, plan=plan)
         self.num_plans += 1
 
@@ -107,14 +109,15 @@ class MultiStepLatentAttention:
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
         """The next step's branches continue those at `parents` [R, K] of the last."""
         plan = self._checked_plan(batch)
-        places = (torch.arange(len(parents))[:, None] * plan.num_branches + parents).flatten()
+        firsts = torch.arange(len(parents), device=parents.device)[:, None] * plan.num_branches
+        places = (firsts + parents).flatten()
         for path in plan.paths.values():
             path.entries = None if path.entries is None else path.entries[places]
             path.index_keys = None if path.index_keys is None else path.index_keys[places]
 
     def _keys(self, layer_id: int, plan: LatentRoundPlan, steps: Tensor, seen: Tensor) -> Tensor:
         """[T, n, D]. A place without a key reads the first one, which is always written; it is masked."""
-        positions, tokens = seen.clamp(min=0), torch.arange(len(seen))[:, None]
+        positions, tokens = seen.clamp(min=0), torch.arange(len(seen), device=seen.device)[:, None]
         rows = tokens // plan.num_branches
         committed = self._latent_pools[layer_id][plan.slots[rows, positions.clamp(max=plan.slots.shape[1] - 1)]]
         own = steps[tokens, (positions - plan.num_committed).clamp(0, steps.shape[1] - 1)]
@@ -148,5 +151,5 @@ def _all_committed(plan: LatentRoundPlan) -> Tensor:
 def _with_newer_steps(selected: Tensor, plan: LatentRoundPlan, path: _Path) -> Tensor:
     """The choice, and the steps that came after it was made."""
     assert path.entries is not None
-    newer = torch.arange(path.num_chosen_from, path.entries.shape[1])
+    newer = torch.arange(path.num_chosen_from, path.entries.shape[1], device=selected.device)
     return torch.cat([selected, plan.num_committed + newer], 1)

@@ -8,11 +8,30 @@ Legend: R rows, K children per node and nodes per frontier.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.trees import TokenTree
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All nodes of all rows, in the order they were created; each [R, n], n of all levels together. parents: places
+    in the row, -1 for those behind its known token."""
+
+    scores: Tensor
+    tokens: Tensor
+    parents: Tensor
+
+    def trees(self, num_nodes: Sequence[int]) -> list[TokenTree]:
+        """The best `num_nodes[r]` candidates of each row, in the order they were created."""
+        # Equal scores stay in order of creation, so a parent is kept before a child that scores the same.
+        ranked = self.scores.sort(dim=1, descending=True, stable=True).indices.tolist()
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        return [_keep(sorted(ranked[row][:count]), tokens[row], parents[row])
+                for row, count in enumerate(num_nodes)]
 
 
 class Proposal:
@@ -27,7 +46,7 @@ class Proposal:
         self._parents = [torch.full_like(token_ids, -1)]
         self._num_candidates = self._width
         self._frontier_scores = log_p
-        self._frontier_nodes = torch.arange(self._width).expand_as(token_ids)
+        self._frontier_nodes = torch.arange(self._width, device=token_ids.device).expand_as(token_ids)
         self.frontier_tokens = token_ids
 
     def expand(self, log_p: Tensor, token_ids: Tensor) -> Tensor:
@@ -41,7 +60,7 @@ class Proposal:
         tokens = token_ids.flatten(1)
         self._scores.append(scores)
         self._tokens.append(tokens)
-        self._parents.append(self._frontier_nodes.repeat_interleave(width, 1))
+        self._parents.append(self._frontier_nodes[..., None].expand(-1, -1, width).flatten(1))
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
         self._frontier_scores = scores.gather(1, best)
         self._frontier_nodes = self._num_candidates + best
@@ -50,14 +69,9 @@ class Proposal:
         assert rows == self.frontier_tokens.shape[0]
         return best // width
 
-    def trees(self, num_nodes: Sequence[int]) -> list[TokenTree]:
-        """The best `num_nodes[r]` candidates of each row, in the order they were created."""
-        scores = torch.cat(self._scores, 1)
-        # Equal scores stay in order of creation, so a parent is kept before a child that scores the same.
-        ranked = scores.sort(dim=1, descending=True, stable=True).indices.tolist()
-        tokens, parents = torch.cat(self._tokens, 1).tolist(), torch.cat(self._parents, 1).tolist()
-        return [_keep(sorted(ranked[row][:count]), tokens[row], parents[row])
-                for row, count in enumerate(num_nodes)]
+    def candidates(self) -> Candidates:
+        """Everything so far."""
+        return Candidates(torch.cat(self._scores, 1), torch.cat(self._tokens, 1), torch.cat(self._parents, 1))
 
 
 def _keep(nodes: list[int], tokens: list[int], parents: list[int]) -> TokenTree:

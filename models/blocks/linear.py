@@ -26,8 +26,9 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._bias = None if not biases else _aligned(torch.cat(list(biases)))
-        self._exact = numerics is Numerics.EXACT
-        self._packed = weight.dtype is torch.bfloat16 and _has_onednn()
+        on_host = weight.device.type == "cpu"  # a device has its library's product, plain
+        self._exact = on_host and numerics is Numerics.EXACT
+        self._packed = on_host and weight.dtype is torch.bfloat16 and _has_onednn()
         self._weight = _packed(weight) if self._packed else _aligned(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,6 +79,8 @@ def _packed(weight: Tensor) -> Tensor:
 
 def _aligned(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy in aligned memory of its own if it is a view into something else."""
+    if tensor.device.type != "cpu":
+        return tensor.contiguous()
     owns_memory = tensor.untyped_storage().nbytes() == tensor.nbytes
     if owns_memory and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
         return tensor

@@ -16,6 +16,8 @@ class MlpSpec:
     intermediate_size: int
     bias: bool = False
 
+    counts_on_host = False
+
     def build(self, weights: Weights) -> FeedForward:
         return Mlp(spec=self, weights=weights)
 

@@ -48,7 +48,7 @@ class SigmoidRouting:
         if self.kept_groups < self.num_groups:
             grouped = ranked.view(len(ranked), self.num_groups, -1)
             kept = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.kept_groups, dim=-1).indices
-            dropped = torch.ones(grouped.shape[:2], dtype=torch.bool).scatter_(1, kept, False)  # noqa: FBT003
+            dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=kept.device).scatter_(1, kept, False)  # noqa: FBT003
             ranked = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
         ids = ranked.topk(num_chosen, dim=-1).indices
         weights = scores.gather(1, ids)
@@ -67,6 +67,8 @@ class MoeSpec:
     expert_width: int
     routing: SoftmaxRouting | SigmoidRouting
     shared_width: int = 0
+
+    counts_on_host = True  # how many tokens each expert got, to run only those that got any
 
     def build(self, weights: Weights) -> FeedForward:
         return Moe(spec=self, weights=weights)
@@ -162,7 +164,7 @@ class _Experts:
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the weighted sum, [T, hidden] fp32."""
-        out = torch.zeros(x.shape, dtype=torch.float32)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         by_expert = ids.flatten().argsort(stable=True)
         tokens, shares = by_expert // ids.shape[1], weights.flatten()[by_expert, None]
         start = 0

@@ -11,6 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.kernels.host import dense_tokens, has_kernels
+from engine.kernels.rotate import rotate_halves
+from engine.placement import HOST
+from engine.team import Team
 from models.config import RawConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -131,6 +135,8 @@ class RotaryTable:
 
     def rotate_halves(self, x: Tensor) -> Tensor:
         """Rotate pairs (i, i + dim/2) of the first dim of x [T, heads, head_dim]; the rest passes unchanged."""
+        if x.device.type == "cpu" and has_kernels(x.dtype) and x.dtype == self.cos.dtype:
+            return rotate_halves(dense_tokens(x), self.cos.contiguous(), self.sin.contiguous(), Team())
         half = self.cos.shape[-1]
         return self._rotate(x, x[..., :half], x[..., half:2 * half])
 
@@ -153,13 +159,13 @@ class RotaryTable:
 class Rotary:
     """Computes the table of a batch. Stateless, so that no table can outlive its batch."""
 
-    def __init__(self, *, spec: RopeSpec, dtype: torch.dtype) -> None:
-        self._frequencies = inverse_frequencies(spec)
+    def __init__(self, *, spec: RopeSpec, dtype: torch.dtype, device: torch.device = HOST) -> None:
+        self._frequencies = inverse_frequencies(spec).to(device)
         self._amplitude = spec.amplitude
         self._dtype = dtype
 
     def table(self, positions: Tensor) -> RotaryTable:
-        """positions: [T] int64 absolute positions."""
-        angles = (positions[:, None].float() * self._frequencies)[:, None]
+        """positions: [T] int64 absolute positions, on the host or already on the device."""
+        angles = (positions.to(self._frequencies.device)[:, None].float() * self._frequencies)[:, None]
         return RotaryTable(cos=(angles.cos() * self._amplitude).to(self._dtype),
                            sin=(angles.sin() * self._amplitude).to(self._dtype))

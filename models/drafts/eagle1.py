@@ -7,7 +7,6 @@ target's hidden state after its final norm, or the draft's own result of the ste
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
@@ -15,6 +14,7 @@ from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
 from engine.model import ForwardContext
 from models.blocks.attention import Attention, AttentionSpec, read_attention
+from models.blocks.embedding import embed
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import Rotary, read_rope
 from models.config import RawConfig, architecture_of, dtype_name
@@ -34,7 +34,8 @@ class Eagle1:
         self._dtype = getattr(torch, dtype_name(raw))
         hidden = raw.integer("hidden_size")
         self._spec = _attention(raw)
-        self._rotary = Rotary(spec=read_rope(raw, head_dim=self._spec.head_dim), dtype=self._dtype)
+        self._rotary = Rotary(spec=read_rope(raw, head_dim=self._spec.head_dim), dtype=self._dtype,
+                              device=weights.device)
         self._embedding = weights.tensor(EMBEDDING, target.facts.vocab_size, hidden)
         self._target_norm = target.spec.norm.build(weights, "target_norm", hidden)
         self._fuse = weights.linear("fc", rows=(hidden,), in_features=2 * hidden, bias=raw.flag("bias", default=True))
@@ -62,7 +63,7 @@ class Eagle1:
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
-        hidden = self._fuse(torch.cat([F.embedding(batch.token_ids, self._embedding), hidden], -1))
+        hidden = self._fuse(torch.cat([embed(batch.token_ids, self._embedding), hidden], -1))
         stage_pass = StagePass(batch=batch, context=context, rotary=self._rotary.table(batch.positions))
         hidden = hidden + self._attention.forward(hidden, stage_pass)
         return hidden + self._mlp.forward(self._post_norm.forward(hidden))

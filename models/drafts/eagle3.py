@@ -7,7 +7,6 @@ g = fc [f_low ; f_mid ; f_high] at first, then the draft's own hidden state with
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
@@ -15,6 +14,7 @@ from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
 from engine.model import ForwardContext
 from models.blocks.attention import AttentionSpec, read_attention
+from models.blocks.embedding import embed
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import Rotary, read_rope
 from models.config import RawConfig, dtype_name
@@ -41,7 +41,8 @@ class Eagle3:
         target_vocab, self._vocab_size = target.facts.vocab_size, raw.integer("draft_vocab_size",
                                                                               target.facts.vocab_size)
         self._spec = read_attention(raw)
-        self._rotary = Rotary(spec=read_rope(raw, head_dim=self._spec.head_dim), dtype=self._dtype)
+        self._rotary = Rotary(spec=read_rope(raw, head_dim=self._spec.head_dim), dtype=self._dtype,
+                              device=weights.device)
         self._embedding = weights.tensor(EMBEDDING, target_vocab, hidden)
         self._fuse = weights.linear("fc", rows=(hidden,), in_features=len(self._layer_ids) * target.facts.hidden_size)
         layer = weights.at("layers.0")
@@ -77,7 +78,7 @@ class Eagle3:
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
-        embedded = self._input_norm.forward(F.embedding(batch.token_ids, self._embedding))
+        embedded = self._input_norm.forward(embed(batch.token_ids, self._embedding))
         stage_pass = StagePass(batch=batch, context=context, rotary=self._rotary.table(batch.positions))
         mixed = self._attention.forward(torch.cat([embedded, self._hidden_norm.forward(hidden)], -1), stage_pass)
         hidden = hidden + mixed

@@ -4,8 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from engine.memory.layout import CacheSpec
 from engine.numerics import Numerics
+from engine.placement import HOST
 from engine.speculative.draft_model import DraftModel
 from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from models.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
@@ -43,14 +46,14 @@ class DraftDescription:
         """What the draft's layers cache, by its own layer ids."""
         return _family(self.raw).cache_specs(self.raw, self.target, page_size)
 
-    def load(self, *, numerics: Numerics) -> DraftModel:
-        """The draft, whole, with copies of what it shares with the target.
+    def load(self, *, numerics: Numerics, device: torch.device = HOST) -> DraftModel:
+        """The draft, whole, with copies of what it shares with the target, on `device`.
 
         Raises:
             ConfigError: tensors are missing, unexpected or of the wrong shape; all of them are in one message.
         """
         source = DraftWeights(self.entries, self.target)
-        weights = draft_weights(source, dtype=dtype_name(self.raw), numerics=numerics)
+        weights = draft_weights(source, dtype=dtype_name(self.raw), numerics=numerics, device=device)
         draft = _family(self.raw).build(files=DraftFiles(self.raw, weights, self.target))
         source.finish()
         return draft

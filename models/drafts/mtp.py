@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
@@ -17,6 +16,7 @@ from engine.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
 from engine.model import ForwardContext
 from engine.speculative.draft_model import CarriedKeys
+from models.blocks.embedding import embed
 from models.blocks.rotary import Rotary
 from models.config import RawConfig, dtype_name
 from models.decoder import EMBEDDING, DecoderLayer
@@ -44,7 +44,7 @@ class Mtp:
         self._mixer = layer.mixer
         self._dtype = getattr(torch, target.facts.dtype)
         hidden, norm = target.facts.hidden_size, target.spec.norm
-        self._rotary = Rotary(spec=target.spec.rope, dtype=self._dtype)
+        self._rotary = Rotary(spec=target.spec.rope, dtype=self._dtype, device=weights.device)
         self._embedding = weights.tensor(EMBEDDING, target.facts.vocab_size, hidden)
         self._target_norm = norm.build(weights, "target_norm", hidden)
         self._embedding_norm = norm.build(weights, names.embedding_norm, hidden)
@@ -75,7 +75,7 @@ class Mtp:
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
-        embedded = self._embedding_norm.forward(F.embedding(batch.token_ids, self._embedding))
+        embedded = self._embedding_norm.forward(embed(batch.token_ids, self._embedding))
         x = self._fuse(torch.cat([embedded, self._hidden_norm.forward(hidden)], -1))
         carried = batch.spec_info if isinstance(batch.spec_info, CarriedKeys) else CarriedKeys()
         stage_pass = StagePass(batch=batch, context=context, selected_keys=carried.selected)

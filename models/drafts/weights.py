@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.numerics import Numerics
+from engine.placement import HOST
 from models.checkpoint import TensorEntry, read_tensor
 from models.config import RawConfig
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD
@@ -79,9 +80,9 @@ class DraftWeights:
             read_tensor(entry, out)
 
 
-def draft_weights(source: WeightSource, *, dtype: str, numerics: Numerics) -> Weights:
+def draft_weights(source: WeightSource, *, dtype: str, numerics: Numerics, device: torch.device = HOST) -> Weights:
     """Blocks read from this."""
-    return Weights(source, prefix="", dtype=getattr(torch, dtype), numerics=numerics)
+    return Weights(source, prefix="", dtype=getattr(torch, dtype), numerics=numerics, device=device)
 
 
 def _is_shared(name: str) -> bool:

@@ -14,8 +14,13 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster
+from baton.process import ProcessSpec
 from baton.values import Query
+from runtime.announce import Announcement
 from runtime.errors import ConfigError, UnavailableError
+from runtime.security import ServerSecurity, client_security
+from runtime.tokens import TokenList
+from tests.support.generation import EchoGeneration, serve_echo
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "support" / "fake_roles"
@@ -113,6 +118,33 @@ async def test_a_cluster_that_never_serves_says_who(tmp_path: Path, log: Log) ->
     with pytest.raises(UnavailableError, match=r"prefill-0: baton.v1.Prefill is not serving.*NOT_SERVING"):
         async with LocalCluster(replace(config(tmp_path, "slow"), ready_timeout_s=3), sink=log):
             pass
+
+
+class Restarted:
+    """A process that is back at once."""
+
+    def __init__(self, name: str, role: str, address: str) -> None:
+        self.spec = ProcessSpec(name, role, (), address, 0, Path(), leads=role == "router")
+        self.announcement = Announcement(address, None, 0, "")
+        self.num_restarts = 0
+
+    async def restart(self, *, grace_s: float) -> None:
+        self.num_restarts += 1
+
+
+async def test_a_restart_shows_its_token_and_says_who_does_not_come_back(tmp_path: Path, log: Log) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("0123456789abcdef\n")
+    server, address = await serve_echo(EchoGeneration(), security=ServerSecurity(tokens=TokenList(token_file)))
+    cluster = LocalCluster(replace(config(tmp_path), security=client_security(token_file=token_file)), sink=log)
+    processes: dict[str, Any] = {role: Restarted(role, role, address) for role in ("router", "decode")}
+    cluster.processes.update(processes)
+    with pytest.raises(UnavailableError, match=r"decode 127\.0\.0\.1:1: warming up"):
+        await cluster.restart("decode", timeout_s=2)
+    assert [processes[role].num_restarts for role in ("router", "decode")] == [0, 1]
+    cluster.processes.clear()
+    await cluster.stop()
+    await server.drain(grace_s=0)
 
 
 @pytest.mark.parametrize(("settings", "field"), [({"decode": 0}, "decode"), ({"prefill_pp": 65}, "prefill_pp")])

@@ -11,10 +11,12 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.values import Chunk, Query
+from engine.memory.layout import Buffer
 from pool import stage as stage_module
 from runtime.errors import BatonError, IntegrityError
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
+from tests.support.damaging_transport import send_damaged
 from tests.support.one_process import cluster_in_process
 from tests.support.questions import as_query, make_questions, shown
 from transfer.transport import Operation, Peer
@@ -28,15 +30,13 @@ class FlippingTransport(UcxTransport):
     num_sent = 0
     num_flipped = 0
 
-    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+    def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         cls = FlippingTransport
         position, cls.num_sent = cls.num_sent, cls.num_sent + 1
         if position != cls.flip_at:
             return super().send(peer, tag, buffer)
         cls.num_flipped += 1
-        damaged = bytearray(buffer)
-        damaged[len(damaged) // 2] ^= 0x10
-        return super().send(peer, tag, memoryview(damaged))
+        return send_damaged(super().send, peer, tag, buffer)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ TREE = {
     "baton.prefill.queue": "baton.v1.Prefill/Run",
     "baton.prefill.compute": "baton.v1.Prefill/Run",
     "baton.transfer.send": "baton.v1.Prefill/Run",
+    "baton.transfer.chunk": "baton.transfer.send",
     "baton.v1.Decode/Generate": "baton.v1.Generation/Generate",
     "baton.transfer.receive": "baton.v1.Decode/Generate",
     "baton.decode.generate": "baton.v1.Decode/Generate",

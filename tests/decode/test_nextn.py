@@ -11,7 +11,7 @@ from engine.request import Request
 from engine.speculative.eagle import EagleDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
-from pool.speculation import draft_attention
+from pool.cpu_backends import CpuBackends
 from tests.decode.test_speculation import SAMPLING, assert_nothing_leaked, shown
 from tests.support.checkpoints import add_nextn, make_checkpoint
 from tests.support.drafters import CHAINS, TREES, Shape
@@ -52,7 +52,7 @@ def references(folders: dict[str, Path]) -> dict[str, list[Answer]]:
 
 def nextn(folder: Path, shape: Shape, num_pages: int) -> EagleDrafter:
     model = read_draft(folder, read_model(folder)).load(numerics=Numerics.EXACT)
-    attention = draft_attention(model.attention_geometry(16), nan_pools(model, 16, num_pages), Numerics.EXACT)
+    attention = CpuBackends(Numerics.EXACT).of_draft(model.attention_geometry(16), nan_pools(model, 16, num_pages))
     return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth)
 
 

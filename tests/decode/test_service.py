@@ -4,6 +4,7 @@ what must be free after it ended, however it did."""
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,15 @@ from decode import service
 from engine.batch import ForwardMode
 from engine.pipeline.stages import StepFailed, StepResult
 from engine.request import DrawnToken
-from runtime.errors import BatonError, DeadlineError, IncompatiblePeerError, IntegrityError
-from tests.support.arrivals import NUM_LAYERS, Arrivals, Stream, arrivals, first_token, state_bytes
+from protos import decode_pb2 as pb
+from runtime.errors import BatonError, DeadlineError, IncompatiblePeerError, IntegrityError, InvalidRequestError
+from tests.support.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, DecodeStream, arrivals, first_token, state_bytes
+from tests.support.handoff import assert_handed_over
 from tests.support.local_pool import call
+from tests.support.tiny_models import HYBRID, tiny
+from transfer import codec
 from transfer.memory_transport import Fault
-from transfer.terms import StageSessionState
+from transfer.terms import SourceTerms, StageSessionState
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
 
@@ -91,19 +96,19 @@ async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(p
     await assert_gone(pools, landing.session_id)
 
 
-async def to_landing(pools: Arrivals) -> tuple[Stream, str]:
+async def to_landing(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, landing = await pools.open()
     return stream, landing.session_id
 
 
-async def to_half_landed(pools: Arrivals) -> tuple[Stream, str]:
+async def to_half_landed(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, landing = await pools.open()
     pools.deliver(landing, layers=lambda layer_id: layer_id < 3)
     await pools.until(lambda: COMPLETE in pools.dest.stages[0].log.states(landing.session_id))
     return stream, landing.session_id
 
 
-async def to_landed(pools: Arrivals) -> tuple[Stream, str]:
+async def to_landed(pools: Arrivals) -> tuple[DecodeStream, str]:
     """Everything but the first token is here."""
     stream, landing = await pools.open()
     pools.deliver(landing)
@@ -111,14 +116,14 @@ async def to_landed(pools: Arrivals) -> tuple[Stream, str]:
     return stream, landing.session_id
 
 
-async def to_committed(pools: Arrivals) -> tuple[Stream, str]:
+async def to_committed(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, session_id = await to_landed(pools)
     stream.send(first_token())
     assert (await stream.next()).WhichOneof("event") == "committed"
     return stream, session_id
 
 
-async def to_decoding(pools: Arrivals) -> tuple[Stream, str]:
+async def to_decoding(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, session_id = await to_committed(pools)
     run_step(pools)
     assert list((await stream.next()).tokens.token_ids) == [9]
@@ -127,7 +132,7 @@ async def to_decoding(pools: Arrivals) -> tuple[Stream, str]:
 
 @pytest.mark.parametrize("reach", [to_landing, to_half_landed, to_landed, to_committed, to_decoding])
 async def test_s4_7_an_abort_frees_at_every_step(
-        pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[Stream, str]]]) -> None:
+        pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[DecodeStream, str]]]) -> None:
     stream, session_id = await reach(pools)
     assert not pools.is_free
     await stream.drop()
@@ -184,6 +189,66 @@ async def test_terms_that_do_not_fit_are_a_handshake_that_failed(pools: Arrivals
     assert pools.metric("baton_handshake_failures_total", reason=IncompatiblePeerError.reason.lower()) == 1
     assert pools.metric("baton_handshake_seconds_count") == 0
     await pools.until(lambda: pools.is_free)
+
+
+def new_source(terms: SourceTerms) -> pb.DecodeRequest:
+    return pb.DecodeRequest(new_source=codec.source_to_proto(terms))
+
+
+async def test_a_source_lost_with_everything_sent_and_nothing_said_is_replaced(pools: Arrivals) -> None:
+    """It may have died between its last byte and its first token: the next one delivers into the same reservation."""
+    stream, session_id = await to_landed(pools)
+    pools.source.close(session_id)
+    for stage in pools.source.stages:
+        stage.memory.randomize(99)  # what another worker computed in its own pages
+    stream.send(new_source(pools.terms))
+    landing = codec.landing_from_proto((await stream.next()).landing)
+    assert (landing.session_id, landing.epoch) == (session_id, 1)
+    pools.deliver(landing, request_key=2)
+    stream.send(first_token())
+    assert (await stream.next()).WhichOneof("event") == "committed"
+    assert_handed_over(pools.source, pools.dest, SOURCE_PAGES, landing.page_ids, 1, landing.slot_id)
+    assert all(stage.log.states(session_id) == [OPEN, COMPLETE, DRAINED] for stage in pools.dest.stages)
+    await stream.drop()
+    await pools.until(lambda: pools.is_free)
+
+
+@pytest.mark.parametrize(("reach", "wrong"), [
+    (to_half_landed, {"compatibility": "another"}), (to_landed, {"num_tokens": 3})])
+async def test_a_new_source_that_is_refused_leaves_the_old_epoch_to_drain(
+        pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[DecodeStream, str]]],
+        wrong: dict[str, Any]) -> None:
+    stream, session_id = await reach(pools)
+    stream.send(new_source(replace(pools.terms, **wrong)))
+    with pytest.raises((IncompatiblePeerError, InvalidRequestError)):
+        await stream.ended()
+    await assert_gone(pools, session_id)
+
+
+async def test_a_first_token_outside_the_vocabulary_is_refused_by_name(pools: Arrivals) -> None:
+    stream, session_id = await to_landed(pools)
+    stream.send(first_token(tiny(HYBRID).facts.vocab_size))
+    with pytest.raises(InvalidRequestError, match=r"first_token: token id .* is outside the vocabulary"):
+        await stream.ended()
+    assert pools.next_batch() is None
+    await assert_gone(pools, session_id)
+
+
+@pytest.mark.parametrize("remaining_s", [0.2, 60.0])
+async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
+        pools: Arrivals, monkeypatch: pytest.MonkeyPatch, remaining_s: float) -> None:
+    monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.01)  # for a request that does not say
+    stream, landing = await pools.open(remaining_s=remaining_s)
+    await asyncio.sleep(0.3)
+    if remaining_s < 0.3:
+        with pytest.raises(DeadlineError, match="the prompt to land"):
+            await stream.ended()
+    else:
+        pools.deliver(landing)
+        stream.send(first_token())
+        assert (await stream.next()).WhichOneof("event") == "committed"
+        await stream.drop()
+    await assert_gone(pools, landing.session_id)
 
 
 async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,13 @@ def test_all_workers_and_routers_serve_one_model(documents: list[Document], sett
     assert len({(settings_of(pod).model, settings_of(pod).model_name) for pod in pod_kinds(documents)}) == 1
 
 
+def test_every_key_of_the_settings_file_is_a_flag() -> None:
+    for role, table in tomllib.loads((DEPLOY / "base" / "baton.toml").read_text()).items():
+        app = router_app if role == "router" else worker_command(role, lambda flags, path: 0)
+        flags = {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
+        assert {f"--{key.replace('_', '-')}" for key in table} <= flags
+
+
 def test_ports_are_the_ones_listened_on(documents: list[Document], settings_of: SettingsOf) -> None:
     for pod in pod_kinds(documents):
         settings, container = settings_of(pod), pod.container
@@ -225,8 +232,8 @@ def test_pods_are_confined(documents: list[Document]) -> None:
 def test_the_image_is_what_the_manifests_expect(documents: list[Document]) -> None:
     dockerfile = (DEPLOY / "images" / "Dockerfile").read_text()
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
-    (extra,) = re.findall(r"pip install .*'\.\[(\w+)\]'", dockerfile)
-    assert extra in project["optional-dependencies"]
+    (extras,) = re.findall(r"pip install .*'\.\[([\w,]+)\]'", dockerfile)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     assert 'ENTRYPOINT ["python", "-m"]' in dockerfile
     for pod in pod_kinds(documents):
         context: dict[str, Any] = pod.spec["securityContext"]

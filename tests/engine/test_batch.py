@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import FieldRule, ForwardBatch, ForwardMode, SamplingRow, ScoringRow, merge
+from engine.batch import FieldRule, ForwardBatch, ForwardMode, GraphBucket, SamplingRow, ScoringRow, merge
 from engine.request import SamplingParams
 
 PLANNER, PLAN = object(), object()
@@ -36,6 +36,7 @@ def build(lens: list[int], *, first_id: int = 0, mode: ForwardMode = ForwardMode
         sampling=tuple(SamplingRow(SamplingParams(seed=row), position=row) for row in rows),
         scoring=tuple(ScoringRow((row,), num_top=row) for row in rows),
         spec_info=object(),
+        graph_bucket=GraphBucket(mode, len(lens)),
     )
 
 
@@ -148,7 +149,7 @@ def test_s1_6_every_field_is_classified() -> None:
 
 def test_s1_6_the_marker_is_all_dropped() -> None:
     dropped = {f.name for f in fields(ForwardBatch) if f.metadata["rule"] is FieldRule.DROPPED}
-    assert set(MARKER) | {"spec_info"} == dropped
+    assert set(MARKER) | {"spec_info", "graph_bucket"} == dropped
     assert {f.name for f in fields(ForwardBatch) if f.name.startswith("forward_metadata")} == set(MARKER)
 
 

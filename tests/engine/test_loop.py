@@ -115,6 +115,37 @@ async def test_a_dead_peer_ends_what_is_in_flight_and_a_new_pipeline_serves_agai
     assert scheduler.log[2:] == ["result 4 ok"]
 
 
+async def test_a_pipeline_that_breaks_by_itself_is_told_once_and_one_that_is_detached_is_not(
+        running: list[EngineLoop]) -> None:
+    lost: list[str] = []
+    scheduler = ScriptedScheduler(work=1)
+    loop = start(running, scheduler)
+    loop.post(lambda: loop.attach(ScriptedPipeline(1, dies_at=1), lambda error: lost.append(str(error))))
+    assert await asyncio.to_thread(scheduler.idle.wait, 5)
+    assert lost == ["stage 1 died"]
+    await loop.submit(lambda: loop.attach(ScriptedPipeline(1), lambda error: lost.append(str(error))))
+    await loop.submit(lambda: loop.detach(PeerLostError("its owner says so")))
+    assert lost == ["stage 1 died"]
+
+
+async def test_what_came_after_the_pipeline_broke_ends_when_its_owner_detaches_it(running: list[EngineLoop]) -> None:
+    scheduler = ScriptedScheduler()
+    loop = start(running, scheduler)
+    await loop.submit(lambda: loop.detach(PeerLostError("stage 1 left")))
+    assert scheduler.log == ["lost [] PEER_LOST"]
+
+
+def test_a_thread_that_ends_leaves_its_reason(running: list[EngineLoop]) -> None:
+    class Broken(ScriptedScheduler):
+        def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+            raise KeyError("lost count")
+
+    loop = start(running, Broken(work=1))
+    loop.post(lambda: loop.attach(ScriptedPipeline(1, dies_at=1)))
+    loop._thread.join(5)
+    assert isinstance(loop.failure, KeyError)
+
+
 async def test_submit_returns_and_raises_here(running: list[EngineLoop]) -> None:
     loop = start(running, ScriptedScheduler())
     assert await loop.submit(lambda: threading.current_thread().name) == "engine"
@@ -147,6 +178,7 @@ async def test_a_leak_found_when_idle_is_told(running: list[EngineLoop]) -> None
     assert await asyncio.to_thread(scheduler.idle.wait, 5)
     await loop.submit(lambda: None)
     assert set(told) == {"page 3 is lost"}
+    assert scheduler.log == ["result 1 ok"], "a leak breaks no pipeline"
 
 
 async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: list[EngineLoop]) -> None:

@@ -27,5 +27,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def two_devices() -> list[torch.device]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return [torch.device("cuda", index) for index in range(2)]
+
+
+@pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda")
+
+
+@pytest.fixture
+def whole_roles() -> None:
+    """For tests that start prefill, decode and router."""
+    missing = [name for name in ("grpc", "ucxx") if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)}: install Baton with its dependencies and the extra `ucx`")

@@ -122,7 +122,17 @@ def test_bad_field_is_named(change: dict[str, Any], field: str, glm_config: dict
         random_model(glm_config | change)
 
 
-def test_deepseek_v3_with_rope_in_halves_is_refused(checkpoint: CheckpointMaker) -> None:
-    config = json.loads((checkpoint("deepseek_v3") / "config.json").read_text())
-    with pytest.raises(ConfigError, match="rope_interleave"):
-        random_model(config | {"rope_interleave": False})
+@pytest.mark.parametrize(("name", "change"), [
+    ("deepseek_v3", {"rope_interleave": False}),
+    ("deepseek_v32", {"rope_interleave": False}),
+    ("deepseek_v32", {"indexer_rope_interleave": True}),
+    ("glm_moe_dsa", {"rope_interleave": False}),
+    ("glm_moe_dsa", {"indexer_rope_interleave": False}),
+])
+def test_rope_that_turns_other_channels_is_refused(name: str, change: dict[str, bool],
+                                                   checkpoint: CheckpointMaker) -> None:
+    config = json.loads((checkpoint(name) / "config.json").read_text())
+    random_model(config | {field: not value for field, value in change.items()})
+    (field,) = change
+    with pytest.raises(ConfigError, match=rf"\b{field}"):
+        random_model(config | change)

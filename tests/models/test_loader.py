@@ -79,6 +79,21 @@ def test_sharded_and_single_file_load_the_same(checkpoint: CheckpointMaker) -> N
     assert torch.equal(single.prefill({0: [5, 6, 7]}), sharded.prefill({0: [5, 6, 7]}))
 
 
+def test_a_head_of_its_own_is_used_whatever_the_config_says(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    """As transformers does: a copy of the embedding is the embedding, a head that was trained is a head."""
+    folder = Path(shutil.copytree(checkpoint("llama_tied_bias"), tmp_path / "model"))
+    tied = StageDriver(read_model(folder)).prefill({0: [5, 6, 7]})
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(folder, {"lm_head.weight": embedding})
+    assert torch.equal(StageDriver(read_model(folder)).prefill({0: [5, 6, 7]}), tied)
+    edit_tensors(folder, {"lm_head.weight": -embedding})
+    torch.testing.assert_close(StageDriver(read_model(folder)).prefill({0: [5, 6, 7]}), -tied)
+    last = embedding.clone()
+    last[-1, -1] += 1.0
+    edit_tensors(folder, {"lm_head.weight": last})
+    assert not read_model(folder).spec.tied_head
+
+
 def test_names_of_other_models_in_the_file_are_not_layers_s4_5(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint("qwen3_5"), tmp_path / "model"))
     stray = torch.full((64, 64), 7.0)

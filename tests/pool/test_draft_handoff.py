@@ -56,8 +56,8 @@ def seen(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> list[VerifiedSte
     """Every verification of the decode pool. Its draft is always right."""
     steps: list[VerifiedStep] = []
     load, truth = DraftDescription.load, [*ASKED.prompt_token_ids, *answer]
-    monkeypatch.setattr(DraftDescription, "load", lambda self, *, numerics: KnowingModel(
-        load(self, numerics=numerics), truth))
+    monkeypatch.setattr(DraftDescription, "load", lambda self, **where: KnowingModel(
+        load(self, **where), truth))
     monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: steps.append(step))
     return steps
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from pool import janitor as janitor_module
+from pool.group import StageGroup
 from pool.janitor import Janitor
 from runtime.clock import SystemClock
-from transfer.session import ReceiveSession
-from transfer.terms import StageSessionEvent, StageSessionState
+from transfer.session import ReceiveSession, SendSession
+from transfer.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
 
 
 def drained_event() -> StageSessionEvent:
@@ -21,13 +22,13 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.listener: Callable[[int, StageSessionEvent], None] | None = None
-        self.forgotten: list[str] = []
+        self.forgotten: list[tuple[str, int]] = []
 
-    def listen(self, session_id: str, listener: Callable[[int, StageSessionEvent], None]) -> None:
+    def listen(self, session_id: str, epoch: int, listener: Callable[[int, StageSessionEvent], None]) -> None:
         self.listener = listener
 
-    def forget(self, session_id: str) -> None:
-        self.forgotten.append(session_id)
+    def forget(self, session_id: str, epoch: int) -> None:
+        self.forgotten.append((session_id, epoch))
 
 
 class FakeLoop:
@@ -56,7 +57,7 @@ async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10()
     group.listener(1, drained_event())
     await asyncio.sleep(0.01)
     assert done == ["closed", "released"]
-    assert group.forgotten == ["s"]
+    assert group.forgotten == [("s", 0)]
     assert told == []
     assert janitor.open_tasks == 0
 
@@ -76,3 +77,37 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkey
     await asyncio.sleep(0.1)
     assert done == []
     assert "did not drain" in told[0]
+
+
+class FakeAgent:
+    """Leaves everything to the test."""
+
+    def open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
+        pass
+
+
+async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drain() -> None:
+    group, told = StageGroup(FakeAgent(), 1), list[str]()  # type: ignore[arg-type]
+    janitor = Janitor(group, FakeLoop(), told.append)  # type: ignore[arg-type]
+    source = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
+    released: list[int] = []
+    sessions = [SendSession("s", epoch=epoch, num_stages=1, clock=SystemClock()) for epoch in range(2)]
+
+    def begin(epoch: int) -> None:
+        group.open_send(epoch + 1, source, Landing("s", epoch, 0, (1,), 0, (), ""), sessions[epoch].on_stage_event)
+
+    def end(epoch: int) -> None:
+        sessions[epoch].abort("its stream ended")
+        janitor.end(lambda: released.append(epoch), session=sessions[epoch])
+
+    begin(0)
+    end(0)
+    begin(1)
+    group.stage_event(0, StageSessionEvent("s", 0, StageSessionState.DRAINED))
+    await asyncio.sleep(0.01)
+    assert released == [0]
+    end(1)
+    group.stage_event(0, StageSessionEvent("s", 1, StageSessionState.DRAINED))
+    await asyncio.sleep(0.01)
+    assert released == [0, 1]
+    assert (group.open_sessions, told) == (0, [])

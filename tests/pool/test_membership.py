@@ -1,7 +1,7 @@
 """Joining a pool over real gRPC: forming, refusing, losing and replacing a stage."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,9 @@ from pool.membership import PipelineService, StageLink
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import open_channel
-from runtime.metrics import RpcMetrics, new_registry
+from runtime.errors import ConfigError
+from runtime.exposition import new_registry
+from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from transfer import codec
 from transfer.compatibility import Compatibility
@@ -58,10 +60,11 @@ class FakeStage:
         join: Any = stub.Join  # typed for a request iterator, used by writing
         self._call = join()
 
-    async def hello(self, rank: int, *, layers: LayerRange | None = None, compatibility: str = "same") -> None:
+    async def hello(self, rank: int, *, layers: LayerRange | None = None, compatibility: str = "same",
+                    channel: str = "channel") -> None:
         endpoint = StageEndpoint(layers or RANGES[rank], b"ucx", f"life-{rank}")
         await self.send(pb.JoinRequest(hello=pb.StageHello(
-            rank=rank, endpoint=codec.endpoint_to_proto(endpoint), channel_address=f"channel-{rank}".encode(),
+            rank=rank, endpoint=codec.endpoint_to_proto(endpoint), channel_address=f"{channel}-{rank}".encode(),
             compatibility=compatibility, compatibility_text=f"weights {compatibility}")))
 
     async def send(self, request: pb.JoinRequest) -> None:
@@ -81,12 +84,18 @@ class FakeStage:
         self._call.cancel()
 
 
+def check_channels(addresses: Sequence[bytes]) -> None:
+    if any(address.startswith(b"foreign") for address in addresses):
+        raise ConfigError(f"of {len(addresses)} channels one is foreign", field="stage_channel")
+
+
 @asynccontextmanager
 async def leader() -> AsyncIterator[tuple[Observer, pipeline_pb2_grpc.PipelineStub]]:
     observer = Observer()
     server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
         new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    service = PipelineService(layers=RANGES, compatibility=SAME, leader_channel=b"channel-0", observer=observer)
+    service = PipelineService(layers=RANGES, compatibility=SAME, leader_channel=b"channel-0", observer=observer,
+                              check_channels=check_channels)
     pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
     address = await server.start()
     async with open_channel(address) as channel:
@@ -178,3 +187,14 @@ async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: Layer
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert message in (refused.value.details() or "")
         assert observer.log == []
+
+
+async def test_a_stage_whose_channel_does_not_fit_those_that_are_there_is_told_why() -> None:
+    async with leader() as (observer, stub):
+        await FakeStage(stub).hello(2)
+        stage = FakeStage(stub)
+        await stage.hello(1, channel="foreign")
+        with pytest.raises(grpc.aio.AioRpcError, match="of 3 channels one is foreign"):
+            await stage.read()
+        await FakeStage(stub).hello(1)
+        await observer.until("formed 1")

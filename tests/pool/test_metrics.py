@@ -9,7 +9,7 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.rows import Row, build_batch
 from engine.stages import LayerRange
 from pool import metrics as metrics_module
-from pool.metrics import LeaderMeters, PoolCensus
+from pool.metrics import LeaderMeters, PoolCensus, StageCounts
 from protos import worker_pb2 as pb
 
 GEOMETRY = PoolGeometry(page_size=4, num_pages=11, num_slots=5, layers=LayerRange(0, 2), specs=(
@@ -59,7 +59,8 @@ def test_waiting_is_a_share_of_time() -> None:
 def test_steps_and_handoffs_are_counted() -> None:
     registry = CollectorRegistry()
     plans = {"target": 1, "draft_round": 0}  # the warm-up's
-    meters = LeaderMeters.create(registry, GEOMETRY, num_plans=lambda: plans)
+    forwards = {"graph": 4, "eager": 1}
+    meters = LeaderMeters.create(registry, GEOMETRY, counts=StageCounts(lambda: plans, lambda: forwards))
     batch = build_batch(ForwardMode.PREFILL, [Row(1, [5, 6, 7], 0, [1], 0, None)])
     assert batch.token_ids is not None
     assert torch.equal(batch.token_ids, torch.tensor([5, 6, 7]))
@@ -72,6 +73,7 @@ def test_steps_and_handoffs_are_counted() -> None:
     assert value(registry, "baton_prompt_tokens_total") == 3
     assert value(registry, "baton_batch_tokens_sum") == 6
     assert [value(registry, "baton_plans_total", path=path) for path in plans] == [2, 3]
+    assert [value(registry, "baton_forwards_total", kind=kind) for kind in ("graph", "eager")] == [4, 1]
     assert value(registry, "baton_pp_stage_step_seconds_sum", stage="0") == 0.01
     assert value(registry, "baton_pp_link_bytes_total", stage="0") == 100
     assert value(registry, "baton_pp_step_seconds_sum") == 0.02

@@ -87,6 +87,20 @@ def test_a_batch_is_packed_over_requests_on_the_grid() -> None:
     assert drain(scheduler) == [[(a, 0, 8)], [(a, 8, 10), (b, 0, 4)], [(b, 4, 9)]]
 
 
+def test_only_what_runs_has_started() -> None:
+    """Decode reserves for whatever has started: a prompt that no token of the batch is left for stays in the queue."""
+    scheduler = make(max_running=8, max_queued=8)
+    clients = [submit(scheduler, prompt)[1] for prompt in (3, 11, 11, 11)]  # 3 and 4 of 8 tokens leave less than a grid
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert batch.num_rows == 2
+    assert [client.kinds() for client in clients] == [["Started"], ["Started"], [], []]
+    last, _ = submit(scheduler, 1, priority=-1)  # ends within a grid, so one token of budget is enough for it
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert spans(batch) == [(2, 4, 11), (last, 0, 1)]
+
+
 def test_the_most_urgent_starts_first_and_memory_is_leased_then() -> None:
     scheduler = make(max_running=1)
     late, late_client = submit(scheduler, 4, priority=1)
@@ -205,7 +219,7 @@ def test_s4_7_slots_and_pages_return_from_every_step(num_steps: int) -> None:
 
 def test_a_census_tells_prompts_that_run_from_those_held_for_their_handoff() -> None:
     scheduler = make(max_running=2)
-    done, _ = submit(scheduler, 6)
+    done, _ = submit(scheduler, 3)
     submit(scheduler, 20)
     submit(scheduler, 4)
     first = scheduler.next_batch()
@@ -215,6 +229,6 @@ def test_a_census_tells_prompts_that_run_from_those_held_for_their_handoff() -> 
     scheduler.clock.advance(3.0)
     census = scheduler.census()
     assert census.leases == {"computing": 1, "handoff": 1}
-    assert (census.num_pages_held, census.oldest_s) == (2, 3.0)  # six tokens on pages of four; the third one waits
+    assert (census.num_pages_held, census.oldest_s) == (1, 3.0)  # three tokens on pages of four; the third one waits
     scheduler.release(done)
     assert scheduler.census().leases == {"computing": 1, "handoff": 0}

@@ -14,7 +14,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from protos import generation_pb2, generation_pb2_grpc
+from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from router.admission import Admission, AdmissionLimits
 from router.api import GenerationService, RequestLimits
 from router.directory import Directory, DirectoryOptions
@@ -22,9 +22,11 @@ from router.discovery import DiscoveryOptions
 from router.flow import Services
 from router.legs import FlowLimits
 from router.model_facts import ModelFacts, ServedModel
+from router.pace import PrefillPace
 from router.policy import Policy
 from router.readiness import SERVICE, Readiness
 from router.tokenise import ChatTemplate, Tokeniser
+from router.worker import Role
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
 from runtime.metrics import RouterMetrics, RpcMetrics
@@ -93,6 +95,15 @@ def token_request(prompt: list[int], max_tokens: int = 4, **fields: Any) -> gene
     return request
 
 
+def worker_info(role: Role, **changes: object) -> worker_pb2.WorkerInfo:
+    """A small worker of the tests' model."""
+    facts: dict[str, object] = {
+        "role": role.value, "incarnation": "a", "architecture": "Tiny", "vocab_size": VOCAB_SIZE, "num_layers": 4,
+        "max_context_tokens": 256, "page_size": 16, "pages_total": 10, "slots_total": 4, "max_running_requests": 4,
+        "max_queued_requests": 3}
+    return worker_pb2.WorkerInfo(**(facts | changes))  # type: ignore[arg-type]
+
+
 class RouterHarness:
     """A running router with its workers."""
 
@@ -136,7 +147,7 @@ class RouterHarness:
         await eventually(lambda: not any(worker.open_requests for worker in self.workers), "streams at the workers")
         await eventually(lambda: not self.service._running, "requests in the router")
         assert self.services.admission.num_waiting == 0
-        assert not any(worker._bookings for worker in self.directory.workers)
+        assert not any(worker.is_in_use for worker in self.directory.workers)
         await eventually(lambda: not request_tasks(), "tasks of ended requests")
 
     def metric(self, name: str, **labels: str) -> float:
@@ -187,7 +198,8 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
             options = replace(options, prefill=discovered.prefill, decode=discovered.decode,
                               discovery=discovered.options)
         directory = Directory(options, model.facts, metrics, random.Random(0))
-        services = Services(Admission(directory, admission, metrics, clock), directory, flow, metrics)
+        services = Services(Admission(directory, admission, metrics, clock), directory, flow, metrics,
+                            PrefillPace(clock))
         server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
                             metrics=RpcMetrics.create(registry))
         service = GenerationService(model, services, RequestLimits(60.0, 5.0), clock)

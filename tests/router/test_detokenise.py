@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -119,3 +120,17 @@ def test_no_more_than_needed_is_held_back() -> None:
     matcher = StopMatcher(["</end>"])
     assert matcher.feed("a < b </e") == ("a < b ", None)
     assert matcher.feed("x") == ("</ex", None)
+
+
+def test_a_long_stop_string_costs_nothing_before_the_text_follows_it() -> None:
+    class Counted(str):
+        num_reads = 0
+
+        def __getitem__(self, key: Any) -> str:  # noqa: ANN401
+            self.num_reads += 1
+            return super().__getitem__(key)
+
+    stop = Counted("a" * 1_000_000)
+    matcher = StopMatcher([stop])
+    assert matcher.feed("xxaab") == ("xxaab", None)
+    assert stop.num_reads < 20

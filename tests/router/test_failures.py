@@ -228,6 +228,41 @@ async def test_prefill_dies_between_reservation_and_landing(workers: Workers) ->
         await router.assert_nothing_left()
 
 
+async def test_a_landing_for_a_dead_worker_is_not_sent_to_its_successor_in_the_queue(workers: Workers) -> None:
+    """A prefill worker takes a landing only after it has started."""
+    async with running_router(workers.p0, workers.p1, workers.d0) as router:
+        first, successor = sorted((workers.p0, workers.p1), key=lambda worker: worker.address)
+        may_land, may_start = asyncio.Event(), asyncio.Event()
+        workers.d0.at(Point.RESERVE, lambda _: may_land.wait())
+        successor.at(Point.QUEUED, lambda _: may_start.wait())
+        first.die_at(Point.STARTED)
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: successor.open_requests, "the successor")
+        may_land.set()
+        pool = router.directory.workers[-1]
+        await eventually(lambda: any(booking.has_landed for booking in pool._bookings), "the landing")
+        await asyncio.sleep(0.1)  # in which it would reach the successor
+        may_start.set()
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 0
+        await router.assert_nothing_left()
+
+
+async def test_a_pool_that_heard_of_the_successor_in_time_lands_once_only(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.p1, workers.d0) as router:
+        first, successor = sorted((workers.p0, workers.p1), key=lambda worker: worker.address)
+        may_land = asyncio.Event()
+        workers.d0.at(Point.POSTING, lambda _: may_land.wait())
+        first.die_at(Point.STARTED)
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: (successor.name, Point.STARTED) in workers.journal.entries, "the successor's turn")
+        await asyncio.sleep(0.1)  # in which the pool hears of it
+        may_land.set()
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 0
+        await router.assert_nothing_left()
+
+
 async def test_prefill_dies_after_delivery_and_before_the_commit(workers: Workers) -> None:
     """A successor is on its way when decode commits what the dead worker had delivered: it is not needed any more."""
     async with running_router(workers.p0, workers.p1, workers.d0) as router:

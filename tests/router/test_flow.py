@@ -39,7 +39,8 @@ async def test_events_come_in_the_order_of_a_life() -> None:
     of_decode = [what for worker, what in journal.entries if worker == "decode"]
     assert of_prefill == [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING, Point.SENT,
                           Point.RELEASED]
-    assert of_decode == [Point.RESERVE, Point.LANDED, Point.COMMIT, Point.TOKEN, Point.TOKEN, Point.FINISH]
+    assert of_decode == [Point.RESERVE, Point.POSTING, Point.LANDED, Point.COMMIT, Point.TOKEN, Point.TOKEN,
+                         Point.FINISH]
     order = journal.events().index
     assert order(Point.QUEUED) < order(Point.RESERVE), "decode must not reserve while the prompt queues"
     assert order(Point.LANDED) < order(Point.SENDING)

@@ -2,9 +2,13 @@
 
 import asyncio
 
+from router.legs import FlowLimits
 from runtime.errors import BatonError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+
+# A crowd on a busy machine takes its time; none of these tests is about deadlines.
+PATIENT = FlowLimits(peer_wait_s=15.0, capacity_wait_s=15.0, reserve_s=15.0, commit_s=15.0)
 
 
 async def asked(router: RouterHarness, index: int) -> None:
@@ -20,8 +24,8 @@ async def test_both_fill_the_same_pools_and_nobody_loses_a_request() -> None:
     pools = [FakeDecode(f"d{i}", fabric, journal, max_running=6) for i in range(2)]
     for pool in pools:
         pool.token_pause_s = 0.002
-    async with (running_router(*workers, *pools) as first,
-                running_router(*workers, *pools, start_workers=False) as second):
+    async with (running_router(*workers, *pools, flow=PATIENT) as first,
+                running_router(*workers, *pools, flow=PATIENT, start_workers=False) as second):
         await eventually(lambda: not second.directory.pair_problem(), "a stranger")
         await asyncio.gather(*(asked(router, index) for router in (first, second) for index in range(60)))
         for router in (first, second):

@@ -1,10 +1,12 @@
 """Files of a model directory to ids; chat templates as transformers renders them."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 from router.model_facts import load_served_model
@@ -65,6 +67,28 @@ async def test_long_texts_give_the_same_ids_as_short_ones() -> None:
     tokeniser, word = Tokeniser(byte_level_tokenizer(), None), "mill "
     ids = await tokeniser.encode_text(word * INLINE_CHARACTERS)
     assert ids == byte_level_tokenizer().encode(word * INLINE_CHARACTERS).ids
+
+
+class Watched:
+    """A tokenizer that keeps the threads it worked on. It has no `encode`, which keeps all threads waiting."""
+
+    decoder = None
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
+        self.threads.append(threading.current_thread())
+        return byte_level_tokenizer().encode_batch(texts, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize(("messages", "inline"), [
+    ([Message("user", "red")], True), ([Message("user", "mill " * INLINE_CHARACTERS)], False),
+    ([Message("mill " * INLINE_CHARACTERS, "red")], False), ([Message("user", "")] * INLINE_CHARACTERS, False)])
+async def test_long_chats_leave_the_event_loop_alone(messages: list[Message], inline: bool) -> None:  # noqa: FBT001
+    watched: Any = Watched()
+    await Tokeniser(watched, ChatTemplate("{{ messages | length }}", {})).encode_chat(messages)
+    assert [thread is threading.current_thread() for thread in watched.threads] == [inline]
 
 
 async def test_chat_goes_through_template_and_tokenizer(tmp_path: Path) -> None:

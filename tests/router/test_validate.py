@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,9 +75,13 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "id beyond the vocabulary": (with_ids([1, VOCAB_SIZE, 2]), "token_ids.ids[1]", "512 is not in the vocabulary"),
     "too many ids": (with_ids([1] * 256), "token_ids", "256 tokens; the context limit of 256"),
     "too long a text": (with_fields(text="x y" * 256), "text", "context limit of 256"),
+    "far too many ids": (with_ids([VOCAB_SIZE] * 100_000), "token_ids", "100000 tokens; the context limit of 256"),
     "far too long a text": (with_fields(text="x" * 100_000), "text", "100000 characters"),
     "no messages": (with_chat(), "chat.messages", "not be empty"),
     "no role": (with_chat(("user", "a"), ("", "b")), "chat.messages[1].role", "not be empty"),
+    "many messages": (with_chat(*[("", "")] * 4097), "chat.messages", "4097 entries, the limit is 4096"),
+    "far too long a message": (with_chat(("user", "x" * 100_000)), "chat.messages", "100004 characters"),
+    "far too long a role": (with_chat(("x" * 100_000, "hi")), "chat.messages", "100002 characters"),
     "long request id": (with_fields(request_id="ü" * 65), "request_id", "130 bytes, the limit is 128"),
     "priority": (with_fields(priority=101), "priority", "between -100 and 100, got 101"),
     "low priority": (with_fields(priority=-101), "priority", "got -101"),
@@ -100,6 +105,8 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "min above context": (with_stop(min_tokens=254), "stop.min_tokens", "at most 253"),
     "empty stop string": (with_stop(stop_strings=["a", ""]), "stop.stop_strings[1]", "not be empty"),
     "many stop strings": (with_stop(stop_strings=["a"] * 17), "stop.stop_strings", "17 entries, the limit is 16"),
+    "long stop string": (with_stop(stop_strings=["a", "ü" * 513]), "stop.stop_strings[1]",
+                         "1026 bytes, the limit is 1024"),
     "stop strings without text": (both(with_stop(stop_strings=["a"]), with_fields(skip_text=True)), "stop.stop_strings",
                                   "skip_text"),
     "stop token": (with_stop(stop_token_ids=[1, VOCAB_SIZE]), "stop.stop_token_ids[1]", "not in the vocabulary"),
@@ -137,6 +144,18 @@ async def test_another_model_is_not_found() -> None:
         await check(request)
     request.model = "tiny"
     await check(request)
+    request.model = "x" * 100_000
+    with pytest.raises(UnknownModelError) as caught:
+        await check(request)
+    assert len(str(caught.value)) < 200
+
+
+async def test_the_largest_chat_passes() -> None:
+    request = good()
+    with_chat(*[("a", "")] * 4096)(request)
+    counting = Tokeniser(byte_level_tokenizer(), ChatTemplate("{{ messages | length }}", {}))
+    checked = await check(request, ServedModel(replace(FACTS, max_context_tokens=8192), counting))
+    assert list(checked.engine.prompt_token_ids) == byte_level_tokenizer().encode("4096").ids
 
 
 @pytest.mark.parametrize(("change", "field"), [
@@ -194,7 +213,8 @@ async def test_the_largest_allowed_values_pass() -> None:
     both(with_sampling(temperature=100, top_p=1, min_p=1, frequency_penalty=2, presence_penalty=-2,
                        repetition_penalty=10, top_k=2**32 - 1, seed=2**64 - 1),
          with_bias(dict.fromkeys(range(VOCAB_SIZE), -100.0)),
-         with_stop(max_tokens=4, min_tokens=4, stop_strings=["a"] * 16, stop_token_ids=[1] * 64, ignore_eos=True),
+         with_stop(max_tokens=4, min_tokens=4, stop_strings=["a" * 1024] * 16, stop_token_ids=[1] * 64,
+                   ignore_eos=True),
          with_fields(request_id="x" * 128, priority=-100, num_top_logprobs=20))(request)
     checked = await check(request)
     assert checked.engine.max_tokens == checked.engine.min_tokens == 4
@@ -208,6 +228,22 @@ async def test_max_tokens_is_cut_to_the_context() -> None:
     assert (await check(request)).engine.max_tokens == 253
     with_ids([1] * 255)(request)
     assert (await check(request)).engine.max_tokens == 1
+
+
+@pytest.mark.parametrize(("change", "kind", "field", "num_violations"), [
+    (with_bias(dict.fromkeys(range(VOCAB_SIZE, VOCAB_SIZE + 1024), 1.0)), InvalidRequestError,
+     "sampling.logit_bias[512]", 17),
+    (with_chat(*[("", "")] * 4096), InvalidRequestError, "chat.messages[0].role", 17),
+    (with_fields(model="x" * 20_000), UnknownModelError, "model", 1)])
+async def test_many_or_long_mistakes_reach_the_client_with_their_fields(
+        change: Change, kind: type[InvalidRequestError], field: str, num_violations: int) -> None:
+    request = good()
+    change(request)
+    async with running_router() as router:
+        error = await router.failure(request)
+    assert isinstance(error, kind)
+    assert error.violations[0].field == field
+    assert len(error.violations) == num_violations
 
 
 async def test_bad_input_reaches_no_worker_and_leaves_nothing() -> None:

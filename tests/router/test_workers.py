@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+import time
 from functools import partial
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import generation_pb2, types_pb2, worker_pb2
@@ -14,25 +16,25 @@ from router.policy import Policy
 from router.validate import AdmissibleRequest
 from router.worker import Role, Worker
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
-from tests.router.harness import ADMISSION_LIMITS, FACTS, RouterHarness, eventually, running_router, token_request
+from tests.router.harness import (
+    ADMISSION_LIMITS,
+    FACTS,
+    RouterHarness,
+    eventually,
+    running_router,
+    token_request,
+    worker_info,
+)
 from tests.support.fake_workers import VOCAB_SIZE, Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def info(role: Role, **changes: object) -> worker_pb2.WorkerInfo:
-    facts: dict[str, object] = {
-        "role": role.value, "incarnation": "a", "architecture": "Tiny", "vocab_size": VOCAB_SIZE, "num_layers": 4,
-        "max_context_tokens": 256, "page_size": 16, "pages_total": 10, "slots_total": 4, "max_running_requests": 4,
-        "max_queued_requests": 3}
-    return worker_pb2.WorkerInfo(**(facts | changes))  # type: ignore[arg-type]
-
-
 async def a_worker(role: Role, **load: int) -> Worker:
     worker = Worker(role, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None)
-    worker.introduced(info(role), FACTS)
-    worker.reported(worker_pb2.WorkerLoad(serving=True, **load), FACTS)  # type: ignore[arg-type]
+    worker.introduced(worker_info(role), FACTS)
+    worker.reported(worker_pb2.WorkerLoad(serving=True, **load))  # type: ignore[arg-type]
     return worker
 
 
@@ -42,7 +44,7 @@ async def test_bookings_since_the_report_are_added_to_it() -> None:
     booking, twin = worker.book(30), worker.book(30)
     twin.release()
     assert worker.as_candidate(1).load == 130
-    worker.reported(worker_pb2.WorkerLoad(serving=True, queued_tokens=130, queued_requests=1), FACTS)
+    worker.reported(worker_pb2.WorkerLoad(serving=True, queued_tokens=130, queued_requests=1))
     assert worker.as_candidate(1).load == 130
     other = worker.book(30)
     booking.release()
@@ -56,7 +58,7 @@ async def test_a_stale_report_never_hides_what_was_given() -> None:
     worker = await a_worker(Role.PREFILL)
     for _ in range(2):
         worker.book(50)
-    worker.reported(worker_pb2.WorkerLoad(serving=True), FACTS)
+    worker.reported(worker_pb2.WorkerLoad(serving=True))
     assert worker.as_candidate(1).load == 100
 
 
@@ -74,7 +76,7 @@ async def test_decode_room_counts_pages_that_no_report_shows_yet() -> None:
     assert not worker.as_candidate(64).has_room
     for booking in booked:
         booking.landed()
-    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=2, running_requests=2), FACTS)
+    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=2, running_requests=2))
     for _ in range(2):
         worker.book(15)
     assert not worker.as_candidate(15).has_room, "both slots are promised"
@@ -91,8 +93,8 @@ async def test_a_full_pool_may_have_a_few_requests_coming() -> None:
 async def test_a_new_incarnation_owes_nothing() -> None:
     worker = await a_worker(Role.DECODE, pages_free=10, slots_free=4)
     old = worker.book(100)
-    worker.introduced(info(Role.DECODE, incarnation="b"), FACTS)
-    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10), FACTS)
+    worker.introduced(worker_info(Role.DECODE, incarnation="b"), FACTS)
+    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
     assert worker.as_candidate(1).load == 0
     old.release()
     assert worker.as_candidate(1).load == 0
@@ -100,9 +102,9 @@ async def test_a_new_incarnation_owes_nothing() -> None:
 
 async def test_a_worker_of_another_model_is_not_used() -> None:
     worker = await a_worker(Role.DECODE)
-    worker.introduced(info(Role.DECODE, vocab_size=7), FACTS)
+    worker.introduced(worker_info(Role.DECODE, vocab_size=7), FACTS)
     assert "vocab_size is 7, the router's is 512" in worker.problem
-    worker.introduced(info(Role.PREFILL), FACTS)
+    worker.introduced(worker_info(Role.PREFILL), FACTS)
     assert "it is a prefill worker, configured as decode" in worker.problem
 
 
@@ -205,6 +207,18 @@ async def test_a_draining_worker_gets_nothing_and_says_why() -> None:
         await router.ask(token_request([1]))
 
 
+async def test_a_router_that_was_held_up_loses_nobody(monkeypatch: pytest.MonkeyPatch,
+                                                     caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("router.watch.MIN_SILENCE_S", 0.5)
+    prefill, decode = pair()
+    async with running_router(prefill, decode) as router:
+        caplog.clear()
+        time.sleep(1.0)  # noqa: ASYNC251 - the whole process stands still
+        await asyncio.sleep(0.3)
+        assert not [record for record in caplog.records if "worker lost" in record.getMessage()]
+        await router.ask(token_request([5, 6], max_tokens=2))
+
+
 async def test_a_worker_that_falls_silent_is_lost() -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
@@ -242,7 +256,7 @@ async def test_a_request_that_gives_up_in_the_moment_it_is_placed_keeps_nothing(
         admission = router.services.admission
         waiting = asyncio.create_task(admission._wait(admissible_request()))
         await eventually(lambda: admission.num_waiting, "the queue")
-        router.directory.workers[1].reported(worker_pb2.WorkerLoad(serving=True), FACTS)
+        router.directory.workers[1].reported(worker_pb2.WorkerLoad(serving=True))
         admission._pump()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

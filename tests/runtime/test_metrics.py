@@ -3,16 +3,15 @@ import urllib.request
 import pytest
 
 from runtime.errors import ConfigError
+from runtime.exposition import Exposition, new_registry
 from runtime.metrics import (
     ArrivalMetrics,
-    Exposition,
     HandoffMetrics,
     LeaderMetrics,
     PoolMetrics,
     RouterMetrics,
     RpcMetrics,
     StageMetrics,
-    new_registry,
 )
 
 

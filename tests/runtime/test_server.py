@@ -16,6 +16,7 @@ from runtime.client import open_channel, open_sync_channel, wait_serving
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
+from tests.router.harness import eventually
 from tests.support.generation import SERVICE, EchoGeneration, serve_echo
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -128,6 +129,23 @@ async def test_health_watch_follows_and_drain_says_not_serving_first() -> None:
         assert isinstance(error_from_rpc(caught.value), errors.UnavailableError)
         await asyncio.wait_for(draining, 3)
     assert not servicer.running
+
+
+async def test_a_drain_lets_calls_through_that_begin_nothing() -> None:
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer)
+    async with open_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        running = stub.Generate(pb.GenerateRequest(text="hang", request_id="r1"))
+        await running.read()
+        draining = asyncio.create_task(server.drain(grace_s=30))
+        await eventually(lambda: server._guard._refusal, "a server that does not drain")
+        assert isinstance(await fail(address, text="hello"), errors.DrainingError)
+        assert list((await stub.Abort(pb.AbortRequest(request_ids=["r1"]))).aborted) == ["r1"]
+        assert (await stub.GetClusterStatus(pb.GetClusterStatusRequest())).running_requests == 1
+        running.cancel()
+        async with asyncio.timeout(10):
+            await draining
 
 
 async def test_emptying_hands_calls_back_and_keeps_the_server() -> None:

@@ -1,5 +1,7 @@
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import TypeVar
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -134,6 +136,26 @@ def test_bugs_show_the_request_id_and_not_their_text(error: Exception) -> None:
 ])
 def test_statuses_of_grpc_itself_become_typed_errors(code: grpc.StatusCode, kind: type[BatonError]) -> None:
     assert type(error_from_rpc(as_rpc_error(RpcFailure(code, "text", ())))) is kind
+
+
+@pytest.mark.parametrize("text", ["a" * 20_000, "\n" * 20_000, "🎐" * 5_000])
+def test_a_status_fits_into_the_metadata_that_every_client_accepts(text: str) -> None:
+    violations = [FieldViolation(f"sampling.logit_bias[{2**32 - i}]", text) for i in range(1, 2000)]
+    for error in (errors.UnknownModelError(*violations), errors.CapacityError(text, resource="grammar compiler"),
+                  errors.ConfigError(text, field="model"), errors.IncompatiblePeerError(text), ZeroDivisionError(text)):
+        failure = failure_of(error, request_id=text)
+        raw = dict(failure.trailing_metadata)[DETAILS_KEY]
+        assert isinstance(raw, bytes)
+        assert len(quote(failure.message)) + len(b64encode(raw)) < 8000  # and some for gRPC's own
+        back = error_from_rpc(as_rpc_error(failure))
+        assert type(back) is (errors.InternalError if isinstance(error, ZeroDivisionError) else type(error))
+
+
+def test_the_first_violations_are_told_and_how_many_more_there_are() -> None:
+    given = [FieldViolation(f"field[{i}]", "is bad") for i in range(16 + 104)]
+    back = error_from_rpc(as_rpc_error(failure_of(errors.InvalidRequestError(*given))))
+    assert isinstance(back, errors.InvalidRequestError)
+    assert list(back.violations) == [*given[:16], FieldViolation("request", "and 104 more violations")]
 
 
 def test_garbage_in_the_details_trailer_is_ignored() -> None:

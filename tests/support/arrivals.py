@@ -4,15 +4,15 @@ Nothing computes: tests look at what the scheduler would run, and at whose memor
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
 from prometheus_client import CollectorRegistry
 
 from decode.scheduler import DecodeScheduler
-from decode.service import Context, DecodeParts, DecodeService
+from decode.service import DecodeParts, DecodeService
 from decode.steps import DecodeLimits
 from engine.batch import ForwardBatch
 from engine.loop import EngineLoop
@@ -31,6 +31,7 @@ from runtime.clock import SystemClock
 from runtime.metrics import ArrivalMetrics
 from tests.support.handoff import Pool
 from tests.support.local_pool import call
+from tests.support.streams import Stream
 from tests.support.tiny_models import HYBRID, tiny
 from transfer import codec
 from transfer.compatibility import Compatibility
@@ -59,15 +60,15 @@ class _Group:
     def __init__(self) -> None:
         self.pool: Pool | None = None
         self._loop = asyncio.get_running_loop()
-        self._listeners: dict[str, Listener] = {}
+        self._listeners: dict[tuple[str, int], Listener] = {}
 
     def on_report(self, rank: int, event: StageSessionEvent) -> None:
         """From the agents' threads."""
         self._loop.call_soon_threadsafe(self._deliver, rank, event)
 
     def _deliver(self, rank: int, event: StageSessionEvent) -> None:
-        if event.session_id in self._listeners:
-            self._listeners[event.session_id](rank, event)
+        if (event.session_id, event.epoch) in self._listeners:
+            self._listeners[event.session_id, event.epoch](rank, event)
 
     @property
     def endpoints(self) -> tuple[StageEndpoint, ...]:
@@ -76,7 +77,7 @@ class _Group:
 
     def open_receive(self, source: SourceTerms, landing: Landing, listener: Listener) -> None:
         assert self.pool is not None
-        self.listen(landing.session_id, listener)
+        self.listen(landing.session_id, landing.epoch, listener)
         for stage in self.pool.stages:
             stage.agent.open_receive(source, landing)
 
@@ -84,11 +85,11 @@ class _Group:
         assert self.pool is not None
         self.pool.close(session_id)
 
-    def listen(self, session_id: str, listener: Listener) -> None:
-        self._listeners[session_id] = listener
+    def listen(self, session_id: str, epoch: int, listener: Listener) -> None:
+        self._listeners[session_id, epoch] = listener
 
-    def forget(self, session_id: str) -> None:
-        self._listeners.pop(session_id, None)
+    def forget(self, session_id: str, epoch: int) -> None:
+        self._listeners.pop((session_id, epoch), None)
 
 
 @dataclass
@@ -99,38 +100,7 @@ class _Leader:
     reason: str = ""
 
 
-class Stream:
-    """The router's end of one Generate stream. `responses` are those that nobody has taken yet."""
-
-    def __init__(self, service: DecodeService) -> None:
-        self._messages: asyncio.Queue[pb.DecodeRequest] = asyncio.Queue()
-        self.responses: asyncio.Queue[pb.DecodeResponse] = asyncio.Queue()
-        self._handler = asyncio.create_task(self._serve(service))
-
-    def send(self, message: pb.DecodeRequest) -> None:
-        self._messages.put_nowait(message)
-
-    async def next(self, timeout_s: float = 10) -> pb.DecodeResponse:
-        return await asyncio.wait_for(self.responses.get(), timeout_s)
-
-    async def ended(self, timeout_s: float = 10) -> None:
-        """Raises what the stream ended with."""
-        await asyncio.wait_for(self._handler, timeout_s)
-
-    async def drop(self) -> None:
-        """The caller is gone: gRPC cancels the handler."""
-        self._handler.cancel()
-        await asyncio.wait([self._handler])
-
-    async def _serve(self, service: DecodeService) -> None:
-        generator = cast("AsyncGenerator[pb.DecodeResponse, None]", service.Generate(self._read(), cast(Context, None)))
-        async with aclosing(generator) as responses:
-            async for response in responses:
-                self.responses.put_nowait(response)
-
-    async def _read(self) -> AsyncIterator[pb.DecodeRequest]:
-        while True:
-            yield await self._messages.get()
+DecodeStream = Stream[pb.DecodeRequest, pb.DecodeResponse]
 
 
 @dataclass
@@ -154,29 +124,32 @@ class Arrivals:
         """A sample; 0 for one that never moved."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
-    async def open(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = ()) -> tuple[Stream, Landing]:
+    async def open(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (),
+                   remaining_s: float | None = None) -> tuple[DecodeStream, Landing]:
         """A request up to its landing."""
-        stream = self.begin(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        stream = self.begin(max_tokens=max_tokens, stop_token_ids=stop_token_ids, remaining_s=remaining_s)
         response = await stream.next()
         return stream, codec.landing_from_proto(response.landing)
 
-    def begin(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = ()) -> Stream:
+    def begin(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (),
+              remaining_s: float | None = None) -> DecodeStream:
         """A request whose reservation is asked for."""
-        stream = Stream(self.service)
+        stream = DecodeStream(self.service.Generate, remaining_s=remaining_s)
         request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=max_tokens,
                                           stop_token_ids=stop_token_ids)
         stream.send(pb.DecodeRequest(open=pb.DecodeOpen(request=request, source=codec.source_to_proto(self.terms))))
         return stream
 
-    def deliver(self, landing: Landing, *, layers: Callable[[int], bool] = lambda layer_id: True) -> None:
+    def deliver(self, landing: Landing, *, layers: Callable[[int], bool] = lambda layer_id: True,
+                request_key: int = 1) -> None:
         """The source has computed these layers."""
-        self.source.open_send(self.terms, landing)
-        self.finish_layers(layers)
+        self.source.open_send(self.terms, landing, request_key=request_key)
+        self.finish_layers(layers, request_key=request_key)
 
-    def finish_layers(self, layers: Callable[[int], bool]) -> None:
+    def finish_layers(self, layers: Callable[[int], bool], *, request_key: int = 1) -> None:
         for stage in self.source.stages:
             for layer_id in filter(layers, stage.memory.geometry.layers):
-                stage.agent.layer_done(1, layer_id, len(PROMPT))
+                stage.agent.layer_done(request_key, layer_id, len(PROMPT))
 
     def next_batch(self) -> ForwardBatch | None:
         """What the engine would run now."""

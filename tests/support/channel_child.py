@@ -1,29 +1,56 @@
-"""A second stage in a process of its own: sends every frame back until it is killed.
+"""A stage in a process of its own: sends every packet on to the next stage, or from the last back to stage 0.
 
-`python -m tests.support.channel_child PROFILE`: prints its address as hex, reads the leader's from its input.
+`python -m tests.support.channel_child KIND RANK`: prints its address as hex, reads epochs with the addresses of all
+from its input, and says "lost" when a neighbour is. It ends with its input.
 """
 
 import sys
 
+import torch
+
+from engine.pipeline.channel import Packet
+from engine.pipeline.gloo_lane import GlooBackend
+from pool.stage_channel import PoolChannel
 from runtime.errors import PeerLostError
 from transfer.stage_channel import UcxStageChannel
 from transfer.ucx_settings import TransportProfile
 
-MAX_FRAME_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
+LOCALHOST = "127.0.0.1"
+KINDS = ("shm", "tcp", "lanes")
+
+
+def channel_of(rank: int, kind: str) -> PoolChannel:
+    """`kind`: a UCX profile, tensors within the frames; or lanes beside them, by gloo."""
+    profile = TransportProfile.SHM if kind == "lanes" else TransportProfile(kind)
+    frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + 4096, profile=profile)
+    return PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, why="was told so",
+                       backend=GlooBackend(LOCALHOST) if kind == "lanes" else None)
 
 
 def main() -> None:
-    channel = UcxStageChannel(rank=1, max_frame_bytes=MAX_FRAME_BYTES, profile=TransportProfile(sys.argv[1]))
+    torch.set_num_threads(1)
+    rank = int(sys.argv[2])
+    channel = channel_of(rank, sys.argv[1])
     print(channel.address.hex(), flush=True)
-    leader, epoch = sys.stdin.readline().split()
-    channel.connect([bytes.fromhex(leader), channel.address], int(epoch))
-    try:
-        while True:
-            frame = channel.receive(0, timeout_s=1.0)
-            if frame is not None:
-                channel.send(0, frame, timeout_s=5.0)
-    except PeerLostError:
-        channel.close()
+    for line in sys.stdin:
+        epoch, *addresses = line.split()
+        channel.connect([bytes.fromhex(address) for address in addresses], int(epoch))
+        try:
+            while True:
+                packet = channel.receive(rank - 1, timeout_s=1.0)
+                if packet is not None:
+                    pass_on(channel, packet, (rank + 1) % len(addresses))
+        except PeerLostError:
+            print("lost", flush=True)
+    channel.close()
+
+
+def pass_on(channel: PoolChannel, packet: Packet, rank: int) -> None:
+    """Tensors have no way back to stage 0: their sums go in the frame."""
+    sums = b"".join(b" %d" % int(tensor.sum()) for tensor in packet.tensors)
+    sent = Packet(bytes(packet.frame) + sums) if rank == 0 else Packet(bytes(packet.frame), packet.tensors)
+    channel.send(rank, sent, timeout_s=5.0)
 
 
 if __name__ == "__main__":

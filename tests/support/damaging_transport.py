@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from transfer.transport import Operation, Peer, Transport
+from engine.memory.layout import Buffer
+from transfer.transport import Berth, Operation, Peer, Transport
 
 
 def flip(bit: int) -> Callable[[memoryview], memoryview]:
@@ -12,6 +13,19 @@ def flip(bit: int) -> Callable[[memoryview], memoryview]:
         copy[bit // 8 % len(copy)] ^= 1 << bit % 8
         return memoryview(copy)
     return damage
+
+
+def flip_in_the_middle(buffer: memoryview) -> memoryview:
+    return flip(8 * (len(buffer) // 2) + 4)(buffer)
+
+
+def send_damaged(send: Callable[[Peer, int, Buffer], Operation], peer: Peer, tag: int, buffer: Buffer,
+                 damage: Callable[[memoryview], memoryview] = flip_in_the_middle) -> Operation:
+    """The sender digests what it gave away, not what became of it."""
+    assert isinstance(buffer, memoryview)
+    operation = send(peer, tag, damage(buffer))
+    operation.content = buffer
+    return operation
 
 
 class DamagingTransport:
@@ -32,10 +46,12 @@ class DamagingTransport:
     def connect(self, address: bytes) -> Peer:
         return self.inner.connect(address)
 
-    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
-        return self.inner.send(peer, tag, self.damage[tag](buffer) if tag in self.damage else buffer)
+    def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        if tag not in self.damage:
+            return self.inner.send(peer, tag, buffer)
+        return send_damaged(self.inner.send, peer, tag, buffer, self.damage[tag])
 
-    def post_receive(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
+    def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
         return self.inner.post_receive(peer, tag, buffer)
 
     def cancel_receive(self, operation: Operation) -> None:

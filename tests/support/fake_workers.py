@@ -29,7 +29,7 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.errors import CapacityError
+from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 
@@ -49,6 +49,7 @@ class Point(StrEnum):
     QUEUED = "queued"  # prefill got it
     STARTED = "started"  # prefill said so
     RESERVE = "reserve"  # decode is about to reserve
+    POSTING = "posting"  # decode has reserved and is about to say where
     LANDED = "landed"  # decode said where
     COMPUTED = "computed"  # prefill is about to say the first token
     SENDING = "sending"  # prefill got the landing
@@ -102,6 +103,7 @@ class FakeWorker:
         self.max_running = max_running
         self.num_pages = num_pages
         self.serving = True
+        self.queued_tokens = 0  # what it says that waits
         self.reports = True  # whether the watch stream says anything after its facts
         self.open_requests: list[str] = []
         self.refused: dict[str, int] = defaultdict(int)
@@ -173,7 +175,8 @@ class FakeWorker:
             if self.reports:
                 yield worker_pb2.WatchResponse(load=worker_pb2.WorkerLoad(
                     serving=self.serving, reason="" if self.serving else "draining",
-                    running_requests=len(self.open_requests), pages_free=self.num_pages))
+                    queued_tokens=self.queued_tokens, running_requests=len(self.open_requests),
+                    pages_free=self.num_pages))
             await asyncio.sleep(request.interval_s)
 
 
@@ -183,6 +186,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     role = "prefill"
     service = "baton.v1.Prefill"
     first_token_offset = 0  # a wrong one, if not 0
+    prefill_s = 0.125  # what it says that a prompt took
     scored_chunks: tuple[int, ...] = (1000,)  # tokens scored per message; position p scores -p
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -191,8 +195,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     async def Run(self, request_iterator: AsyncIterator[prefill_pb2.RunRequest],
                   context: Context) -> AsyncIterator[prefill_pb2.RunResponse]:
         request = (await anext(request_iterator)).request
-        with self.holding(request.request_id):
+        with self.holding(request.request_id), _awaiting(request_iterator) as landing:
             await self.reached(Point.QUEUED, request)
+            if landing.done() and landing.result() is not None:
+                raise InvalidRequestError(FieldViolation("input", "expected one landing, after started"))
             yield prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
             await self.reached(Point.STARTED, request)
             for scored in self._scores(request):
@@ -200,9 +206,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             await self.reached(Point.COMPUTED, request)
             token = (expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset) % VOCAB_SIZE
             yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
-                token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=0.125))
-            answer = await anext(request_iterator, None)
-            if answer is None:
+                token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=self.prefill_s))
+            if (answer := await landing) is None:
                 return  # the router let go before it had a landing: an abort
             await self.reached(Point.SENDING, request)
             self.fabric.deliver(answer.landing)
@@ -259,6 +264,12 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                                   ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         session_id, first_token, request = uuid.uuid4().hex, None, opening.request
         for epoch in itertools.count():
+            await self.reached(Point.POSTING, request)
+            if not inputs.empty():
+                message = inputs.get_nowait()
+                if message.HasField("new_source"):
+                    continue  # overtaken: it lands for the newer source only
+                first_token = message.first_token.token_ids[0]
             yield decode_pb2.DecodeResponse(landing=transfer_pb2.Landing(session_id=session_id, epoch=epoch))
             await self.reached(Point.LANDED, request)
             delivered = self.fabric.delivered(session_id, epoch)
@@ -290,6 +301,20 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         stopped = tokens[-1] if reason == types_pb2.FINISH_REASON_STOP else None
         yield decode_pb2.DecodeResponse(finished=decode_pb2.DecodeFinished(
             reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5))
+
+
+@contextlib.contextmanager
+def _awaiting(requests: AsyncIterator[prefill_pb2.RunRequest],
+              ) -> Iterator["asyncio.Task[prefill_pb2.RunRequest | None]"]:
+    """The next message, or None at the end, listened for while other things happen."""
+    async def upcoming() -> prefill_pb2.RunRequest | None:
+        return await anext(requests, None)
+
+    task = asyncio.create_task(upcoming())
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 def _finish_reason(request: types_pb2.EngineRequest, tokens: list[int]) -> types_pb2.FinishReason | None:

@@ -1,26 +1,32 @@
 """FlashInfer's wrappers by their documentation, computed row by row in fp64.
 
 Like the real ones they keep the schedule of the last plan only and are silent about it; and they insist on lengths that
-lie on the host.
+lie on the host. Those made for graphs keep it in buffers of a fixed size, and a run reads nothing else: so a run that
+is started again behaves as a replay does.
 """
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from engine.attention.wrappers import GraphSizes
 
 
-@dataclass
-class _Schedule:
-    """What a plan leaves behind. One entry per row: queries, the slots of its keys; and who sees what."""
+@dataclass(frozen=True)
+class _Frozen:
+    """What a captured run keeps from the first plan on."""
 
-    num_queries: list[int]
-    pages: list[list[int]]
-    num_keys: list[int]
-    masks: list[Tensor]
     page_size: int
     scale: float
+    window: int
+    causal: bool
+    splits: bool
+    sees_all: bool = False
 
 
 def _host(*tensors: Tensor) -> list[list[int]]:
@@ -29,116 +35,139 @@ def _host(*tensors: Tensor) -> list[list[int]]:
     return [tensor.tolist() for tensor in tensors]
 
 
-def _pieces(indptr: list[int], values: list[int]) -> list[list[int]]:
-    assert (indptr[0], indptr[-1]) == (0, len(values))
-    return [values[start:stop] for start, stop in pairwise(indptr)]
-
-
 class _Paged:
-    def __init__(self) -> None:
-        self.schedule: _Schedule | None = None
-        self.num_plans = 0
+    """`buffers` of a wrapper without graphs are replaced by every plan, those of one with graphs never."""
 
-    def _store(self, schedule: _Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, graph: GraphSizes | None) -> None:
+        self.graph = graph
+        self.frozen: _Frozen | None = None
+        self.num_plans = 0
+        self.num_rows_planned: int | None = None
+        self.buffers: dict[str, Tensor] = {}
+        if graph is not None:
+            counts = {"qo_indptr": graph.num_rows + 1, "indptr": graph.num_rows + 1, "indices": graph.num_pages,
+                      "last_page_len": graph.num_rows, "mask_indptr": graph.num_rows + 1}
+            self.buffers = {name: torch.zeros(count, dtype=torch.int32) for name, count in counts.items()}
+            self.buffers["mask"] = torch.zeros(graph.mask_bytes, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def _store(self, frozen: _Frozen, **values: Tensor) -> None:
+        (queries, starts), mask = _host(values["qo_indptr"], values["indptr"]), values["mask"]
+        assert (starts[0], starts[-1]) == (0, len(values["indices"]))
+        if self.graph is None:
+            self.frozen, self.buffers = frozen, values
+        else:
+            assert len(queries) == self.graph.num_rows + 1, "the rows of a captured wrapper are fixed"
+            assert self.frozen in (None, frozen), "a captured run keeps what it was captured with"
+            self.num_rows_planned = self.num_rows_planned or queries[-1]
+            assert queries[-1] <= self.num_rows_planned, "no more queries than at the first plan"
+            assert len(values["indices"]) <= self.graph.num_pages
+            assert len(mask) <= self.graph.mask_bytes
+            assert bool(self.graph.mask_bytes) is not (frozen.causal or frozen.sees_all), "a mask needs its buffers"
+            self.frozen = frozen
+            for name, value in values.items():
+                self.buffers[name][:len(value)] = value
         self.num_plans += 1
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
-        schedule = self.schedule
-        assert schedule is not None
-        assert len(q) == sum(schedule.num_queries)
-        share = q.shape[1] // paged_kv_cache.shape[2]
-        out, start = torch.empty_like(q), 0
-        for count, pages, length, mask in zip(schedule.num_queries, schedule.pages, schedule.num_keys, schedule.masks,
-                                              strict=True):
-            entries = paged_kv_cache[pages].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
-            keys, values = entries.repeat_interleave(share, 1)
-            queries = q[start : start + count].double().transpose(0, 1)
-            scores = (queries @ keys.transpose(1, 2) * schedule.scale).masked_fill(~mask, float("-inf"))
-            out[start : start + count] = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
-            start += count
+        out = torch.full_like(q, float("nan"))
+        with _disable_current_modes():  # what a kernel does is nobody's to see
+            self._attend(q, paged_kv_cache, out)
         return out
+
+    def run_return_lse(self, q: Tensor, paged_kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.full_like(q, float("nan"))
+        sums = torch.full(q.shape[:2], float("nan"), dtype=torch.float32)
+        with _disable_current_modes():
+            self._attend(q, paged_kv_cache, out, sums)
+        return out, sums
+
+    def _attend(self, q: Tensor, cache: Tensor, out: Tensor, sums: Tensor | None = None) -> None:
+        frozen, held = self.frozen, {name: value.tolist() for name, value in self.buffers.items() if name != "mask"}
+        assert frozen is not None
+        assert self.graph is not None or len(q) == held["qo_indptr"][-1]
+        share = q.shape[1] // cache.shape[2]
+        for row, (first, stop) in enumerate(pairwise(held["qo_indptr"])):
+            pages = held["indices"][held["indptr"][row] : held["indptr"][row + 1]]
+            length = (len(pages) - 1) * frozen.page_size + held["last_page_len"][row]
+            if first < stop:
+                entries = cache[pages].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+                keys, values = entries.repeat_interleave(share, 1)
+                visible = self._visible(row, stop - first, length)
+                # Values that nobody sees are not read at all.
+                scores = (q[first:stop].double().transpose(0, 1) @ keys.transpose(1, 2) * frozen.scale).masked_fill(
+                    ~visible, float("-inf"))
+                weights = scores.softmax(-1)
+                if sums is not None:
+                    sums[first:stop] = (scores.logsumexp(-1) / math.log(2)).t().float()
+                seen = visible.any(0)
+                out[first:stop] = (weights[..., seen] @ values[:, seen]).transpose(0, 1).to(q.dtype)
+
+    def _visible(self, row: int, count: int, length: int) -> Tensor:
+        frozen = self.frozen
+        assert frozen is not None
+        if frozen.sees_all:
+            visible = torch.ones(count, length, dtype=torch.bool)
+        elif frozen.causal:
+            visible = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+        else:
+            start = self.buffers["mask_indptr"][row]
+            packed = self.buffers["mask"][start : start + -(-count * length // 8)].numpy()
+            bits = np.unpackbits(packed, bitorder="little")[:count * length]
+            visible = torch.from_numpy(bits.astype(bool)).view(count, length)
+        if frozen.window >= 0:
+            visible = visible & torch.ones(count, length, dtype=torch.bool).triu(length - count - frozen.window)
+        return visible
 
 
 class FakeDecode(_Paged):
     def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-             head_dim: int, page_size: int, *, sm_scale: float, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype) -> None:
-        starts, last = _host(indptr, last_page_len)
-        pages = _pieces(starts, indices.tolist())
-        lengths = [(len(row) - 1) * page_size + tail for row, tail in zip(pages, last, strict=True)]
-        masks = [torch.ones(1, length, dtype=torch.bool) for length in lengths]
-        self._store(_Schedule([1] * len(pages), pages, lengths, masks, page_size, sm_scale))
+             head_dim: int, page_size: int, *, sm_scale: float, window_left: int, q_data_type: torch.dtype,
+             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+        _host(last_page_len)
+        frozen = _Frozen(page_size, sm_scale, window_left, causal=True, splits=not disable_split_kv)
+        self._store(frozen, qo_indptr=torch.arange(len(indptr), dtype=torch.int32), indptr=indptr, indices=indices,
+                    last_page_len=last_page_len, mask=torch.empty(0, dtype=torch.uint8))
 
 
 class FakeRagged(_Paged):
     def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
              paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *,
-             custom_mask: Tensor | None, causal: bool, sm_scale: float, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype) -> None:
-        queries, starts, last = _host(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
-        counts = [stop - start for start, stop in pairwise(queries)]
-        pages = _pieces(starts, paged_kv_indices.tolist())
-        lengths = [(len(row) - 1) * page_size + tail for row, tail in zip(pages, last, strict=True)]
-        sizes = [count * length for count, length in zip(counts, lengths, strict=True)]
+             custom_mask: Tensor | None, causal: bool, sm_scale: float, window_left: int, q_data_type: torch.dtype,
+             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+        assert not (causal and custom_mask is not None)
+        starts, last = _host(paged_kv_indptr, paged_kv_last_page_len)
+        counts = [stop - start for start, stop in pairwise(qo_indptr.tolist())]
+        sizes = [count * ((stop - start - 1) * page_size + tail)
+                 for count, (start, stop), tail in zip(counts, pairwise(starts), last, strict=True)]
+        packed, mask_indptr = [np.empty(0, np.uint8)], [0]
         if custom_mask is not None:
-            assert not causal
             assert len(custom_mask) == sum(sizes)
-            parts = torch.split(custom_mask, sizes)
-            masks = [part.view(count, length) for part, count, length in zip(parts, counts, lengths, strict=True)]
-        else:
-            assert causal
-            masks = [torch.ones(count, length, dtype=torch.bool).tril(length - count)
-                     for count, length in zip(counts, lengths, strict=True)]
-        self._store(_Schedule(counts, pages, lengths, masks, page_size, sm_scale))
-
-
-class FakeLatent:
-    """One causal row after the other over compressed keys."""
-
-    def __init__(self) -> None:
-        self.schedule: _Schedule | None = None
-
-    def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor, num_heads: int,
-             head_dim_ckv: int, head_dim_kpe: int, page_size: int, *, causal: bool, sm_scale: float,
-             q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
-        assert causal
-        queries, starts, lengths = _host(qo_indptr, kv_indptr, kv_len_arr)
-        counts = [stop - start for start, stop in pairwise(queries)]
-        masks = [torch.ones(count, length, dtype=torch.bool).tril(length - count)
-                 for count, length in zip(counts, lengths, strict=True)]
-        self.schedule = _Schedule(counts, _pieces(starts, kv_indices.tolist()), lengths, masks, page_size, sm_scale)
-
-    def run(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor) -> Tensor:
-        schedule = self.schedule
-        assert schedule is not None
-        out, start = torch.empty_like(q_nope), 0
-        for count, pages, length, mask in zip(schedule.num_queries, schedule.pages, schedule.num_keys, schedule.masks,
-                                              strict=True):
-            latent, rope = (cache[pages].flatten(0, 1)[:length].double() for cache in (ckv_cache, kpe_cache))
-            rows = slice(start, start + count)
-            scores = torch.einsum("thd,sd->hts", q_nope[rows].double(), latent)
-            scores += torch.einsum("thd,sd->hts", q_pe[rows].double(), rope)
-            weights = (scores * schedule.scale).masked_fill(~mask, float("-inf")).softmax(-1)
-            out[rows] = torch.einsum("hts,sd->thd", weights, latent).to(out.dtype)
-            start += count
-        return out
+            packed += [np.packbits(part.numpy(), bitorder="little") for part in torch.split(custom_mask, sizes)]
+            mask_indptr = np.cumsum([len(part) for part in packed]).tolist()
+        self._store(_Frozen(page_size, sm_scale, window_left, causal=causal, splits=not disable_split_kv,
+                            sees_all=not causal and custom_mask is None),
+                    qo_indptr=qo_indptr, indptr=paged_kv_indptr, indices=paged_kv_indices,
+                    last_page_len=paged_kv_last_page_len, mask=torch.from_numpy(np.concatenate(packed)),
+                    mask_indptr=torch.tensor(mask_indptr, dtype=torch.int32))
 
 
 @dataclass
 class FakeWrappers:
     """A `WrapperFactory` that keeps what it made."""
 
-    made: list[FakeDecode | FakeRagged | FakeLatent] = field(default_factory=list)
+    made: list[FakeDecode | FakeRagged] = field(default_factory=list)
 
-    def ragged(self) -> FakeRagged:
-        self.made.append(wrapper := FakeRagged())
+    def ragged(self, graph: GraphSizes | None = None) -> FakeRagged:
+        self.made.append(wrapper := FakeRagged(graph))
         return wrapper
 
-    def decode(self, *, group_size: int) -> FakeDecode:
-        self.made.append(wrapper := FakeDecode())
-        return wrapper
+    def with_lse(self, graph: GraphSizes | None = None) -> FakeRagged:
+        return self.ragged(graph)
 
-    def latent(self) -> FakeLatent:
-        self.made.append(wrapper := FakeLatent())
+    def decode(self, *, group_size: int, graph: GraphSizes | None = None) -> FakeDecode:
+        self.made.append(wrapper := FakeDecode(graph))
         return wrapper

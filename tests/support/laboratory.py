@@ -13,6 +13,7 @@ from baton.client import AsyncBatonClient
 from decode.memory import Reservation
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeRole
+from engine.memory.layout import Buffer
 from engine.request import Request, SamplingParams
 from pool import process as process_module
 from pool import stage as stage_module
@@ -25,6 +26,7 @@ from router.config import RouterConfig
 from runtime.announce import Announcement, read_announcement
 from runtime.errors import CapacityError
 from runtime.supervision import StopSignal
+from tests.support.damaging_transport import send_damaged
 from transfer.transport import Operation, Peer
 from transfer.ucx import UcxTransport
 
@@ -36,12 +38,10 @@ class DamagingUcx(UcxTransport):
 
     armed = False
 
-    def send(self, peer: Peer, tag: int, buffer: memoryview) -> Operation:
-        if not DamagingUcx.armed or len(buffer) < 256:
+    def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        if not DamagingUcx.armed or buffer.nbytes < 256:
             return super().send(peer, tag, buffer)
-        damaged = bytearray(buffer)
-        damaged[len(damaged) // 2] ^= 0x10
-        return super().send(peer, tag, memoryview(damaged))
+        return send_damaged(super().send, peer, tag, buffer)
 
 
 @dataclass

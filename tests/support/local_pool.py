@@ -25,6 +25,7 @@ from engine.numerics import Numerics
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.inprocess import InProcessChannel
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
+from engine.pipeline.tensor_channel import TensorChannel
 from engine.recurrent.cpu import CpuRecurrent
 from engine.recurrent.tree import TreeRecurrent
 from engine.request import DrawnToken, Request
@@ -119,7 +120,7 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
     if size == 1:
         yield SingleStage(executors[0], sample, drafter)
         return
-    channels = InProcessChannel.pool(size)
+    channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in InProcessChannel.pool(size)]
     followers = [FollowerStage(executors[rank], sample, channels[rank], rank=rank, size=size,
                                drafter=drafter if rank == size - 1 else None) for rank in range(1, size)]
     threads = [threading.Thread(target=_serve, args=(follower,), daemon=True) for follower in followers]

@@ -251,22 +251,6 @@ def test_an_unreachable_source_fails_the_receive(pools: Pools) -> None:
     assert dest.wait("s", FAILED)[0].error_reason == "PEER_LOST"
 
 
-def test_a_lost_peer_fails_its_sessions_and_only_those(pools: Pools) -> None:
-    source, dest = source_and_dest(pools)
-    other = pools("other", 1)
-    lost_terms, live_terms = source.terms([1], 4), other.terms([1], 4)
-    lost = dest.landing(lost_terms, [1], session_id="lost", nonce=1)
-    live = dest.landing(live_terms, [2], session_id="live", nonce=2, slot_id=2)
-    dest.open_receive(lost_terms, lost)
-    dest.open_receive(live_terms, live)
-    dest.stages[0].agent.peer_lost("prefill-0")
-    assert dest.wait("lost", FAILED)[0].error_reason == "PEER_LOST"
-    dest.close("lost")
-    dest.wait("lost", DRAINED)
-    other.send(live_terms, live)
-    dest.wait("live", COMPLETE)
-
-
 def test_shutdown_drains_what_is_open(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
@@ -274,3 +258,31 @@ def test_shutdown_drains_what_is_open(pools: Pools) -> None:
     assert dest.stages[0].agent.shutdown(5.0)
     assert dest.stages[0].log.states("s") == [OPEN, DRAINED]
     assert dest.stages[0].agent.failure is None
+
+
+def test_a_request_that_is_over_does_not_come_back_with_a_batch_that_was_on_its_way(pools: Pools) -> None:
+    source, dest = source_and_dest(pools)
+    agent = source.stages[0].agent
+    agent.close_request(50)  # cancelled: this overtakes its first batch
+    agent.expect_send(50)
+    agent.layer_done(50, 0, 4)
+    terms = source.terms([1], 4)
+    landing = dest.landing(terms, [1])
+    agent.open_send(50, terms, landing)
+    assert "request 50 is over" in source.wait("s", FAILED)[0].error_text
+    source.wait("s", DRAINED)
+    assert agent.stats().num_prompts == 0
+    agent.close_all().result(10)
+    dest.open_receive(terms, landing)
+    source.send(terms, landing, request_key=50)  # another leader's
+    dest.wait("s", COMPLETE)
+
+
+def test_close_all_is_done_when_everything_has_drained(pools: Pools) -> None:
+    source, dest = source_and_dest(pools)
+    terms = source.terms([1], 4)
+    dest.open_receive(terms, dest.landing(terms, [1]))
+    agent = dest.stages[0].agent
+    agent.close_all().result(10)
+    assert dest.stages[0].log.states("s") == [OPEN, DRAINED]
+    agent.close_all().result(10)

@@ -4,6 +4,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,6 +185,31 @@ def test_a_newer_epoch_starts_only_when_the_older_is_drained(network: MemoryNetw
     assert_handed_over(source, dest, SOURCE_PAGES, DEST_PAGES)
     dest.shutdown()
     other.shutdown()
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_an_epoch_that_never_started_is_not_drained_before_the_older_one(
+        network: MemoryNetwork, in_memory: tuple[Pool, Pool], *, is_refused: bool) -> None:
+    """The last epoch's report speaks for the session: on its word memory is given back."""
+    source, _ = in_memory
+    dest = Pool("decode-patient", [network.transport(SystemClock())], hybrid_specs(4), limits=AgentLimits(drain_s=60))
+    network.fault = lambda tag, num_bytes: Fault.DELAY
+    terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
+    old, new = (dest.landing(terms, DEST_PAGES, epoch=epoch) for epoch in range(2))
+    dest.open_receive(terms, old)
+    source.send(terms, old)
+    agent, log = dest.stages[0].agent, dest.stages[0].log
+    wait_until(lambda: agent.stats().num_pending_operations > 0)
+    time.sleep(0.1)
+    agent.open_receive(terms, replace(new, stages=terms.stages) if is_refused else new)
+    agent.close("s")
+    time.sleep(0.2)
+    assert [(event.epoch, event.state) for event in log.events if event.state is not FAILED] == [(0, OPEN)]
+    network.release()
+    log.wait("s", DRAINED, epoch=1)
+    assert [event.epoch for event in log.events if event.state is DRAINED] == [0, 1]
+    assert (log.find("s", FAILED, epoch=1) is not None) == is_refused
+    dest.shutdown()
 
 
 @pytest.mark.parametrize("fault", [Fault.DROP, Fault.DIE, Fault.DUPLICATE])

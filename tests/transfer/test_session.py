@@ -15,9 +15,9 @@ from transfer.session import (
     SendState,
     SessionDeadlines,
     SessionInput,
-    Tombstones,
 )
 from transfer.terms import StageSessionEvent, StageSessionState
+from transfer.tombstones import Tombstones
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
 DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30)
@@ -113,7 +113,14 @@ def test_the_next_epoch_starts_over_in_the_same_reservation(session: ReceiveSess
     all_stages(session, OPEN, 1)
     all_stages(session, COMPLETE, 1)
     assert (session.state, session.num_bytes) == (ReceiveState.COMPLETE, 20)
-    with pytest.raises(InternalError, match="cannot start over from complete"):
+    assert session.next_epoch() == 2, "a source may be lost with everything sent and its first token untold"
+    assert (session.state, session.num_bytes) == (ReceiveState.RESERVED, 0)
+
+
+def test_a_session_that_is_over_does_not_start_over(session: ReceiveSession) -> None:
+    all_stages(session, COMPLETE)
+    session.commit()
+    with pytest.raises(InternalError, match="cannot start over from committed"):
         session.next_epoch()
 
 
@@ -205,7 +212,7 @@ def test_the_tables_never_leave_a_final_state() -> None:
 
 
 def test_tombstones_forget_the_oldest() -> None:
-    tombstones = Tombstones(max_entries=3)
+    tombstones = Tombstones[str](max_entries=3)
     for name in "abca":
         tombstones.add(name)
     tombstones.add("d")

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from pool.config import WorkerConfig
 from runtime.clock import SystemClock
 from runtime.config import load
 from runtime.errors import ConfigError
+from tests.support.handoff import wait_until
+from tests.support.ports import taken_port
+from transfer import ucx_settings
 from transfer.stage_channel import UcxStageChannel
 from transfer.ucx import UcxTransport
 from transfer.ucx_binding import UcxBinding
@@ -28,22 +32,12 @@ def listening() -> set[tuple[str, int]]:
 
 
 @pytest.fixture
-def neighbours() -> Iterator[tuple[socket.socket, int]]:
-    """A port somebody listens on, and the free port after it."""
-    for port in range(23000, 24000, 2):
-        with socket.socket() as taken, socket.socket() as free:
-            try:
-                free.bind(("", port + 1))
-                taken.bind(("", port))
-            except OSError:
-                continue
-            free.close()
-            taken.listen()
-            yield taken, port + 1
-            return
+def taken() -> Iterator[int]:
+    with taken_port("0.0.0.0") as port:
+        yield port
 
 
-@pytest.mark.parametrize("profile", list(TransportProfile))
+@pytest.mark.parametrize("profile", [each for each in TransportProfile if not each.reaches_devices])
 def test_ucx_listens_on_the_interface_and_in_the_ports_alone(profile: TransportProfile) -> None:
     before, binding = listening(), UcxBinding.parse("lo", "24100-24163")
     transport = UcxTransport(profile=profile, clock=SystemClock(), binding=binding)
@@ -56,22 +50,47 @@ def test_ucx_listens_on_the_interface_and_in_the_ports_alone(profile: TransportP
     assert all(24100 <= port <= 24163 for _, port in opened)
 
 
-def test_a_taken_port_of_the_range_is_passed_over(neighbours: tuple[socket.socket, int]) -> None:
-    _, free = neighbours
+def test_a_taken_port_of_the_range_is_passed_over(taken: int) -> None:
     before = listening()
     transport = UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(),
-                             binding=UcxBinding.parse("lo", f"{free - 1}-{free}"))
+                             binding=UcxBinding.parse("lo", f"{taken}-{taken + 1}"))
     opened = listening() - before
     transport.close()
-    assert opened == {(LOOPBACK, free)}
+    assert opened == {(LOOPBACK, taken + 1)}
 
 
-def test_a_range_without_a_free_port_is_refused_at_once(neighbours: tuple[socket.socket, int]) -> None:
-    taken = neighbours[0].getsockname()[1]
+def test_a_range_without_a_free_port_is_refused_at_once(taken: int) -> None:
     with pytest.raises(ConfigError, match=f"no port of {taken}-{taken} is free") as refused:
         UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(),
                      binding=UcxBinding.parse("", f"{taken}-{taken}"))
     assert refused.value.field == "transport_ports"
+
+
+def test_a_port_that_remembers_its_connections_is_taken() -> None:
+    """UCX does not reuse it and would search for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        port: int = server.getsockname()[1]
+        server.accept()[0].close()  # who closes first remembers
+        assert client.recv(1) == b""
+    wait_until(lambda: ("06", f"{port:04X}") in {(row.split()[3], row.split()[1].partition(":")[2]) for row in
+                                                 Path("/proc/net/tcp").read_text().splitlines()})
+    with pytest.raises(ConfigError, match=f"no port of {port}-{port} is free"):
+        UcxBinding.parse("", f"{port}-{port}").check()
+
+
+@pytest.mark.parametrize("neighbours", [0, 1])  # of one port UCX says that it is taken, for several it searches
+def test_a_port_that_is_taken_after_the_check_is_refused_in_time(
+        taken: int, monkeypatch: pytest.MonkeyPatch, neighbours: int) -> None:
+    monkeypatch.setattr(ucx_settings, "OPEN_WORKER_S", 0.5)
+    monkeypatch.setattr(UcxBinding, "check", lambda binding: None)
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", taken + 1))
+        other.listen()
+        with pytest.raises(ConfigError, match=f"no port of {taken}-{taken + neighbours} is free") as refused:
+            UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(),
+                         binding=UcxBinding.parse("lo", f"{taken}-{taken + neighbours}"))
+    assert refused.value.field == "transport_ports"
+    wait_until(lambda: "ucx-worker" not in {thread.name for thread in threading.enumerate()})  # it found one after all
 
 
 @pytest.mark.parametrize("interface", ["nope0", "lo,nope0", "mlx5_99:1"])

@@ -1,4 +1,7 @@
-"""In exact numerics a token's output has the same bits whatever it travels with."""
+"""In exact numerics a token's output has the same bits whatever it travels with.
+
+A prompt's tokens are one kind and drawn ones another: each has its own order of sums.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from engine.batch import ForwardMode
 from engine.numerics import Numerics, span_terms
 from runtime.errors import InternalError
 from tests.support.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
+from tests.support.batches import Row, make_batch
 
 NUM_TOKENS = 150
 QUICK = settings(max_examples=25, deadline=None, derandomize=True)
@@ -44,6 +48,16 @@ def prompt_of(
 def whole(geometry: AttentionGeometry, dtype: torch.dtype, *, seed: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
     prompt = prompt_of(geometry, dtype, seed=seed, num_tokens=num_tokens)
     return feed(backend_of(geometry, dtype), ForwardMode.PREFILL, (prompt, num_tokens))
+
+
+def stepped(geometry: AttentionGeometry, dtype: torch.dtype, prefill: int, steps: int, *,
+            num_tokens: int = NUM_TOKENS) -> Tensor:
+    """The whole prompt's first tokens at once, then some one by one, with nobody beside them."""
+    prompt, backend = prompt_of(geometry, dtype, num_tokens=num_tokens), backend_of(geometry, dtype)
+    feed(backend, ForwardMode.PREFILL, (prompt, prefill))
+    for _ in range(steps):
+        feed(backend, ForwardMode.DECODE, (prompt, 1))
+    return prompt.output()
 
 
 @QUICK
@@ -90,8 +104,8 @@ def test_any_company(
     feed(backend, ForwardMode.PREFILL, *parts, table_width=table_width)
     for _ in range(min(steps, 4)):
         feed(backend, ForwardMode.DECODE, *((other, 1) for other, _ in parts), table_width=table_width)
-    expected = whole(geometry, dtype)
-    assert torch.equal(prompt.output(), expected[: prompt.fed])
+    assert torch.equal(prompt.output(), stepped(geometry, dtype, prefill, min(steps, 4)))
+    assert torch.equal(prompt.output()[:prefill], whole(geometry, dtype)[:prefill])
 
 
 @QUICK
@@ -101,17 +115,20 @@ def test_a_chain_is_verified_with_the_bits_of_plain_decoding(
 ) -> None:
     geometry = geometry_of(num_heads, page_size)
     prompt, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
-    feed(backend, ForwardMode.PREFILL, (prompt, context))
-    chain = torch.ones(length, length, dtype=torch.bool).tril()
-    feed(backend, ForwardMode.VERIFY, (prompt, length), visible=[chain])
-    assert torch.equal(prompt.output(), whole(geometry, dtype)[: prompt.fed])
+    other = prompt_of(geometry, dtype, seed=9, first_page=200)
+    feed(backend, ForwardMode.PREFILL, (prompt, context), (other, 3))
+    feed(backend, ForwardMode.VERIFY, (prompt, length), (other, 2))
+    assert torch.equal(prompt.output(), stepped(geometry, dtype, context, length))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 3, 64, 150, 2 * MAX_TILE_TOKENS + 1])
 def test_page_size_does_not_show(dtype: torch.dtype, num_tokens: int) -> None:
     outputs = [whole(geometry_of((8, 2), page_size), dtype, num_tokens=num_tokens) for page_size in (1, 16, 64, 128)]
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    outputs += [stepped(geometry_of((8, 2), page_size), dtype, num_tokens, 3, num_tokens=num_tokens + 3)
+                for page_size in (1, 16, 64, 128)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs[:4])
+    assert all(torch.equal(output, outputs[4]) for output in outputs[4:])
 
 
 @pytest.fixture
@@ -126,19 +143,21 @@ def threads() -> Iterator[int]:
 @pytest.mark.parametrize("num_heads", [(1, 1), (5, 1), (4, 2)])
 def test_threads_do_not_show(threads: int, dtype: torch.dtype, num_heads: tuple[int, int]) -> None:
     geometry = geometry_of(num_heads, 16)
-    two = whole(geometry, dtype)
-    stepped, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
+    two, drawn = whole(geometry, dtype), stepped(geometry, dtype, 100, 30)
+    chunks, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
     for count in (1, 5, 100, 9, 1, 34):
-        feed(backend, ForwardMode.PREFILL, (stepped, count))
+        feed(backend, ForwardMode.PREFILL, (chunks, count))
     torch.set_num_threads(1)
     assert torch.equal(two, whole(geometry, dtype))
-    assert torch.equal(two, stepped.output())
+    assert torch.equal(two, chunks.output())
+    assert torch.equal(drawn, stepped(geometry, dtype, 100, 30))
 
 
-def test_bf16_is_as_near_to_the_truth_as_bf16_allows() -> None:
+@pytest.mark.parametrize("mode", [ForwardMode.PREFILL, ForwardMode.VERIFY])
+def test_bf16_is_as_near_to_the_truth_as_bf16_allows(mode: ForwardMode) -> None:
     geometry = AttentionGeometry(8, 2, head_dim=64, page_size=16, scale=0.125)
     prompt = make_prompt(300, geometry, pages=range(1, 20), seed=3, dtype=torch.bfloat16)
-    out = feed(backend_of(geometry, torch.bfloat16), ForwardMode.PREFILL, (prompt, 300)).double()
+    out = feed(backend_of(geometry, torch.bfloat16), mode, (prompt, 300)).double()
     truth = dense(prompt, geometry)
     assert (out - truth).norm() / truth.norm() < 0.01
 
@@ -148,8 +167,9 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
     geometry = geometry_of((4, 2), 16)
     prompt = prompt_of(geometry, dtype)
     prompt.q *= 1000
-    out = feed(backend_of(geometry, dtype), ForwardMode.PREFILL, (prompt, NUM_TOKENS))
-    assert out.isfinite().all()
+    for mode in (ForwardMode.PREFILL, ForwardMode.VERIFY):
+        prompt.fed = 0
+        assert feed(backend_of(geometry, dtype), mode, (prompt, NUM_TOKENS)).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,7 +199,7 @@ def test_many_blocks_beside_many_more(dtype: torch.dtype) -> None:
             feed(backend, ForwardMode.DECODE, (prompt, 1), (other, 1))
         outputs.append(prompt.output())
     assert torch.equal(*outputs)
-    assert torch.equal(outputs[0], whole(geometry, dtype, num_tokens=1500))
+    assert torch.equal(outputs[0], stepped(geometry, dtype, 1492, 8, num_tokens=1500))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,6 +243,13 @@ def test_page_sizes_that_do_not_fit_are_refused(page_size: int) -> None:
 def test_heads_that_cannot_be_shared_evenly_are_refused() -> None:
     with pytest.raises(InternalError, match="5 heads"):
         backend_of(geometry_of((5, 2), 16), torch.float32)
+
+
+@pytest.mark.parametrize("page", [64, -1])
+def test_pages_outside_the_pool_are_refused_before_they_are_read(page: int) -> None:
+    backend = backend_of(geometry_of((4, 2), 16), torch.float32, num_pages=64)
+    with pytest.raises(InternalError, match="the pool has 64 pages"):
+        backend.plan(make_batch(ForwardMode.DECODE, [Row(1, 3, (1,)), Row(1, 3, (page,))]))
 
 
 def test_pages_of_another_shape_are_refused() -> None:

@@ -1,6 +1,7 @@
 """The FlashInfer adapter keeps the contract over wrappers that can be computed by hand."""
 
 import sys
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -8,14 +9,14 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
 from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.wrappers import FlashInferWrappers
+from engine.attention.wrappers import FlashInferWrappers, LengthsBesideMask
 from engine.batch import ForwardBatch, ForwardMode
 from engine.trees import SpecInfo, SpecRow
 from runtime.errors import ConfigError, StalePlanError
 from tests.support.attention import LAYER, dense, feed, make_prompt, poisoned_pool
 from tests.support.batches import Row, make_batch
 from tests.support.contracts.attention import GEOMETRY, AttentionContract, close
-from tests.support.flashinfer import FakeDecode, FakeRagged, FakeWrappers
+from tests.support.flashinfer import FakeDecode, FakeWrappers
 
 CPU = torch.device("cpu")
 
@@ -82,7 +83,7 @@ def test_decode_takes_the_decode_wrapper_and_layers_share_one_plan() -> None:
     kv = torch.ones(1, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
     for layer in pools:
         backend.run(layer, torch.ones(1, GEOMETRY.num_heads, GEOMETRY.head_dim), kv, kv, batch)
-    planned = [made for made in wrappers.made if isinstance(made, FakeDecode | FakeRagged) and made.num_plans]
+    planned = [made for made in wrappers.made if made.num_plans]
     assert [type(wrapper) for wrapper in planned] == [FakeDecode]
     assert planned[0].num_plans == 1
 
@@ -113,6 +114,32 @@ def test_rows_without_tokens_are_not_planned() -> None:
     batch = make_batch(ForwardMode.PREFILL, [Row(0, 12, (3,)), Row(10, 0, (1,)), Row(0, 0)])
     backend.plan(batch)
     close(backend.run(LAYER, prompt.q, prompt.k, prompt.v, batch), dense(prompt, GEOMETRY))
+
+
+@dataclass
+class NotedLengths:
+    """A `RaggedWrapper` that notes where its lengths lie."""
+
+    devices: set[str] = field(default_factory=set)
+
+    def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
+             *heads: int, **options: object) -> None:
+        self.devices = {lengths.device.type for lengths in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)}
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
+        return q
+
+
+@pytest.mark.parametrize(("is_tree", "device"), [(True, "meta"), (False, "cpu")])
+def test_lengths_lie_beside_the_mask_that_flashinfer_packs_and_on_the_host_without(device: str, *,
+                                                                                   is_tree: bool) -> None:
+    made = NotedLengths()
+    wrapper = LengthsBesideMask(made, torch.device("meta"))
+    lengths = torch.zeros(3, dtype=torch.int32)
+    wrapper.plan(lengths, lengths, lengths, lengths, 4, 2, 16, 16, custom_mask=torch.ones(1) if is_tree else None,
+                 causal=not is_tree, sm_scale=1.0, window_left=-1, q_data_type=torch.half, kv_data_type=torch.half,
+                 disable_split_kv=False)
+    assert made.devices == {device}
 
 
 def test_without_a_cuda_device_the_way_out_is_named() -> None:

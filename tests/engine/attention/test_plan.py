@@ -133,7 +133,12 @@ def test_rows_of_like_length_are_read_together_and_others_apart() -> None:
             Row(1, 63, tuple(range(40, 44)))]
     groups = groups_of(make_batch(ForwardMode.DECODE, rows))
     assert [group.tokens.tolist() for group in groups] == [[0, 2], [1, 3]]
-    assert [group.written for group in groups] == [(200, 141), (1, 64)]
+    tiles = [tile for group in groups for tile in group.tiles]
+    assert [(tile.first_masked, tile.num_keys) for tile in tiles] == [(128, 256), (0, 64)]
+    for tile, num_written in zip(tiles, ((200, 141), (1, 64)), strict=True):
+        keys = torch.arange(tile.first_masked, tile.num_keys)
+        assert tile.written is not None
+        assert tile.written.tolist() == [[-int(key < count) for key in keys] for count in num_written]
     pages = groups[1].tiles[0].records.view(2, 2, 4)
     assert pages[:, 0].tolist() == [[80, 0, 0, 0], [4 * page for page in (40, 41, 42, 43)]]
     assert torch.equal(pages[:, 1], pages[:, 0] + 1)
@@ -147,6 +152,7 @@ def test_keys_that_all_tokens_see_are_not_masked() -> None:
     assert torch.equal(tile.mask[0, 0] == 0, seen.repeat_interleave(2, 0))
     (group,) = groups_of(make_batch(ForwardMode.DECODE, [Row(1, 127, tuple(range(1, 9)))]))
     assert (group.tiles[0].num_keys, group.tiles[0].first_masked) == (128, 128)
+    assert group.tiles[0].written is None
 
 
 def test_new_keys_are_written_in_runs_where_pages_take_several() -> None:

@@ -51,7 +51,8 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
     captured = {layer_id: torch.randn(batch.num_tokens, 6).to(dtype) for layer_id in aux}
     selected = torch.randint(-1, 99, (batch.num_tokens, 3), dtype=torch.int32) if len(aux) % 2 else None
     output = StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=selected)
-    arrived = frames.unpack_batch(frames.unpack(bytes(frames.pack_batch(7, batch, output))))
+    packet = frames.pack_batch(7, batch, output)
+    arrived = frames.unpack_batch(frames.unpack(bytes(packet.frame)), packet.tensors)
     incoming = arrived.incoming
     assert incoming.hidden is not None
     assert torch.equal(incoming.hidden, hidden)
@@ -78,7 +79,7 @@ DRAWN = st.lists(st.builds(
     DrawnToken, st.integers(0, 2**31),
     st.none() | st.builds(TokenLogprobs, st.floats(-50, 0),
                           st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0)), max_size=3).map(tuple)),
-    st.text(max_size=5)))
+    st.text(max_size=5), st.booleans()))
 
 
 @given(tokens=DRAWN, scores=st.lists(DRAWN.map(tuple), max_size=3))

@@ -6,6 +6,7 @@ site and without a check fails by itself.
 
 import ast
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,15 +26,22 @@ from engine.pipeline.executor import StageExecutor
 from engine.recurrent.cpu import CpuRecurrent
 from engine.rows import Row, build_batch
 from engine.speculative.multistep import MultiStepAttention
+from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 from engine.trees import SpecRow
 from runtime.errors import StalePlanError
 from tests.engine import test_batch
+from tests.engine.attention import test_device_latent as device_latent
 from tests.engine.attention import test_flashinfer as flashinfer
-from tests.engine.attention import test_latent as latent
+from tests.engine.attention.test_latent import make as cpu_latent
+from tests.engine.graphs import test_draft as draft_graphs
+from tests.engine.graphs import test_runner as graphs
+from tests.engine.speculative import test_multistep_device
 from tests.engine.speculative import test_plan_marker as rounds
 from tests.support.attention import LAYER
+from tests.support.contracts import latent
 from tests.support.contracts.attention import GEOMETRY as FLASHINFER
+from tests.support.flashinfer import FakeWrappers
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("engine", "models", "decode", "prefill", "pool")
@@ -106,16 +114,33 @@ def run_latent(backend: MultiStepLatentAttention, batch: ForwardBatch, extra: in
                        torch.ones(count, latent.GEOMETRY.entry_dim), None, batch)
 
 
+def in_turn(*checks: Callable[[], None]) -> Callable[[], None]:
+    def all_of_them() -> None:
+        for check in checks:
+            check()
+
+    return all_of_them
+
+
 CASES = {
     "engine/attention/cpu.py": Case(paged, rounds.round_batch, run_kv),
     "engine/attention/tree.py": Case(trees, tree_batch, run_kv, more=chains_are_planned_as_pages),
     "engine/attention/flashinfer.py": Case(
         flashinfer_backend, lambda: flashinfer.decode_batch(3, 4), run_flashinfer,
-        more=flashinfer.test_a_wrapper_that_was_planned_for_another_batch_is_never_run),
-    "engine/attention/cpu_latent.py": Case(latent.backend, lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}), run_latent),
+        more=in_turn(flashinfer.test_a_wrapper_that_was_planned_for_another_batch_is_never_run,
+                     graphs.test_s1_3_what_was_planned_for_a_graph_is_not_run_eagerly)),
+    "engine/attention/cpu_latent.py": Case(
+        lambda: latent.over_poison(cpu_latent), lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}), run_latent),
+    "engine/attention/device_latent.py": Case(
+        device_latent.dense, lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}), run_latent,
+        more=device_latent.test_a_wrapper_that_was_planned_for_another_batch_is_never_run),
     "engine/speculative/multistep.py": Case(
         lambda: MultiStepAttention(kv_pools=kv_pools(), geometry=GEOMETRY), rounds.round_batch, run_kv,
         plans_again=False),
+    "engine/speculative/multistep_device.py": Case(
+        lambda: DeviceRounds(kv_pools=kv_pools(), geometry=GEOMETRY, wrappers=FakeWrappers(),
+                             device=torch.device("cpu")), rounds.round_batch, run_kv, plans_again=False,
+        more=test_multistep_device.test_a_wrapper_that_was_planned_for_another_round_is_never_run),
     "engine/speculative/multistep_latent.py": Case(
         lambda: MultiStepLatentAttention(**latent_pools()),  # type: ignore[arg-type]
         lambda: latent.batch_of({0: (4, 2), 1: (3, 2)}, mode=ForwardMode.DRAFT), run_latent, plans_again=False),
@@ -263,7 +288,14 @@ def test_s1_3_a_captured_forward_is_planned_before_it_and_never_by_it() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{path: (lambda case=case: check_backend(case)) for path, case in CASES.items()},  # type: ignore[misc]
+    "engine/attention/backend.py": lambda: check_backend(CASES["engine/attention/cpu.py"]),
+    "engine/attention/latent.py": lambda: check_backend(CASES["engine/attention/cpu_latent.py"]),
     "engine/pipeline/executor.py": check_executor,
+    "engine/graphs/draft.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
+    "engine/graphs/rounds.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
+    "engine/graphs/runner.py": in_turn(
+        graphs.test_s1_3_a_replay_without_a_plan_of_its_own_is_refused,
+        graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone),
     "engine/speculative/eagle.py": lambda: rounds.test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(2, 3),
 }
 
@@ -352,7 +384,9 @@ def test_s1_11_with_all_sites_in_place_the_checks_pass(path: str) -> None:
 def test_s1_11_a_site_that_is_taken_out_is_missed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(site.path.removesuffix(".py").replace("/", "."))
     owner, _, name = site.function.rpartition(".")
-    monkeypatch.setattr(getattr(module, owner) if owner else module, name, mutated(module, site))
+    original = inspect.unwrap(getattr(getattr(module, owner) if owner else module, name))
+    mutant = cast(FunctionType, inspect.unwrap(mutated(module, site)))
+    monkeypatch.setattr(original, "__code__", mutant.__code__)  # for whoever imported it, too
     with pytest.raises(BaseException):  # noqa: B017, PT011 - pytest's own failures are no Exceptions
         CHECKS[site.path]()
 

@@ -35,7 +35,7 @@ def grow(roots: list[int], *, width: int, steps: int, num_nodes: int) -> tuple[l
         paths = [[(*paths[row][int(place)], int(token))
                   for place, token in zip(origin[row], proposal.frontier_tokens[row], strict=True)]
                  for row in range(len(roots))]
-    return proposal.trees([num_nodes] * len(roots)), origins
+    return proposal.candidates().trees([num_nodes] * len(roots)), origins
 
 
 def score(root: int, tree: TokenTree, node: int) -> float:
@@ -83,17 +83,17 @@ def test_the_best_of_all_levels_stay_and_keep_their_creation_order() -> None:
     origin = proposal.expand(torch.tensor([[[0.9, 0.1], [0.6, 0.4]]]).log(), torch.tensor([[[3, 4], [5, 6]]]))
     assert proposal.frontier_tokens.tolist() == [[3, 4]]
     assert origin.tolist() == [[0, 0]]
-    assert proposal.trees([3]) == [TokenTree((1, 2, 3), (-1, -1, 0))]
-    assert proposal.trees([4]) == [TokenTree((1, 2, 3, 4), (-1, -1, 0, 0))]
-    assert proposal.trees([2]) == [TokenTree((1, 3), (-1, 0))]
+    assert proposal.candidates().trees([3]) == [TokenTree((1, 2, 3), (-1, -1, 0))]
+    assert proposal.candidates().trees([4]) == [TokenTree((1, 2, 3, 4), (-1, -1, 0, 0))]
+    assert proposal.candidates().trees([2]) == [TokenTree((1, 3), (-1, 0))]
 
 
 def test_a_parent_is_kept_before_a_child_of_the_same_score() -> None:
     proposal = Proposal(torch.zeros(1, 1), torch.tensor([[1]]))
     proposal.expand(torch.zeros(1, 1, 1), torch.tensor([[[2]]]))
     proposal.expand(torch.full((1, 1, 1), 1e-7), torch.tensor([[[3]]]))  # rounding above certainty
-    assert proposal.trees([1]) == [TokenTree((1,), (-1,))]
-    assert proposal.trees([2]) == [TokenTree((1, 2), (-1, 0))]
+    assert proposal.candidates().trees([1]) == [TokenTree((1,), (-1,))]
+    assert proposal.candidates().trees([2]) == [TokenTree((1, 2), (-1, 0))]
 
 
 TREES = st.lists(st.integers(0, 99), max_size=12).flatmap(

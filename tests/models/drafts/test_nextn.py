@@ -20,7 +20,7 @@ from engine.speculative.verify import Run
 from engine.trees import SpecRow, TokenTree
 from models.drafts.loader import read_draft
 from models.loader import read_model
-from pool.speculation import draft_attention
+from pool.cpu_backends import CpuBackends
 from runtime.errors import ConfigError
 from tests.support.checkpoints import add_nextn, make_checkpoint, oracle
 from tests.support.drafters import CHAINS, TREES, Shape
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
 def drafter(folder: Path, draft: Path, shape: Shape) -> EagleDrafter:
     model = read_draft(draft, read_model(folder)).load(numerics=Numerics.EXACT)
-    attention = draft_attention(model.attention_geometry(16), nan_pools(model, 16, 8), Numerics.EXACT)
+    attention = CpuBackends(Numerics.EXACT).of_draft(model.attention_geometry(16), nan_pools(model, 16, 8))
     return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth)
 
 

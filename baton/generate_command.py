@@ -1,0 +1,54 @@
+"""`baton generate`: from what was typed to a query, and from its events to text."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from baton.values import ChatMessage, Chunk, Event, Prompt, Query, StructuredOutput
+from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
+
+
+def print_text(events: Iterable[Event], query: Query) -> None:
+    """As it arrives; of several choices each when it is whole, in the order in which they end."""
+    whole: dict[int, str] = {}
+    for event in events:
+        if isinstance(event, Chunk):
+            text = event.text or _spelled_ids(event, query.prompt)
+            if (query.n or 1) == 1:
+                print(text, end="", flush=True)
+            else:
+                whole[event.index] = whole.get(event.index, "") + text
+        elif event.index in whole:
+            print(f"[{event.index}] {whole[event.index]}", flush=True)
+    print(end="" if whole else "\n")
+
+
+def structured_output_of(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
+    """What the answer must follow. Raises ConfigError for a file that cannot be read."""
+    if json_schema is None:
+        return None if regex is None else StructuredOutput(regex=regex)
+    try:
+        return StructuredOutput(json_schema.read_text(), regex)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--json-schema: cannot read {json_schema}: {error}", field="json_schema") from None
+
+
+def prompt_of(text: str, *, ids: bool, as_chat: bool) -> Prompt:
+    """Raises InvalidRequestError for what is no prompt."""
+    if ids and as_chat:
+        raise InvalidRequestError(FieldViolation("prompt", "--ids and --chat exclude each other"))
+    if as_chat:
+        return (ChatMessage("user", text),)
+    return _token_ids(text) if ids else text
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InvalidRequestError(FieldViolation("prompt", f"must be token ids like 1,2,3, got {text!r}")) from None
+
+
+def _spelled_ids(chunk: Chunk, prompt: Prompt) -> str:
+    """Ids for a model without a tokenizer, which answers token ids with token ids."""
+    has_text = isinstance(prompt, str) or isinstance(prompt[0], ChatMessage)
+    return "" if has_text else " ".join(str(token) for token in chunk.token_ids) + " "

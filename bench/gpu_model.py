@@ -1,0 +1,265 @@
+"""`python -m bench.gpu_model`: whole models on a GPU against the machine's own ceilings, measured in the same run.
+
+An 8B-shaped Llama and a 9B-shaped Qwen3.5 hybrid with random bf16 weights, made on the device. Decode and verification
+are held against a device copy of the bytes they must read (weights once, and every row's cache), prefill against a
+large matrix product. A step begins with a batch on the host, which is planned, and ends with logits on the device;
+decode steps are captured as in a decode pool. What does not fit beside the weights is null. transformers decodes beside
+it where it can be imported.
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.gpu import Ceilings, ceilings, seconds
+from bench.report import Value, render
+from engine.batch import ForwardMode, SamplingRow
+from engine.memory.layout import PoolGeometry, bytes_per_page, bytes_per_slot
+from engine.memory.pools import StagePools
+from engine.pipeline.executor import StageExecutor
+from engine.request import SamplingParams
+from engine.rows import Row, build_batch
+from engine.stages import LayerRange
+from engine.trees import SpecRow
+from models.decoder import DecoderStage
+from models.loader import ModelDescription, random_model
+from models.weights import Weights
+from pool.backend_set import Backends, StageBackends, StageCaches, build_executor
+from pool.config import WorkerConfig
+from pool.graphs import build_graphs
+from runtime.errors import BatonError, ConfigError
+
+PAGE = 64
+_SHARE_OF_FREE = 0.8  # the rest is for activations and graphs
+Clock = Callable[[Callable[[], object]], float]  # seconds per call
+_DRAW = SamplingRow(SamplingParams(), 0)
+_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+LLAMA_8B: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "rope_parameters": _ROPE,
+    "torch_dtype": "bfloat16",
+}
+HYBRID_9B: dict[str, object] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "attention_bias": False, "tie_word_embeddings": False, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}, "torch_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: rows and contexts of decode, prompt lengths, rows under verification."""
+
+    rows: tuple[int, ...] = (1, 8, 32, 128)
+    contexts: tuple[int, ...] = (1024, 8192)
+    prompts: tuple[int, ...] = (2048, 8192)
+    nodes: tuple[int, ...] = (5, 16)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the largest batch, the null page included."""
+        return max(max(self.rows) * _pages(max(self.contexts) + 1), _pages(max(self.prompts))) + 1
+
+
+class DeviceRandom:
+    """A `WeightSource` that draws on the device: billions of numbers would take the host minutes."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def has(self, name: str) -> bool:
+        return ".experts." not in name or name.rsplit(".", 1)[1] == "weight"
+
+    def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
+        """See `WeightSource.read`."""
+        if "embed_tokens" not in name:  # of which a step reads a row per token
+            self.num_bytes += out.nbytes
+        if "norm" in name:
+            out.fill_(1.0)
+            return
+        generator = self._generators.setdefault(out.device, torch.Generator(out.device).manual_seed(0))
+        out.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A whole model in one stage. `weight_bytes`: what every step reads. `verifier` has the memory of one row, because
+    states are kept per node."""
+
+    description: ModelDescription
+    executor: StageExecutor
+    verifier: StageExecutor
+    weight_bytes: int
+    num_pages: int
+
+    def step(self, mode: ForwardMode, num_rows: int, length: int, context: int) -> Callable[[], Tensor] | None:
+        """A forward of equal rows, whose tokens under verification are chains; gives logits on the device. None where
+        there are too few pages for it."""
+        spec = SpecRow(tuple(range(-1, length - 1))) if mode is ForwardMode.VERIFY else None
+        each = _pages(context + length)
+        if num_rows * each >= self.num_pages:
+            return None
+        rows = [Row(row, [7] * length, context, range(1 + row * each, 1 + (row + 1) * each), 1 + row, _DRAW, spec)
+                for row in range(num_rows)]
+        batch = build_batch(mode, rows)
+        executor = self.executor if spec is None else self.verifier
+
+        def run() -> Tensor:
+            fresh = batch.clone()
+            fresh.spec_info = batch.spec_info
+            logits = executor.run(fresh).logits
+            assert logits is not None
+            return logits
+
+        return run
+
+    def cache_bytes(self, context: int) -> int:
+        """What a row's caches hold: pages of its tokens, and states, which are read and written."""
+        specs = self.description.cache_specs(PAGE)
+        return sum(spec.record_bytes * context // PAGE if spec.kind.is_paged else 2 * spec.record_bytes
+                   for spec in specs)
+
+    def prefill_flops(self, length: int) -> float:
+        """Of products with the weights and, causal, of attention; the head runs for one token."""
+        geometry = self.description.attention_geometry(PAGE)
+        assert geometry is not None
+        facts = self.description.facts
+        num_attention = len({spec.layer_id for spec in self.description.cache_specs(PAGE) if spec.kind.is_paged})
+        weights = self.weight_bytes / 2 - facts.vocab_size * facts.hidden_size
+        return 2 * weights * length + 2 * geometry.num_heads * geometry.head_dim * length**2 * num_attention
+
+
+def build(config: dict[str, object], backends: Backends, sizes: Sizes) -> Subject:
+    description, source = random_model(config), DeviceRandom()
+    layers, page_bytes = LayerRange(0, description.facts.num_layers), bytes_per_page(description.cache_specs(PAGE))
+    weights = Weights(source, prefix="", dtype=getattr(torch, description.facts.dtype), numerics=backends.numerics,
+                      device=backends.device)
+    model = DecoderStage(facts=description.facts, spec=description.spec, layer_range=layers, weights=weights)
+
+    def backends_over(num_pages: int, num_slots: int, max_nodes: int) -> StageBackends:
+        pools = StagePools(PoolGeometry(PAGE, num_pages, num_slots, layers, description.cache_specs(PAGE)),
+                           device=str(backends.device))
+        return backends.of_stage(StageCaches.of_layers(pools, layers), description.attention_geometry(PAGE),
+                                 description.latent_geometry(PAGE), max_nodes=max_nodes)
+
+    num_slots = max(sizes.rows) + 1
+    few = backends_over(_pages(min(sizes.contexts) + max(sizes.nodes)) + 1, 2, max(sizes.nodes))
+    fitting = _free_bytes(backends.device) - num_slots * bytes_per_slot(description.cache_specs(PAGE))
+    num_pages = min(sizes.num_pages, int(fitting * _SHARE_OF_FREE) // page_bytes)
+    many = backends_over(num_pages, num_slots, 0)
+    graphs = build_graphs(WorkerConfig(model=Path(), max_running=max(sizes.rows)), description, model, many, None)
+    return Subject(description, build_executor(model, many, backends.device, None, graphs),
+                   build_executor(model, few, backends.device, None), source.num_bytes, num_pages)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
+
+
+def decode(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Clock) -> dict[str, Value]:
+    """Milliseconds per step, and the share of the copy ceiling at which its bytes were read."""
+    values: dict[str, Value] = {}
+    for context in sizes.contexts:
+        for rows in sizes.rows:
+            step, name = subject.step(ForwardMode.DECODE, rows, 1, context), f"decode_b{rows}_c{context}"
+            took = None if step is None else clock(step)
+            read = subject.weight_bytes + rows * subject.cache_bytes(context)
+            values[f"{name}_ms"] = None if took is None else took * 1e3
+            values[f"{name}_of_copy"] = None if took is None else read / took / limits.copy_bps
+    return values
+
+
+def prefill(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Clock) -> dict[str, Value]:
+    """Milliseconds per prompt, and the share of the matrix ceiling."""
+    values: dict[str, Value] = {}
+    for length in sizes.prompts:
+        step = subject.step(ForwardMode.PREFILL, 1, length, 0)
+        took = None if step is None else clock(step)
+        values[f"prefill_{length}_ms"] = None if took is None else took * 1e3
+        values[f"prefill_{length}_of_matmul"] = (
+            None if took is None else subject.prefill_flops(length) / took / limits.matmul_flops)
+    return values
+
+
+def verify(subject: Subject, sizes: Sizes, clock: Clock) -> dict[str, Value]:
+    """How many plain steps of one row, not captured either, it costs to verify a chain of so many."""
+    context = min(sizes.contexts)
+    plain, *others = (subject.step(ForwardMode.VERIFY, 1, nodes, context) for nodes in (1, *sizes.nodes))
+    if plain is None:
+        return {}
+    took = clock(plain)
+    return {f"verify_{nodes}_of_step": None if step is None else clock(step) / took
+            for nodes, step in zip(sizes.nodes, others, strict=True)}
+
+
+def reference(config: dict[str, object], device: torch.device, sizes: Sizes,
+              clock: Clock) -> dict[str, Value]:
+    """transformers' forward for one token of one row behind the shortest context; nothing where it is not there."""
+    if find_spec("transformers") is None:
+        return {}
+    import transformers
+
+    known, kind = transformers.CONFIG_MAPPING, str(config["model_type"])
+    if kind not in known:
+        return {}
+    settings = known[kind].from_dict(dict(config))
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, dtype=torch.bfloat16).eval()
+    context = min(sizes.contexts)
+    with torch.inference_mode():
+        cache = model(torch.full((1, context), 7, device=device), use_cache=True, logits_to_keep=1).past_key_values
+        took = clock(lambda: model(torch.full((1, 1), 7, device=device), past_key_values=cache, use_cache=True))
+    return {f"transformers_b1_c{context}_ms": took * 1e3}
+
+
+def measure(config: dict[str, object], backends: Backends, limits: Ceilings, sizes: Sizes,
+            clock: Clock) -> dict[str, Value]:
+    subject = build(config, backends, sizes)
+    return {"weight_gb": subject.weight_bytes / 1e9, **decode(subject, limits, sizes, clock),
+            **prefill(subject, limits, sizes, clock), **verify(subject, sizes, clock)}
+
+
+def _pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    try:
+        if not torch.cuda.is_available():
+            raise ConfigError("bench.gpu_model needs a CUDA device", field="device")
+        from pool.device_backends import DeviceBackends
+
+        device = torch.device("cuda", 0)
+        backends, limits, sizes = DeviceBackends.on(device), ceilings(device), Sizes()
+        values: dict[str, Value] = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__,
+                                    "copy_gbps": limits.copy_bps / 1e9, "matmul_tflops": limits.matmul_flops / 1e12}
+        for name, config in (("llama_8b", LLAMA_8B), ("hybrid_9b", HYBRID_9B)):
+            for part in (measure(config, backends, limits, sizes, seconds), reference(config, device, sizes, seconds)):
+                values.update({f"{name}_{key}": value for key, value in part.items()})
+                gc.collect()
+                torch.cuda.empty_cache()
+        print(render("gpu_model", values, as_json=arguments.json))
+    except BatonError as error:
+        sys.exit(f"error: {error}" if not arguments.json else json.dumps({"bench": "gpu_model", "error": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""`python -m bench.stages`: what a batch costs on its way from one stage to the next.
+
+Two processes; the first sends a frame with hidden states of some rows, the other answers with an empty frame. Reported
+is the round trip by rows, and that of an empty frame both ways, which tensors have to be seen against. `ucx` puts them
+within the frame, `gloo` and `nccl` beside it (nccl: stage 0 on cuda:0, stage 1 on cuda:1).
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from statistics import median
+
+import torch
+import torch.distributed
+
+from bench.report import Value, render
+from engine.pipeline.channel import Packet
+from engine.pipeline.gloo_lane import GlooBackend
+from engine.pipeline.lanes import LaneBackend
+from pool.stage_channel import BUNDLE_OVERHEAD, PoolChannel
+from runtime.errors import BatonError, ConfigError, PeerLostError
+from transfer.stage_channel import UcxStageChannel
+from transfer.ucx_settings import TransportProfile
+
+CHANNELS = ("ucx", "gloo", "nccl")
+MAX_BYTES = 64 << 20
+ROWS = (1, 8, 32, 512)
+TIMEOUT_S = 60.0
+
+
+def backend_of(name: str, rank: int) -> LaneBackend | None:
+    """Raises ConfigError for nccl without two devices."""
+    if name == "ucx":
+        return None
+    if name == "gloo":
+        return GlooBackend("127.0.0.1")
+    if torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
+        raise ConfigError("channel nccl needs two CUDA devices and a torch with NCCL", field="channel")
+    from engine.pipeline.nccl_lane import NcclBackend  # its import fails where torch has no NCCL
+
+    return NcclBackend(torch.device("cuda", rank))
+
+
+def channel_of(name: str, rank: int) -> PoolChannel:
+    backend = backend_of(name, rank)
+    frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + BUNDLE_OVERHEAD, profile=TransportProfile.AUTO)
+    return PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, backend=backend, why="was told to use UCX")
+
+
+def answer(name: str) -> None:
+    """The second stage: until the first is gone."""
+    channel = channel_of(name, 1)
+    print(channel.address.hex(), flush=True)
+    leader = bytes.fromhex(sys.stdin.readline())
+    channel.connect([leader, channel.address], 1)
+    try:
+        while True:
+            if channel.receive(0, timeout_s=TIMEOUT_S) is not None:
+                channel.send(0, Packet(b""), timeout_s=TIMEOUT_S)
+    except PeerLostError:
+        channel.close()
+
+
+def round_trip_us(channel: PoolChannel, packet: Packet, repeats: int) -> float:
+    """Median; the first tenth warms up."""
+    times = []
+    for _ in range(repeats + repeats // 10 + 1):
+        began = time.perf_counter()
+        channel.send(1, packet, timeout_s=TIMEOUT_S)
+        if channel.receive(1, timeout_s=TIMEOUT_S) is None:
+            raise PeerLostError(f"the second stage did not answer within {TIMEOUT_S:g} s")
+        times.append(time.perf_counter() - began)
+    return 1e6 * median(times[repeats // 10 + 1:])
+
+
+def measure(name: str, hidden_size: int, repeats: int) -> dict[str, Value]:
+    channel = channel_of(name, 0)
+    with subprocess.Popen([sys.executable, "-m", "bench.stages", "--channel", name, "--answer"], text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second:
+        assert second.stdin is not None
+        assert second.stdout is not None
+        try:
+            address = bytes.fromhex(second.stdout.readline())
+            second.stdin.write(f"{channel.address.hex()}\n")
+            second.stdin.flush()
+            channel.connect([channel.address, address], 1)
+            device = torch.device("cuda", 0) if name == "nccl" else torch.device("cpu")
+            values: dict[str, Value] = {"channel": name, "hidden_size": hidden_size,
+                                        "empty_us": round_trip_us(channel, Packet(b""), repeats)}
+            for rows in ROWS:
+                hidden = torch.randn(rows, hidden_size, dtype=torch.bfloat16, device=device)
+                values[f"rows_{rows}_us"] = round_trip_us(channel, Packet(b"", (hidden,)), repeats)
+            return values
+        finally:
+            channel.close()
+            second.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--channel", choices=CHANNELS, default="ucx")
+    parser.add_argument("--hidden-size", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--answer", action="store_true", help="be the second stage (for internal use)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        if arguments.answer:
+            answer(arguments.channel)
+        else:
+            values = measure(arguments.channel, arguments.hidden_size, arguments.repeats)
+            print(render("stages", values, as_json=arguments.json))
+    except BatonError as error:
+        sys.exit(f"bench.stages: {error}")
+
+
+if __name__ == "__main__":
+    main()

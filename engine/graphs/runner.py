@@ -1,0 +1,177 @@
+"""A stage's forwards as captured graphs: padded to a bucket, planned anew, replayed.
+
+    capture   per bucket: a batch of padding, planned and marked ─▶ warm-up ─▶ the forward, recorded
+    replay    batch ─▶ pad ─▶ plan on the bucket's wrapper ─▶ refill inputs ─▶ check the plan ─▶ replay ─▶ real rows
+
+A replay knows nothing of the batch: what it reads lies in memory that keeps its place and is refilled before, and the
+plan in the buffers of the bucket's wrapper. A plan serves one replay, so none can run on what an earlier one left.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.batch import ForwardBatch, GraphBucket
+from engine.graphs import buckets as shapes
+from engine.graphs.capture import Capture, Graph
+from engine.graphs.static import StaticInts
+from engine.model import ForwardContext, StageModel, StageOutput
+from engine.placement import use_in_this_thread
+from engine.recurrent.backend import RecurrentBackend
+from engine.scoring import wanted_tokens
+from runtime.errors import StalePlanError
+
+logger = logging.getLogger(__name__)
+
+
+class GraphAttention(AttentionBackend, Protocol):
+    """Attention that can be captured."""
+
+    def reserve(self, buckets: Sequence[GraphBucket]) -> None:
+        """From now on a batch padded to one of these buckets is planned in memory of the bucket's own."""
+        ...
+
+    def check_current(self, batch: ForwardBatch) -> object:
+        """The plan of a batch, if the memory of its bucket still holds it. Raises StalePlanError."""
+        ...
+
+
+class GraphRecurrent(RecurrentBackend, Protocol):
+    """Recurrent layers that can be captured."""
+
+    def reserve(self, buckets: Sequence[GraphBucket]) -> None:
+        """See `GraphAttention.reserve`."""
+        ...
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Prepare what the batch's forward reads, before it."""
+        ...
+
+
+@dataclass
+class CapturedForward:
+    """One bucket's graph and the batch it was captured with, whose mark is that of the latest plan."""
+
+    attention: GraphAttention
+    batch: ForwardBatch
+    graph: Graph
+
+    def replay(self, planned: ForwardBatch) -> None:
+        """Run on the plan of `planned`, a batch padded to the same bucket.
+
+        Raises:
+            StalePlanError: there is no such plan, another took its place, or a replay has used it.
+        """
+        if planned.graph_bucket != self.batch.graph_bucket:
+            raise StalePlanError(f"captured for {self.batch.graph_bucket}, planned for {planned.graph_bucket}")
+        plan = self.attention.check_current(planned)
+        if plan is self.batch.forward_metadata_plan:
+            raise StalePlanError("a plan serves one replay, this one has been used")
+        self.batch.mark_forward_metadata_ready(self.attention, plan=plan)
+        self.graph.replay()
+
+
+class StageGraphs:
+    """The captured forwards of one stage. What `run` returns as logits is valid until the next `run`."""
+
+    def __init__(self, *, model: StageModel, attention: GraphAttention, recurrent: GraphRecurrent,
+                 buckets: Sequence[GraphBucket], capture: Capture, device: torch.device) -> None:
+        """Nothing is captured before `capture_all`."""
+        self._model = model
+        self._attention = attention
+        self._recurrent = recurrent
+        self._context = ForwardContext(attention, recurrent)
+        # The largest first: the smaller ones then fit into memory that it has left in the pool.
+        self._buckets = sorted(buckets, key=lambda bucket: bucket.num_tokens, reverse=True)
+        self._capture = capture
+        self._device = device
+        longest = self._buckets[0].num_tokens
+        self._inputs = StaticInts({"token_ids": longest, "positions": longest}, device)
+        self._hidden: Tensor | None = None
+        if model.layer_range.start:
+            self._hidden = torch.full((longest, model.facts.hidden_size), float("nan"), device=device,
+                                      dtype=getattr(torch, model.facts.dtype))
+        self._outputs: dict[str | int, Tensor] = {}
+        self._captured: dict[GraphBucket, CapturedForward] = {}
+        attention.reserve(self._buckets)
+        recurrent.reserve(self._buckets)
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Capture every bucket. Raises ConfigError naming the one that could not be."""
+        use_in_this_thread(self._device)
+        for bucket in self._buckets:
+            self._captured[bucket] = self._captured_forward(bucket)
+        logger.info("captured %d graphs, up to %s", self.num_captured, self._buckets[0])
+
+    def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
+        """The captured bucket to run a batch in; None for what runs eagerly: larger batches, prompts, and what was
+        planned already."""
+        if not batch.needs_forward_metadata_init():
+            return None
+        return shapes.bucket_for(batch, self._captured)
+
+    def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
+        """The forward of a batch that `bucket_for` found this bucket for. `given` as in `StageExecutor.run`, on the
+        device."""
+        padded = shapes.pad_batch(batch, bucket)
+        self._plan(padded)
+        tokens = {} if batch.token_ids is None else {"token_ids": batch.token_ids}
+        self._inputs.refill({**tokens, "positions": batch.positions})
+        if self._hidden is not None and given.hidden is not None:
+            self._hidden[:batch.num_tokens] = given.hidden
+            self._hidden[batch.num_tokens:bucket.num_tokens] = float("nan")  # not those of an earlier batch
+        self._captured[bucket].replay(padded)
+        return self._results(batch, given)
+
+    def _captured_forward(self, bucket: GraphBucket) -> CapturedForward:
+        count = bucket.num_tokens
+        batch = shapes.padding_alone(bucket)
+        batch.positions = self._inputs["positions"][:count]
+        batch.token_ids = self._inputs["token_ids"][:count] if self._hidden is None else None
+        hidden = None if self._hidden is None else self._hidden[:count]
+        self._plan(batch)
+
+        def forward() -> None:
+            for name, result in _parts(self._model.forward(batch, hidden, self._context)).items():
+                self._outputs[name][:count] = result
+
+        if not self._outputs:
+            sample = _parts(self._model.forward(batch, hidden, self._context))
+            self._outputs = {name: torch.empty_like(result) for name, result in sample.items()}
+        return CapturedForward(self._attention, batch, self._capture.capture(str(bucket), forward))
+
+    def _plan(self, batch: ForwardBatch) -> None:
+        self._attention.plan(batch)
+        self._recurrent.prepare(batch)
+
+    def _results(self, batch: ForwardBatch, given: StageOutput) -> StageOutput:
+        """The rows of the batch; what is handed on as copies, because the next replay may come before it is sent."""
+        count, handed = batch.num_tokens, dict(given.aux_hidden)
+        for name, result in self._outputs.items():
+            if isinstance(name, int):
+                handed[name] = result[:count].clone()
+        hidden, logits = self._outputs.get("hidden"), self._outputs.get("logits")
+        if logits is None:
+            return StageOutput(hidden=None if hidden is None else hidden[:count].clone(), aux_hidden=handed)
+        wanted = wanted_tokens(batch)
+        if len(wanted) == count:
+            return StageOutput(logits=logits[:count], aux_hidden=handed)
+        return StageOutput(logits=logits[torch.tensor(wanted, dtype=torch.long).to(self._device)], aux_hidden=handed)
+
+
+def _parts(output: StageOutput) -> dict[str | int, Tensor]:
+    """What a forward gives, by name or, if captured for a draft, by layer id."""
+    parts: dict[str | int, Tensor | None] = {"hidden": output.hidden, "logits": output.logits}
+    for layer_id, hidden in output.aux_hidden.items():
+        parts[layer_id] = hidden
+    return {name: part for name, part in parts.items() if part is not None}

@@ -1,0 +1,131 @@
+"""A `StageChannel` over a `FrameChannel`: tensors within the frame, or beside it once lanes were given.
+
+The frame goes first and says what is on its way beside it. Whatever is waited for, the frame channel is asked whether
+the neighbour still lives: it hears of a death, which a device never does.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.pipeline import bundle
+from engine.pipeline.bundle import Bundle, Route, TensorSpec
+from engine.pipeline.channel import FrameChannel, Packet
+from engine.pipeline.lanes import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, Lanes, Opening, Transfer
+from runtime.errors import DeadlineError, InternalError, PeerLostError
+
+MAX_MESSAGES_UNDER_WAY = 16
+_LOOK_S = 0.05  # between looks at the neighbour's health
+
+
+class TensorChannel:
+    """See `engine.pipeline.channel.StageChannel`."""
+
+    def __init__(self, frames: FrameChannel, *, max_bytes: int, message_timeout_s: float = MESSAGE_TIMEOUT_S,
+                 on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
+        """A packet may have `max_bytes`; `frames` must take as much. Tensors are waited for `message_timeout_s` once
+        their frame is here. `on_sent` hears of the bytes of each message that went beside its frame."""
+        self._frames = frames
+        self._max_bytes = max_bytes
+        self._message_timeout_s = message_timeout_s
+        self._on_sent = on_sent
+        self._lanes: Lanes | None = None
+        self._under_way: deque[Transfer] = deque()
+
+    def use(self, lanes: Lanes | None) -> None:
+        """From here on tensors go over these lanes, or within the frames. What the lanes before carry is dropped."""
+        if self._lanes is not None:
+            self._lanes.abort()
+        self._under_way.clear()
+        self._lanes = lanes
+
+    def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
+        """See `StageChannel.send`. Tensors are copied before they leave: a captured graph writes to the same memory
+        again. Raises InternalError for a packet over the limit, or with tensors for another than the next stage."""
+        specs = bundle.specs_of(packet.tensors)
+        num_bytes = len(packet.frame) + bundle.flat_bytes(specs)
+        if num_bytes > self._max_bytes:
+            raise InternalError(f"a packet of {num_bytes} bytes to stage {rank}; the limit is {self._max_bytes}")
+        if self._lanes is None or not specs:
+            self._frames.send(rank, bundle.write(Route.WITHIN, packet.frame, packet.tensors), timeout_s=timeout_s)
+            return
+        opening = self._lanes.to(rank)
+        if opening is None:
+            raise InternalError(f"tensors go to the next stage only, not to stage {rank}")
+        self._frames.check(rank)
+        self._wait(rank, opening, opening.wait, time.monotonic() + OPEN_TIMEOUT_S)  # once per pool, before it serves
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._make_room(rank, opening, deadline_s)
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}, within {timeout_s:g} s") from error
+        flat = torch.empty(bundle.flat_bytes(specs), dtype=torch.uint8, device=self._lanes.device)
+        bundle.fill(flat, packet.tensors)
+        self._frames.send(rank, bundle.write(Route.BESIDE, packet.frame, packet.tensors),
+                          timeout_s=max(0.0, deadline_s - time.monotonic()))
+        self._under_way.append(opening.lane.send(flat))
+        self._on_sent(flat.numel())
+
+    def receive(self, rank: int, *, timeout_s: float) -> Packet | None:
+        """See `StageChannel.receive`. Once the frame is here the host waits for what is on its way beside it: nothing
+        may be computed from a message that failed."""
+        data = self._frames.receive(rank, timeout_s=timeout_s)
+        if data is None:
+            return None
+        packet = bundle.read(data)
+        if not packet.specs:
+            return Packet(packet.frame)
+        flat = _copied(packet) if packet.route is Route.WITHIN else self._arrived(rank, packet.specs)
+        return Packet(packet.frame, bundle.cut(flat, packet.specs))
+
+    def wake(self) -> None:
+        self._frames.wake()
+
+    def close(self) -> None:
+        self.use(None)
+        self._frames.close()
+
+    def _arrived(self, rank: int, specs: tuple[TensorSpec, ...]) -> Tensor:
+        num_bytes = bundle.flat_bytes(specs)
+        opening = None if self._lanes is None else self._lanes.coming_from(rank)
+        if opening is None or num_bytes > self._max_bytes:
+            raise InternalError(f"stage {rank} announced {num_bytes} bytes of tensors where none can come")
+        try:
+            self._wait(rank, opening, opening.wait, time.monotonic() + OPEN_TIMEOUT_S)
+            deadline_s = time.monotonic() + self._message_timeout_s
+            flat, transfer = opening.lane.receive(num_bytes)
+            self._wait(rank, opening, transfer.wait, deadline_s)
+        except DeadlineError as error:
+            raise PeerLostError(str(error)) from error
+        return flat
+
+    def _make_room(self, rank: int, opening: Opening, deadline_s: float) -> None:
+        """Forget what has got across; wait for the oldest when too much is under way."""
+        while self._under_way and (len(self._under_way) >= MAX_MESSAGES_UNDER_WAY or self._under_way[0].wait(0)):
+            self._wait(rank, opening, self._under_way[0].wait, deadline_s)
+            self._under_way.popleft()
+
+    def _wait(self, rank: int, opening: Opening, done: Callable[[float], bool], deadline_s: float) -> None:
+        """Until `done(seconds)`. Raises PeerLostError when it never will be, DeadlineError on time; the lane is cut and
+        the stage lost then, since what was under way may be half there."""
+        try:
+            while not done(min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))):
+                self._frames.check(rank)
+                if time.monotonic() >= deadline_s:
+                    raise DeadlineError(f"tensors to or from stage {rank} did not get across")
+        except (RuntimeError, PeerLostError, DeadlineError) as error:
+            opening.abort()
+            self._frames.fail(rank, f"the lane to or from stage {rank} failed: {error}")
+            if isinstance(error, DeadlineError):
+                raise
+            self._frames.check(rank)
+
+
+def _copied(packet: Bundle) -> Tensor:
+    flat = torch.empty(len(packet.flat), dtype=torch.uint8)
+    flat.numpy()[:] = np.frombuffer(packet.flat, np.uint8)
+    return flat

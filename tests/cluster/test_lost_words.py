@@ -1,0 +1,59 @@
+"""A prefill worker dies with every byte sent and its first token untold: the request is answered all the same.
+
+The three roles run in this process, so that the worker can be made to die between the two.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from prefill import worker
+from prefill.service import Context, PrefillService
+from protos import prefill_pb2 as pb
+from runtime.errors import PeerLostError
+from tests.cluster.conftest import Reference
+from tests.cluster.test_equality import on_the_wire
+from tests.support.one_process import cluster_in_process
+from tests.support.questions import as_query, make_questions, shown
+from transfer.session import ReceiveSession, ReceiveState
+from transfer.terms import StageSessionEvent
+
+hear = ReceiveSession.on_stage_event
+
+
+class DyingService(PrefillService):
+    """Once armed, it keeps a first token to itself and dies when decode has all the rest."""
+
+    is_armed = False
+    has_landed = asyncio.Event()
+
+    async def Run(self, request_iterator: AsyncIterator[pb.RunRequest],
+                  context: Context) -> AsyncIterator[pb.RunResponse]:
+        async for response in super().Run(request_iterator, context):
+            if not DyingService.is_armed or response.HasField("started"):
+                yield response
+            elif response.HasField("sent"):
+                await DyingService.has_landed.wait()
+                DyingService.is_armed = False
+                raise PeerLostError("the worker died")
+
+
+def hear_and_note(session: ReceiveSession, rank: int, event: StageSessionEvent) -> ReceiveState:
+    state = hear(session, rank, event)
+    if DyingService.is_armed and state is ReceiveState.COMPLETE:
+        DyingService.has_landed.set()
+    return state
+
+
+async def test_a_prompt_that_landed_without_a_word_is_computed_and_delivered_again(
+        checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    (question,) = make_questions(1, seed=31)
+    right = on_the_wire(reference.answers([question]))[0]
+    monkeypatch.setattr(worker, "PrefillService", DyingService)
+    monkeypatch.setattr(ReceiveSession, "on_stage_event", hear_and_note)
+    async with cluster_in_process(checkpoint, decode_pp=2) as client:
+        DyingService.is_armed = True
+        assert shown(await client.complete(as_query(question), timeout_s=30)) == right
+        assert not DyingService.is_armed, "it died"

@@ -1,0 +1,95 @@
+"""Norms and rotation on the host: the definitions in double precision, rounded as the types say, row by row alike."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.host import dense_tokens
+from engine.kernels.rms_norm import rms_norm
+from engine.kernels.rotate import rotate_halves
+from engine.team import Team
+from runtime.errors import InternalError
+
+TYPES = [torch.bfloat16, torch.float32]
+SHAPES = [(1, 8), (3, 1024), (40, 100), (1, 3, 24), (33, 5, 128), (0, 2, 16)]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The middle columns of a wider tensor: tokens that are dense, but not next to each other."""
+    generator = torch.Generator().manual_seed(len(shape))
+    width = torch.Size(shape[1:]).numel()
+    return torch.randn(shape[0], width + 7, generator=generator)[:, 3:3 + width].to(dtype).view(shape)
+
+
+def within_a_step(actual: Tensor, expected: Tensor) -> None:
+    """At most one step of the type away from the exact value."""
+    spacing = torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.double(), expected, rtol=2.1 * spacing, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rounds_first", [True, False])
+def test_norm_is_the_definition(shape: tuple[int, ...], dtype: torch.dtype, rounds_first: bool) -> None:  # noqa: FBT001
+    x = draw(*shape, dtype=dtype)
+    weight = draw(*shape[1:], 1).view(shape[1:]).to(dtype if rounds_first else torch.float32)
+    out = rms_norm(dense_tokens(x), weight.contiguous(), 1e-5, Team(), rounds_first=rounds_first)
+    wide = x.double()
+    unit = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    within_a_step(out, (unit.to(dtype).double() if rounds_first else unit) * weight.double())
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("head_dim", "half"), [(128, 64), (24, 5), (8, 1)])
+def test_rotation_is_the_definition(dtype: torch.dtype, head_dim: int, half: int) -> None:
+    x, angle = draw(35, 3, head_dim, dtype=dtype), draw(35, 1, half)
+    cos, sin = (part.contiguous().to(dtype) for part in (angle.cos(), angle.sin()))
+    out = rotate_halves(dense_tokens(x), cos, sin, Team())
+    a, b = x[..., :half].double(), x[..., half:2 * half].double()
+    within_a_step(out[..., :half], a * cos - b * sin)
+    within_a_step(out[..., half:2 * half], b * cos + a * sin)
+    assert torch.equal(out[..., 2 * half:], x[..., 2 * half:])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_rows_bits_depend_on_the_row_alone(dtype: torch.dtype) -> None:
+    x, angle = draw(37, 3, 72, dtype=dtype), draw(37, 1, 36)
+    cos, sin = (part.contiguous().to(dtype) for part in (angle.cos(), angle.sin()))
+    weight = draw(3, 72).contiguous().to(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        normed, turned = (rms_norm(x, weight, 1e-6, Team(), rounds_first=True), rotate_halves(x, cos, sin, Team()))
+    finally:
+        torch.set_num_threads(before)
+    for row in range(37):
+        here = slice(row, row + 1)
+        assert torch.equal(rms_norm(x[here], weight, 1e-6, Team(), rounds_first=True), normed[here])
+        assert torch.equal(rotate_halves(x[here], cos[here], sin[here], Team()), turned[here])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+    x = torch.zeros(2, 8, dtype=dtype)
+    x[0, 3], x[1, 3] = float("nan"), float("inf")
+    out = rms_norm(x, torch.ones(8, dtype=dtype), 1e-6, Team(), rounds_first=True)
+    assert out[0].isnan().all()
+    assert out[1, 3].isnan()
+
+
+def test_tokens_of_another_shape_are_refused() -> None:
+    with pytest.raises(InternalError, match="neither"):
+        dense_tokens(torch.zeros(2, 3, 4, 5))
+
+
+def test_a_process_that_compiles_and_one_that_loads_what_was_compiled_get_the_same_bits(tmp_path: Path) -> None:
+    runs = [subprocess.run([sys.executable, "-m", "tests.support.kernel_bits"], check=True, capture_output=True,
+                           text=True, env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}) for _ in range(2)]
+    assert list(tmp_path.rglob("*.nbc"))
+    assert runs[0].stdout == runs[1].stdout

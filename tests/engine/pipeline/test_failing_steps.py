@@ -1,0 +1,43 @@
+"""A batch that cannot run ends its own requests, whatever it was that a stage met, and the next ones are served."""
+
+import pytest
+
+from decode.entry import Finished
+from engine.pipeline.stages import StepFailed
+from engine.request import DrawnToken, Request, SamplingParams
+from engine.sampling.sampler import sample
+from tests.support import local_pool as pools
+from tests.support.tiny_models import QWEN3, tiny
+
+
+def request(*prompt: int) -> Request:
+    return Request("r", prompt, 2, SamplingParams(temperature=0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(size: int) -> None:
+    with pools.local_pool(tiny(QWEN3), size) as pool:
+        (answer,) = pool.generate([request(1, 2, tiny(QWEN3).facts.vocab_size)], timeout_s=10)
+        assert answer.failed is not None
+        assert isinstance(answer.failed.error, StepFailed)
+        assert "stage 0: index out of range" in str(answer.failed.error)
+        (answer,) = pool.generate([request(1, 2, 3)], timeout_s=10)
+        assert isinstance(answer.finished, Finished)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_the_last_stage_cannot_finish_ends_its_request_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [KeyError("a bug")]
+
+    def sampler(*args: object) -> list[DrawnToken]:
+        if errors:
+            raise errors.pop()
+        return sample(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pools, "sample", sampler)
+    with pools.local_pool(tiny(QWEN3), size) as pool:
+        (answer,) = pool.generate([request(1, 2, 3)], timeout_s=10)
+        assert answer.failed is not None
+        assert f"stage {size - 1}: 'a bug'" in str(answer.failed.error)
+        (answer,) = pool.generate([request(1, 2, 3)], timeout_s=10)
+        assert isinstance(answer.finished, Finished)

@@ -1,0 +1,192 @@
+"""Tensors beside their frames, over a lane whose messages end when the test says so; and the bytes of a packet."""
+
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.pipeline import bundle
+from engine.pipeline.bundle import Route
+from engine.pipeline.channel import Packet
+from engine.pipeline.inprocess import InProcessChannel
+from engine.pipeline.lanes import Lanes, Opening
+from engine.pipeline.tensor_channel import MAX_MESSAGES_UNDER_WAY, TensorChannel
+from runtime.errors import DeadlineError, InternalError, PeerLostError
+
+LIMIT = 1 << 16
+
+
+@dataclass
+class Message:
+    flat: Tensor
+    outcome: bool | RuntimeError = False
+
+    def wait(self, timeout_s: float) -> bool:
+        if isinstance(self.outcome, RuntimeError):
+            raise self.outcome
+        return self.outcome
+
+
+@dataclass
+class HandLane:
+    """Keeps what is sent, lets nothing but zeros arrive."""
+
+    outcome: bool | RuntimeError = True
+    sent: list[Message] = field(default_factory=list)
+    is_aborted: bool = False
+
+    def send(self, flat: Tensor) -> Message:
+        self.sent.append(Message(flat, self.outcome))
+        return self.sent[-1]
+
+    def receive(self, num_bytes: int) -> tuple[Tensor, Message]:
+        flat = torch.zeros(num_bytes, dtype=torch.uint8)
+        return flat, Message(flat, self.outcome)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@dataclass
+class HandLanes:
+    """Of a stage whose neighbours are 0 and 2."""
+
+    lane: HandLane
+
+    def __post_init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.opening = Opening(lambda: self.lane)
+
+    def to(self, rank: int) -> Opening | None:
+        return self.opening if rank == 2 else None
+
+    def coming_from(self, rank: int) -> Opening | None:
+        return self.opening if rank == 0 else None
+
+    def abort(self) -> None:
+        self.opening.abort()
+
+
+@dataclass
+class Stage:
+    """Rank 1 of three, with the frames of the others."""
+
+    lane: HandLane
+    message_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        self.frames = InProcessChannel.pool(3, max_frame_bytes=LIMIT + 4096)
+        self.channel = TensorChannel(self.frames[1], max_bytes=LIMIT, message_timeout_s=self.message_timeout_s)
+        self.channel.use(cast(Lanes, HandLanes(self.lane)))
+
+    def announce(self, tensor: Tensor) -> None:
+        self.frames[0].send(1, bundle.write(Route.BESIDE, b"frame", [tensor]), timeout_s=1.0)
+
+
+def test_tensors_go_by_the_lane_and_only_their_description_in_the_frame() -> None:
+    stage, tensor = Stage(HandLane()), torch.randn(40, 50)
+    stage.channel.send(2, Packet(b"frame", (tensor,)), timeout_s=1.0)
+    frame = stage.frames[2].receive(1, timeout_s=1.0)
+    assert frame is not None
+    assert len(frame) < 100
+    (message,) = stage.lane.sent
+    assert torch.equal(bundle.cut(message.flat, bundle.read(frame).specs)[0], tensor)
+
+
+def test_frames_without_tensors_need_no_lane() -> None:
+    stage = Stage(HandLane(RuntimeError("unusable")))
+    stage.channel.send(0, Packet(b"result"), timeout_s=1.0)
+    assert stage.frames[0].receive(1, timeout_s=1.0) is not None
+
+
+def test_tensors_for_another_than_the_next_stage_are_refused() -> None:
+    with pytest.raises(InternalError, match="to the next stage only, not to stage 0"):
+        Stage(HandLane()).channel.send(0, Packet(b"", (torch.zeros(1),)), timeout_s=1.0)
+
+
+def test_what_is_under_way_is_bounded_and_runs_into_the_deadline() -> None:
+    stage, packet = Stage(HandLane(outcome=False)), Packet(b"", (torch.zeros(1),))
+    for _ in range(MAX_MESSAGES_UNDER_WAY):
+        stage.channel.send(2, packet, timeout_s=0.1)
+    with pytest.raises(DeadlineError, match=r"stage 2 did not get across, within 0\.1 s"):
+        stage.channel.send(2, packet, timeout_s=0.1)
+    assert stage.lane.is_aborted, "nobody reads or writes the memory any more"
+    with pytest.raises(PeerLostError):
+        stage.channel.send(2, packet, timeout_s=0.1)
+
+
+def test_messages_that_got_across_make_room() -> None:
+    stage, packet = Stage(HandLane(outcome=True)), Packet(b"", (torch.zeros(1),))
+    for _ in range(3 * MAX_MESSAGES_UNDER_WAY):
+        stage.channel.send(2, packet, timeout_s=0.1)
+        assert stage.frames[2].receive(1, timeout_s=0.1) is not None
+    assert not stage.lane.is_aborted
+
+
+def test_tensors_that_do_not_follow_their_frame_are_a_lost_stage() -> None:
+    stage = Stage(HandLane(outcome=False), message_timeout_s=0.2)
+    stage.announce(torch.zeros(3))
+    with pytest.raises(PeerLostError, match="stage 0 did not get across"):
+        stage.channel.receive(0, timeout_s=0.1)
+    assert stage.lane.is_aborted
+
+
+def test_a_death_is_heard_while_tensors_are_waited_for() -> None:
+    stage, began = Stage(HandLane(outcome=False), message_timeout_s=30.0), time.monotonic()
+    stage.announce(torch.zeros(3))
+    stage.frames[0].close()
+    with pytest.raises(PeerLostError, match="stage 0 is gone"):
+        stage.channel.receive(0, timeout_s=0.1)
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_message_that_fails_is_never_handed_out() -> None:
+    stage = Stage(HandLane(outcome=RuntimeError("connection reset")))
+    stage.announce(torch.zeros(3))
+    with pytest.raises(PeerLostError):
+        stage.channel.receive(0, timeout_s=0.1)
+    with pytest.raises(PeerLostError):
+        stage.channel.receive(0, timeout_s=0.1)
+
+
+def test_an_announcement_over_the_limit_takes_no_memory() -> None:
+    stage = Stage(HandLane())
+    stage.announce(torch.zeros(LIMIT))
+    with pytest.raises(InternalError, match="where none can come"):
+        stage.channel.receive(0, timeout_s=0.1)
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    stage = Stage(HandLane(outcome=False))
+    stage.channel.send(2, Packet(b"", (torch.zeros(1),)), timeout_s=0.1)
+    stage.channel.close()
+    assert stage.lane.is_aborted
+    with pytest.raises(PeerLostError):
+        stage.frames[2].check(1)
+
+
+TENSORS = st.lists(st.builds(
+    lambda shape, dtype: torch.randn(tuple(shape)).mul(9).to(dtype), st.lists(st.integers(0, 5), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int32])), max_size=4)
+
+
+@given(frame=st.binary(max_size=200), tensors=TENSORS)
+def test_a_packet_survives_the_wire(frame: bytes, tensors: list[Tensor]) -> None:
+    data = bundle.write(Route.WITHIN, frame, tensors)
+    arrived = bundle.read(memoryview(data))
+    assert bytes(arrived.frame) == frame
+    cut = bundle.cut(torch.tensor(list(arrived.flat), dtype=torch.uint8), arrived.specs)
+    assert all(map(torch.equal, cut, tensors))
+    assert [tensor.dtype for tensor in cut] == [tensor.dtype for tensor in tensors]
+
+
+@given(frame=st.binary(max_size=20), tensors=TENSORS, share=st.floats(0, 0.99))
+def test_a_packet_cut_short_is_noticed(frame: bytes, tensors: list[Tensor], share: float) -> None:
+    data = bundle.write(Route.WITHIN, frame, tensors)
+    with pytest.raises(InternalError):
+        bundle.read(memoryview(data)[:int(len(data) * share)])

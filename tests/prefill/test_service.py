@@ -1,0 +1,123 @@
+"""One prompt on a prefill pool of two stages, when its landing meets a pool that is no longer the one it started on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from engine.loop import EngineLoop
+from engine.memory.layout import PoolGeometry
+from engine.memory.pages import PageAllocator
+from engine.memory.slots import SlotAllocator
+from engine.stages import get_pp_indices
+from pool.group import StageGroup
+from pool.janitor import Janitor
+from pool.leader import Leader
+from pool.membership import StageLink
+from pool.metrics import LeaderMeters
+from pool.stage import StagePlan
+from prefill.scheduler import PrefillLimits, PrefillScheduler
+from prefill.service import PrefillParts, PrefillService
+from protos import prefill_pb2 as pb
+from protos import types_pb2
+from runtime.clock import SystemClock
+from runtime.errors import PeerLostError, UnavailableError
+from tests.support.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
+from tests.support.handoff import Pool
+from tests.support.local_pool import call
+from tests.support.streams import Stream
+from tests.support.tiny_models import HYBRID, tiny
+from transfer import codec
+from transfer.compatibility import Compatibility
+from transfer.memory_transport import MemoryNetwork
+from transfer.terms import StageSessionEvent
+
+
+@dataclass
+class _Leader:
+    loop: EngineLoop
+    group: StageGroup
+    serving: bool = True
+    reason: str = ""
+
+
+@dataclass
+class Departures:
+    """The service, its pool, a decode pool to land in, and what the janitor complained of. Nothing computes."""
+
+    service: PrefillService
+    scheduler: PrefillScheduler
+    loop: EngineLoop
+    group: StageGroup
+    second: StageLink
+    janitor: Janitor
+    dest: Pool
+    complaints: list[str]
+
+
+@asynccontextmanager
+async def departures() -> AsyncIterator[Departures]:
+    network, event_loop, complaints = MemoryNetwork(), asyncio.get_running_loop(), list[str]()
+
+    def on_report(rank: int, event: StageSessionEvent) -> None:
+        event_loop.call_soon_threadsafe(lambda: group.stage_event(rank, event))
+
+    source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs(), listener=on_report)
+    dest = Pool("decode", [network.transport(SystemClock())], specs())
+    group, second = StageGroup(source.stages[0].agent, 2), StageLink(1, source.stages[1].agent.endpoint, b"")
+    group.pool_formed([second])
+    scheduler = PrefillScheduler(
+        pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS), clock=SystemClock(),
+        limits=PrefillLimits(page_size=PAGE_SIZE, chunk_tokens=8, grid=1, max_running=4, max_queued=4))
+    loop = EngineLoop(scheduler)
+    loop.start()
+    ranges = [get_pp_indices(NUM_LAYERS, rank, 2) for rank in range(2)]
+    geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, ranges[0], specs())
+    janitor = Janitor(group, loop, complaints.append)
+    service = PrefillService(PrefillParts(
+        leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
+        plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64, max_held=8),
+        janitor=janitor, meters=LeaderMeters.create(CollectorRegistry(), geometry), chunk_tokens=8))
+    try:
+        yield Departures(service, scheduler, loop, group, second, janitor, dest, complaints)
+    finally:
+        loop.stop()
+        for pool in (source, dest):
+            await asyncio.to_thread(pool.shutdown)
+
+
+def lost(pools: Departures) -> None:
+    pools.group.stage_lost(1)
+
+
+def lost_and_replaced(pools: Departures) -> None:
+    pools.group.stage_lost(1)
+    successor = replace(pools.second.endpoint, incarnation="another life")
+    pools.group.pool_formed([replace(pools.second, endpoint=successor)])
+
+
+@pytest.mark.parametrize("change", [lost, lost_and_replaced])
+async def test_a_landing_that_meets_a_broken_pool_ends_the_request_and_leaves_nothing(
+        change: Callable[[Departures], None]) -> None:
+    async with departures() as pools:
+        stream = Stream(pools.service.Run)
+        stream.send(pb.RunRequest(request=types_pb2.EngineRequest(
+            request_id="r", prompt_token_ids=PROMPT, max_tokens=4)))
+        async with asyncio.timeout(10):
+            while stream.responses.empty():
+                await pools.loop.submit(pools.scheduler.next_batch)  # and the engine is within its forward from then on
+            terms = codec.source_from_proto((await stream.next()).started.terms)
+            change(pools)
+            landing = pools.dest.landing(terms, range(1, len(terms.page_ids) + 1))
+            stream.send(pb.RunRequest(landing=codec.landing_to_proto(landing)))
+            with pytest.raises(UnavailableError):
+                await stream.ended()
+            assert (pools.janitor.open_tasks, pools.group.open_sessions) == (0, 0), "there is no session to drain"
+        call(pools.loop, lambda: pools.scheduler.on_pipeline_lost([], PeerLostError("stage 1 died")))
+        pages, slots = pools.scheduler.pages, pools.scheduler.slots
+        assert (pages.num_free, slots.num_free) == (pages.num_total, slots.num_total)
+        assert pools.complaints == []

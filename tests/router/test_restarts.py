@@ -1,0 +1,92 @@
+"""Workers that restart where they were while requests are on their way to them."""
+
+import asyncio
+
+import grpc
+
+from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
+from router.streams import Ended, Received, WorkerStream
+from router.worker import Role, Worker
+from runtime.errors import PeerLostError
+from tests.router.harness import FACTS, eventually, running_router, token_request, worker_info
+from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+
+PROMPT = [1, 2, 3]
+
+
+async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarnation() -> None:
+    worker = Worker(Role.DECODE, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None)
+    worker.introduced(worker_info(Role.DECODE, compatibility="m"), FACTS)
+    booking = worker.book(10)
+    assert not booking.is_outlived
+    worker.introduced(worker_info(Role.DECODE, incarnation="b", compatibility="other"), FACTS)
+    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
+    assert (booking.is_outlived, booking.compatibility) == (True, "m")
+    assert worker.as_candidate(1).load == 0
+    assert worker.is_in_use
+    booking.lost("its stream broke")
+    assert worker.is_usable, "the new incarnation did nothing wrong"
+    booking.release()
+    booking.release()
+    assert not worker.is_in_use
+
+
+async def test_a_worker_whose_channel_is_closed_was_lost() -> None:
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    worker = Worker(Role.PREFILL, "h:1", channel, lambda: None)
+    await channel.close()
+    inbox: asyncio.Queue[Received[prefill_pb2.RunResponse] | Ended] = asyncio.Queue()
+    async with asyncio.TaskGroup() as group, asyncio.timeout(5):
+        stream = WorkerStream.open(prefill_pb2_grpc.PrefillStub(channel).Run, worker, inbox.put, group, 5.0)
+        stream.send(prefill_pb2.RunRequest())
+        assert worker.is_in_use
+        ended = await inbox.get()
+        stream.close()
+    assert isinstance(ended, Ended)
+    assert ended.stream is stream
+    assert isinstance(ended.error, PeerLostError)
+    assert not worker.is_in_use
+
+
+async def test_a_pool_that_restarts_unlisted_while_its_request_queues_is_replaced() -> None:
+    """As a container does that restarts in its pod: not ready, so discovery drops it; then another incarnation."""
+    fabric, journal = Fabric(), Journal()
+    prefill, pools = FakePrefill("p", fabric, journal), [FakeDecode(f"d{i}", fabric, journal) for i in range(2)]
+    async with running_router(prefill, *pools) as router:
+        may_start = asyncio.Event()
+        prefill.at(Point.QUEUED, lambda _: may_start.wait())
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: prefill.open_requests, "the request")
+        (booked,) = (w for w in router.directory.workers if w.role is Role.DECODE and w.is_in_use)
+        (pool,) = (pool for pool in pools if pool.address == booked.address)
+        await pool.die()
+        await eventually(lambda: booked.problem, "trust in the dead")
+        booked.delisted()
+        pool.serving = False
+        await pool.start()
+        await eventually(lambda: booked.incarnation == pool.incarnation, "the first incarnation", within_s=10)
+        may_start.set()
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        assert (pool.name, Point.RESERVE) not in journal.entries
+        assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 1
+        assert not booked.is_in_use
+        assert booked not in router.directory.workers
+        await router.assert_nothing_left()
+
+
+async def test_the_only_pool_restarts_while_its_request_queues() -> None:
+    fabric, journal = Fabric(), Journal()
+    prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    async with running_router(prefill, pool) as router:
+        may_start = asyncio.Event()
+        prefill.at(Point.QUEUED, lambda _: may_start.wait())
+        answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+        await eventually(lambda: prefill.open_requests, "the request")
+        await pool.die()
+        await pool.start()
+        await eventually(lambda: router.directory.workers[1].incarnation == pool.incarnation, "it", within_s=10)
+        await eventually(lambda: not router.directory.pair_problem(), "absence of a pair")
+        may_start.set()
+        assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        assert not router.directory.pair_problem(), "the new incarnation is not blamed for the old one"
+        await router.assert_nothing_left()

@@ -1,0 +1,155 @@
+"""A device without one: pools whose bytes only copies reach, copies and events that end when the test says so.
+
+Its pools are CPU tensors, but every transport refuses a tensor: a byte that moved has crossed a staging buffer. What is
+to be copied is poisoned until it was, so that whoever reads too early sends nonsense.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
+from engine.memory.pools import StagePools
+from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging
+from engine.placement import HOST
+from engine.stages import LayerRange
+from runtime.clock import SystemClock
+from tests.support.handoff import EventLog
+from transfer.agent import AgentLimits, TransferAgent
+from transfer.device_transport import DeviceTransport, Route
+from transfer.landing import landing_for
+from transfer.terms import Landing, SourceTerms
+from transfer.transport import Transport
+
+POISON = 0xEE
+
+
+class HandEvent:
+    """Passed when it is told so. `num_queries`: how often somebody asked."""
+
+    def __init__(self, *, passed: bool = False) -> None:
+        self.passed = passed
+        self.num_queries = 0
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return self.passed
+
+
+class HandCopies:
+    """A `CopyQueue` whose copies run when the test lets them; with `free` by themselves, each after it was asked about
+    once, as on a device nobody waits for."""
+
+    def __init__(self, *, free: bool = True) -> None:
+        self.free = free
+        self.num_threads = 0
+        self.num_copies = 0
+        self.waiting: deque[Callable[[], None]] = deque()
+
+    def enter_thread(self) -> None:
+        self.num_threads += 1
+
+    def copy(self, target: Tensor, source: Tensor) -> "_Copy":
+        self.num_copies += 1
+        copy = _Copy(self, target, source)
+        self.waiting.append(copy.run)
+        return copy
+
+    def run(self, num: int | None = None) -> None:
+        """The next so many copies, or all."""
+        for _ in range(len(self.waiting) if num is None else num):
+            self.waiting.popleft()()
+
+
+class _Copy:
+    def __init__(self, queue: HandCopies, target: Tensor, source: Tensor) -> None:
+        self._queue = queue
+        self._target = target
+        self._source = source
+        self._is_over = False
+        self._was_asked = False
+        target.fill_(POISON)
+
+    def run(self) -> None:
+        self._target.copy_(self._source)
+        self._is_over = True
+
+    def query(self) -> bool:
+        if not self._is_over and self._queue.free and self._was_asked:
+            while not self._is_over:
+                self._queue.run(1)
+        self._was_asked = True
+        return self._is_over
+
+
+class Disguised(Tensor):
+    """Host memory that looks like a CUDA device's to whoever takes it by address."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": tuple(self.shape), "typestr": "|u1", "data": (self.data_ptr(), False), "version": 3,
+                "strides": None}
+
+
+class DisguisedPools(DevicePools):
+    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> Tensor:
+        return super().view(layer_id, kind, first_index, count).as_subclass(Disguised)
+
+
+class DeviceStage:
+    """One stage whose pools are on the device: pools, staging, agent, and what it reported."""
+
+    def __init__(self, name: str, transport: Transport, specs: tuple[CacheSpec, ...], *, num_buffers: int = 4,
+                 copies: HandCopies | None = None, page_size: int = 4, num_pages: int = 32, num_slots: int = 8,
+                 buffer_bytes: int = 1 << 14, limits: AgentLimits | None = None, copy_limit_s: float = 10.0,
+                 device: torch.device = HOST, route: Route = Route.PINNED) -> None:
+        """`device`: a real one, whose copies are then its own. With a direct route and no device, the transport is
+        given addresses of host memory as if they were a device's."""
+        num_layers = max(spec.layer_id for spec in specs) + 1
+        clock = SystemClock()
+        self.specs, self.page_size, self.log = specs, page_size, EventLog()
+        self.copies = copies or HandCopies()
+        self.pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, LayerRange(0, num_layers), specs),
+                                device=str(device))
+        self.staging = PinnedStaging(self.copies if device == HOST else CudaCopies(device), num_buffers=num_buffers,
+                                     buffer_bytes=buffer_bytes, pinned=device != HOST)
+        self.transport = DeviceTransport(transport, self.staging, clock, route=route, copy_limit_s=copy_limit_s)
+        disguised = route is Route.DIRECT and device == HOST
+        memory = DisguisedPools(self.pools) if disguised else DevicePools(self.pools)
+        self.agent = TransferAgent(memory=memory, transport=self.transport, clock=clock,
+                                   incarnation=f"{name}-0", on_event=self.log, limits=limits,
+                                   on_thread_start=self.staging.enter_thread)
+        self._nonces = count(1000)
+        self.agent.start()
+
+    def randomize(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for spec in self.specs:
+            tensor = self.pools.of_kind(spec.kind)[spec.layer_id]
+            data = torch.randint(0, 256, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8,
+                                 generator=generator)
+            tensor.view(-1).view(torch.uint8).copy_(data)
+
+    def bytes_of(self, pages: Sequence[int], slot: int = 1) -> list[bytes]:
+        """What the records of a request hold, by layer and kind."""
+        return [self.pools.records(spec.layer_id, spec.kind, index, 1).cpu().numpy().tobytes() for spec in self.specs
+                for index in (pages if spec.kind.is_paged else [slot])]
+
+    def terms(self, page_ids: Sequence[int], num_tokens: int, *, chunk_tokens: int = 8) -> SourceTerms:
+        return SourceTerms("c", "text", self.page_size, num_tokens, chunk_tokens, tuple(page_ids), 1,
+                           (self.agent.endpoint,))
+
+    def landing(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s") -> Landing:
+        return landing_for(source, session_id=session_id, epoch=0, nonce=next(self._nonces), page_ids=page_ids,
+                           slot_id=1, stages=[self.agent.endpoint], specs=self.specs)
+
+    def open_send(self, source: SourceTerms, landing: Landing, *, request_key: int = 1) -> None:
+        self.agent.expect_send(request_key, source.num_tokens)
+        self.agent.open_send(request_key, source, landing)
+
+    def layers_done(self, num_tokens: int, *, request_key: int = 1) -> None:
+        for layer_id in self.pools.geometry.layers:
+            self.agent.layer_done(request_key, layer_id, num_tokens)
