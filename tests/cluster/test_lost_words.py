@@ -4,8 +4,10 @@ The three roles run in this process, so that the worker can be made to die betwe
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -24,25 +26,34 @@ hear = ReceiveSession.on_stage_event
 
 
 class DyingService(PrefillService):
-    """Once armed, it keeps a first token to itself and dies when decode has all the rest."""
+    """Once armed, it keeps the first token of the next request to itself and dies when decode has all the rest."""
 
     is_armed = False
+    has_died = False
     has_landed = asyncio.Event()
+
+    @classmethod
+    def arm(cls) -> None:
+        cls.is_armed, cls.has_died = True, False
+        cls.has_landed.clear()
 
     async def Run(self, request_iterator: AsyncIterator[pb.RunRequest],
                   context: Context) -> AsyncIterator[pb.RunResponse]:
-        async for response in super().Run(request_iterator, context):
-            if not DyingService.is_armed or response.HasField("started"):
-                yield response
-            elif response.HasField("sent"):
-                await DyingService.has_landed.wait()
-                DyingService.is_armed = False
-                raise PeerLostError("the worker died")
+        dies, DyingService.is_armed = DyingService.is_armed, False
+        run = cast("AsyncGenerator[pb.RunResponse]", super().Run(request_iterator, context))
+        async with aclosing(run) as responses:
+            async for response in responses:
+                if not dies or response.HasField("started"):
+                    yield response
+                elif response.HasField("sent"):
+                    await DyingService.has_landed.wait()
+                    DyingService.has_died = True
+                    raise PeerLostError("the worker died")
 
 
 def hear_and_note(session: ReceiveSession, rank: int, event: StageSessionEvent) -> ReceiveState:
     state = hear(session, rank, event)
-    if DyingService.is_armed and state is ReceiveState.COMPLETE:
+    if state is ReceiveState.COMPLETE:
         DyingService.has_landed.set()
     return state
 
@@ -54,6 +65,6 @@ async def test_a_prompt_that_landed_without_a_word_is_computed_and_delivered_aga
     monkeypatch.setattr(worker, "PrefillService", DyingService)
     monkeypatch.setattr(ReceiveSession, "on_stage_event", hear_and_note)
     async with cluster_in_process(checkpoint, decode_pp=2) as client:
-        DyingService.is_armed = True
+        DyingService.arm()
         assert shown(await client.complete(as_query(question), timeout_s=30)) == right
-        assert not DyingService.is_armed, "it died"
+        assert DyingService.has_died

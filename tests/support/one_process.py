@@ -17,7 +17,9 @@ from pool.process import Role, run_worker
 from prefill.worker import PrefillRole
 from router.app import serve
 from router.config import RouterConfig
+from router.readiness import SERVICE
 from runtime.announce import read_announcement
+from runtime.client import open_channel, wait_serving
 from runtime.supervision import StopSignal
 from tests.support.clusters import is_clean
 
@@ -47,10 +49,12 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
                 "model": checkpoint, "prefill": (leaders["prefill"],), "decode": (leaders["decode"],),
                 "listen": "127.0.0.1:0", "announce": Path(folder) / "router.json", "drain_s": 0.5, **router})
             tasks.append(asyncio.create_task(serve(config, stop)))
-            async with AsyncBatonClient(await _announced(Path(folder) / "router.json", tasks)) as client:
-                await _until(client, is_ready=True)
+            address = await _announced(Path(folder) / "router.json", tasks)
+            async with open_channel(address) as channel:
+                await wait_serving(channel, SERVICE, timeout_s=START_TIMEOUT_S)  # and its warm-up out of the way
+            async with AsyncBatonClient(address) as client:
                 yield client
-                await _until(client, is_ready=False)
+                await _until_clean(client)
         finally:
             stop.set("the test is over")
             await asyncio.gather(*tasks)
@@ -79,12 +83,8 @@ async def _announced(path: Path, tasks: list[asyncio.Task[None]]) -> str:
     return announcement.address
 
 
-async def _until(client: AsyncBatonClient, *, is_ready: bool) -> None:
-    """Until every worker serves and, after use, everything was given back."""
+async def _until_clean(client: AsyncBatonClient) -> None:
+    """Until every worker serves and everything was given back."""
     async with asyncio.timeout(START_TIMEOUT_S):
-        while True:
-            status = await client.cluster_status()
-            serving = len(status.workers) == 2 and all(worker.serving for worker in status.workers)
-            if serving and (is_ready or is_clean(status)):
-                return
+        while not is_clean(await client.cluster_status()):  # noqa: ASYNC110 (gRPC gives no event)
             await asyncio.sleep(0.02)
