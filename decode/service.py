@@ -47,14 +47,13 @@ from runtime.tracing import begin, note
 from transfer import codec
 from transfer.compatibility import check_compatible
 from transfer.landing import landing_for
-from transfer.session import ReceiveSession, ReceiveState
+from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 from transfer.terms import Landing, SourceTerms, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
 OPEN_TIMEOUT_S = 10.0
-HANDOFF_TIMEOUT_S = 60.0  # from one happening to the next, for a request without a deadline
+HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
 FIRST_TOKEN_TIMEOUT_S = 5.0
-NEW_SOURCE_TIMEOUT_S = 30.0  # how long a reservation outlives its prefill worker
 
 logger = logging.getLogger(__name__)
 
@@ -124,12 +123,15 @@ class _Arrival:
                  remaining_s: float | None) -> None:
         """`remaining_s`: the caller's deadline, from now; None without one."""
         self._parts = parts
-        self._ends_at = None if remaining_s is None else time.monotonic() + remaining_s
         self._inbox = inbox
         self._request = request
         self._reservation = reservation
         self._nonce = secrets.randbits(32)
-        self._session = ReceiveSession(secrets.token_hex(8), num_stages=len(parts.plan.ranges), clock=SystemClock())
+        # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
+        # long that may take is for the request to say.
+        self._session = ReceiveSession(
+            secrets.token_hex(8), num_stages=len(parts.plan.ranges), clock=SystemClock(),
+            deadlines=SessionDeadlines.within(HANDOFF_TIMEOUT_S if remaining_s is None else max(0.0, remaining_s)))
         self._is_open = False
         self._with_draft = False  # whether the draft's state lands, too
         self._first_token: int | None = None
@@ -197,7 +199,7 @@ class _Arrival:
         self._is_open = True
         parts.leader.group.open_receive(source, landing, self._on_report)
         while session.state is ReceiveState.RESERVED:
-            new_source = await self._handle_arrival(OPEN_TIMEOUT_S, "every stage to post its receives")
+            new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives")
             if new_source is not None:
                 return new_source
         return landing
@@ -217,16 +219,11 @@ class _Arrival:
                 await self._hear_the_router_out()
                 raise session.error
             new_source = await self._handle_arrival(
-                NEW_SOURCE_TIMEOUT_S if failed else self._landing_patience_s(),
+                session.time_left_s(),
                 f"a new prefill worker after: {session.error}" if failed else "the prompt to land")
             if new_source is not None:
                 return new_source
         return None
-
-    def _landing_patience_s(self) -> float:
-        """A prompt lands while it is computed, and stages say nothing between their first and their last byte: how
-        long that may take is for the request to say."""
-        return HANDOFF_TIMEOUT_S if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
     async def _hear_the_router_out(self) -> None:
         """Wait for the first token, the last thing a router writes: gRPC replaces the status of a stream that ends
@@ -235,7 +232,7 @@ class _Arrival:
             while self._first_token is None:
                 await self._handle_arrival(FIRST_TOKEN_TIMEOUT_S, "the first token")
 
-    async def _handle_arrival(self, timeout_s: float, waiting_for: str) -> SourceTerms | None:
+    async def _handle_arrival(self, timeout_s: float | None, waiting_for: str) -> SourceTerms | None:
         """Handle one happening before the commit."""
         match await self._inbox.get(timeout_s, waiting_for):
             case SessionChanged():

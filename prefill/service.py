@@ -8,6 +8,7 @@
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 
@@ -36,12 +37,12 @@ from runtime.log import bind
 from runtime.tracing import Span, begin, note
 from transfer import codec
 from transfer.landing import check_plan
-from transfer.session import SendSession, SendState
+from transfer.session import SendSession, SendState, SessionDeadlines
 from transfer.terms import SourceTerms, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 OPEN_TIMEOUT_S = 10.0
-HANDOFF_TIMEOUT_S = 120.0  # from the first token to the router's half-close
+HANDOFF_TIMEOUT_S = 120.0  # from the first token to a landing; in one state of the handoff without a deadline
 
 PrefillInbox = Inbox[pb.RunRequest, Event]
 
@@ -81,7 +82,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         with bind(request_id=request.request_id), inbox:
             key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit),
                                                  undo=parts.scheduler.release)
-            departure = _Departure(parts, inbox, request, key)
+            remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
+            departure = _Departure(parts, inbox, request, key, remaining_s)
             try:
                 async for response in departure.run():
                     yield response
@@ -95,8 +97,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 class _Departure:
     """One request on this pool and the session that carries its state away."""
 
-    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int) -> None:
+    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int,
+                 remaining_s: float | None) -> None:
+        """`remaining_s`: the caller's deadline, from now; None without one."""
         self._parts = parts
+        self._deadlines = SessionDeadlines.within(HANDOFF_TIMEOUT_S if remaining_s is None else max(0.0, remaining_s))
         self._inbox = inbox
         self._request = request
         self._key = key
@@ -113,8 +118,7 @@ class _Departure:
 
     async def run(self) -> AsyncIterator[pb.RunResponse]:
         while True:
-            timeout_s = HANDOFF_TIMEOUT_S if self._has_first_token else None
-            match await self._inbox.get(timeout_s, "the router to confirm the handoff"):
+            match await self._inbox.get(self._patience_s(), "the router to confirm the handoff"):
                 case Started() as started:
                     yield pb.RunResponse(started=self._started(started))
                 case Scored(first_position, tokens):
@@ -136,6 +140,12 @@ class _Departure:
                     return
                 case other:
                     raise InternalError(f"unexpected {type(other).__name__} on a prefill stream")
+
+    def _patience_s(self) -> float | None:
+        """None while the prompt queues or is computed with nowhere to go: that lasts as long as the stream."""
+        if self._session is not None:
+            return self._session.time_left_s()
+        return HANDOFF_TIMEOUT_S if self._has_first_token else None
 
     def _released(self) -> None:
         """The router half-closed: decode has committed."""
@@ -214,7 +224,7 @@ class _Departure:
             raise
         self._with_draft = landing.with_draft
         session = SendSession(landing.session_id, epoch=landing.epoch, num_stages=len(self._parts.plan.ranges),
-                              clock=SystemClock())
+                              clock=SystemClock(), deadlines=self._deadlines)
 
         def on_report(rank: int, event: StageSessionEvent) -> None:
             session.on_stage_event(rank, event)

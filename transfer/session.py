@@ -12,7 +12,7 @@ sides never wait for each other: each converges on its own stages' reports, its 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, DeadlineError, HandoffError, IntegrityError, InternalError, PeerLostError
@@ -77,12 +77,18 @@ SEND_TRANSITIONS: Table[SendState] = {
 
 @dataclass(frozen=True)
 class SessionDeadlines:
-    """Seconds a session may stay in a state before it fails: opening on every stage, moving its bytes (the prompt is
-    computed meanwhile), waiting for the commit. None of them begins while the request is still queued anywhere."""
+    """Seconds a session may stay in a state: opening on every stage, moving its bytes (while the prompt is computed),
+    waiting for the commit or, failed, for another source. None of them begins while the request is still queued."""
 
     open_s: float = 10.0
     move_s: float = 120.0
     finish_s: float = 120.0
+    replace_s: float = 120.0
+
+    @classmethod
+    def within(cls, patience_s: float) -> Self:
+        """For a request that waits that long for all but the opening, which is up to the stages alone."""
+        return cls(move_s=patience_s, finish_s=patience_s, replace_s=patience_s)
 
 
 _ERRORS: Mapping[str, type[HandoffError] | type[PeerLostError] | type[DeadlineError] | type[InternalError]] = {
@@ -162,13 +168,11 @@ class _Session(Generic[State]):
         self._fail(error)
         return self.state
 
-    def tick(self) -> State:
-        """Check the state's deadline; call it on a clock, not on traffic."""
+    def time_left_s(self) -> float | None:
+        """Until the present state must have ended, never negative; None if it may last. Whoever serves the session
+        waits no longer than that, and then aborts it."""
         limit_s = self._deadlines.get(self.state)
-        if limit_s is not None and self._clock.now() - self._entered_at_s >= limit_s:
-            self._fail(DeadlineError(f"session {self.session_id} epoch {self.epoch} was {self.state} for more than "
-                                     f"{limit_s:g} s"))
-        return self.state
+        return None if limit_s is None else max(0.0, self._entered_at_s + limit_s - self._clock.now())
 
     @property
     def _is_closing(self) -> bool:
@@ -206,7 +210,7 @@ class ReceiveSession(_Session[ReceiveState]):
         super().__init__(session_id, num_stages=num_stages, clock=clock, table=RECEIVE_TRANSITIONS,
                          first=ReceiveState.RESERVED,
                          deadlines={ReceiveState.RESERVED: limits.open_s, ReceiveState.RECEIVING: limits.move_s,
-                                    ReceiveState.COMPLETE: limits.finish_s})
+                                    ReceiveState.COMPLETE: limits.finish_s, ReceiveState.FAILED: limits.replace_s})
 
     def commit(self) -> ReceiveState:
         """The request takes the memory over; close the session on every stage. Raises InternalError unless COMPLETE."""

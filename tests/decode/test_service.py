@@ -251,6 +251,28 @@ async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
     await assert_gone(pools, landing.session_id)
 
 
+@pytest.mark.parametrize("remaining_s", [0.2, 60.0])
+async def test_a_source_that_failed_may_be_replaced_for_as_long_as_its_request_has(
+        pools: Arrivals, monkeypatch: pytest.MonkeyPatch, remaining_s: float) -> None:
+    """Its successor may queue for long on another worker."""
+    monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.01)
+    pools.network.fault = lambda tag, num_bytes: Fault.DIE
+    stream, landing = await pools.open(remaining_s=remaining_s)
+    pools.deliver(landing)
+    failed = StageSessionState.FAILED
+    await pools.until(lambda: all(failed in stage.log.states(landing.session_id) for stage in pools.dest.stages))
+    pools.network.fault = None
+    if remaining_s < 1:
+        with pytest.raises(DeadlineError, match="a new prefill worker after"):
+            await stream.ended()
+    else:
+        await asyncio.sleep(0.3)
+        stream.send(new_source(pools.terms))
+        assert codec.landing_from_proto((await stream.next()).landing).epoch == 1
+        await stream.drop()
+    await assert_gone(pools, landing.session_id)
+
+
 async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.05)
     stream, landing = await pools.open()

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from runtime.clock import ManualClock
-from runtime.errors import DeadlineError, HandoffError, IntegrityError, InternalError, PeerLostError
+from runtime.errors import HandoffError, IntegrityError, InternalError, PeerLostError
 from transfer.session import (
     RECEIVE_TRANSITIONS,
     SEND_TRANSITIONS,
@@ -20,7 +20,7 @@ from transfer.terms import StageSessionEvent, StageSessionState
 from transfer.tombstones import Tombstones
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
-DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30)
+DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30, replace_s=20)
 
 
 @pytest.fixture
@@ -165,19 +165,26 @@ def test_every_state_has_a_deadline(session: ReceiveSession, clock: ManualClock,
     for state in (OPEN, COMPLETE)[:num_reports]:
         clock.advance(9)
         all_stages(session, state)
-    before = session.state
-    clock.advance(limit_s - 0.01)
-    assert session.tick() is before
-    clock.advance(0.02)
-    assert session.tick() is ReceiveState.FAILED
-    assert isinstance(session.error, DeadlineError)
-    assert f"was {before} for more than {limit_s} s" in str(session.error)
+    assert session.time_left_s() == limit_s, "counted from the state's beginning"
+    clock.advance(limit_s - 1)
+    session.on_stage_event(0, report(OPEN))
+    assert session.time_left_s() == 1, "whatever happens within it"
+    clock.advance(2)
+    assert session.time_left_s() == 0
 
 
-def test_a_final_state_has_no_deadline(session: ReceiveSession, clock: ManualClock) -> None:
+def test_a_failed_session_waits_for_another_source_and_then_has_time_anew(session: ReceiveSession,
+                                                                          clock: ManualClock) -> None:
+    session.fail(HandoffError("the source is gone"))
+    clock.advance(19)
+    assert session.time_left_s() == 1
+    session.next_epoch()
+    assert session.time_left_s() == 10
+
+
+def test_a_final_state_has_no_deadline(session: ReceiveSession) -> None:
     session.abort("gone")
-    clock.advance(1e6)
-    assert session.tick() is ReceiveState.ABORTED
+    assert session.time_left_s() is None
 
 
 def test_a_lost_stage_has_nothing_left_to_drain(session: ReceiveSession) -> None:
