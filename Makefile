@@ -11,6 +11,8 @@ STUBS := $(PROTOS:.proto=_pb2.py) $(PROTOS:.proto=_pb2.pyi) $(PROTOS:.proto=_pb2
 export OMP_NUM_THREADS ?= 1
 # Tests that start clusters stay on one worker; see tests/conftest.py.
 TEST_WORKERS ?= 2
+# Further options of pytest.
+TEST_OPTIONS ?=
 
 .PHONY: help venv demo test check lint types buf stubs manifests-current protos manifests bench clean
 
@@ -28,7 +30,7 @@ demo: venv ## start a whole local cluster, ask the shipped model a question, sho
 	$(BIN)/baton demo
 
 test: venv ## all tests that need no GPU
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) $(TEST_OPTIONS)
 
 check: lint types buf stubs manifests-current ## everything that can be said without running
 
