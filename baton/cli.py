@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 
 Target = Annotated[str, typer.Option(help="HOST:PORT of the router.")]
-Timeout = Annotated[float | None, typer.Option(help="Give up after this many seconds.")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, help="Give up after this many seconds.")]
 Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 _LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
@@ -50,6 +50,13 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except BrokenPipeError:
+        raise  # whoever reads has enough: Click ends in silence
+    except OSError as error:
+        print(f"baton: cannot write the output: {error.strerror}", file=sys.stderr)
+        # What is left of it would fail once more, and loudly, as the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
 
 
 @app.command()

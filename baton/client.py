@@ -14,6 +14,7 @@ on the server.
 """
 
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Self
@@ -25,11 +26,13 @@ from baton.values import ClusterStatus, Completion, Event, Load, ModelInfo, Quer
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
 from runtime.client import open_channel, open_sync_channel
+from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 from runtime.status import error_from_rpc
 
 DEFAULT_TARGET = "127.0.0.1:7000"
 CONTROL_TIMEOUT_S = 10.0
+MAX_TIMEOUT_S = 1e9  # thirty years
 
 
 @contextlib.contextmanager
@@ -42,6 +45,19 @@ def _typed_errors() -> Iterator[None]:
         if not isinstance(error, grpc.Call):
             raise
         raise error_from_rpc(error) from None
+
+
+def _time_limit(timeout_s: float | None) -> float | None:
+    """What gRPC is told. It takes a time it cannot add to now as one that has passed; one so long is no limit.
+
+    Raises:
+        InvalidRequestError: not a number.
+    """
+    if timeout_s is None or timeout_s > MAX_TIMEOUT_S:
+        return None
+    if math.isnan(timeout_s):
+        raise InvalidRequestError(FieldViolation("timeout_s", "must be a number of seconds, got nan"))
+    return timeout_s
 
 
 def _metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
@@ -69,9 +85,9 @@ class BatonClient:
     def generate(self, query: Query, *, timeout_s: float | None = None,
                  traceparent: str = "") -> Generator[Event, None, None]:
         """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace context, if it has one."""
-        request = wire.request_of(query)
+        request, limit_s = wire.request_of(query), _time_limit(timeout_s)
         with _typed_errors():
-            call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata(traceparent))
+            call = self._stub.Generate(request, timeout=limit_s, metadata=_metadata(traceparent))
             try:
                 for response in call:
                     yield wire.event_of(response)
@@ -127,9 +143,9 @@ class AsyncBatonClient:
     async def generate(self, query: Query, *, timeout_s: float | None = None,
                        traceparent: str = "") -> AsyncGenerator[Event, None]:
         """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace context, if it has one."""
-        request = wire.request_of(query)
+        request, limit_s = wire.request_of(query), _time_limit(timeout_s)
         with _typed_errors():
-            call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata(traceparent))
+            call = self._stub.Generate(request, timeout=limit_s, metadata=_metadata(traceparent))
             try:
                 async for response in call:
                     yield wire.event_of(response)

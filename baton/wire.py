@@ -1,7 +1,10 @@
 """Values to protobuf messages and back: the only file of this package that sees generated types' fields."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from baton.values import (
     ChatMessage,
@@ -16,6 +19,7 @@ from baton.values import (
     Prompt,
     PromptLogprobs,
     Query,
+    StructuredOutput,
     Timings,
     TokenLogprobs,
     Usage,
@@ -31,52 +35,62 @@ _REASONS = {
     types_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
 }
 
+_LIMITS = {
+    FieldDescriptor.CPPTYPE_INT32: "must be from -2^31 to 2^31 - 1: ",
+    FieldDescriptor.CPPTYPE_UINT32: "must be from 0 to 2^32 - 1: ",
+    FieldDescriptor.CPPTYPE_UINT64: "must be from 0 to 2^64 - 1: ",
+}
+
 
 def request_of(query: Query) -> pb.GenerateRequest:
-    """Raises InvalidRequestError for values that have no place in a message, such as a negative count."""
-    stop = query.stop
-    try:
-        request = pb.GenerateRequest(
-            request_id=query.request_id,
-            model=query.model,
-            sampling=types_pb2.SamplingParams(**{f.name: getattr(query.sampling, f.name)
-                                                 for f in fields(query.sampling)}),
-            stop=types_pb2.StopConditions(max_tokens=stop.max_tokens, min_tokens=stop.min_tokens,
-                                          stop_strings=stop.strings, stop_token_ids=stop.token_ids,
-                                          ignore_eos=stop.ignore_eos),
-            num_top_logprobs=query.num_top_logprobs,
-            num_prompt_logprobs=query.num_prompt_logprobs,
-            structured_output=_structured_output_of(query),
-            n=query.n,
-            priority=query.priority,
-            skip_text=query.skip_text,
-            speculate=query.speculate,
-        )
-        _set_prompt(request, query.prompt)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequestError(FieldViolation("request", str(error))) from error
+    """Raises InvalidRequestError naming the field whose value has no place in a message, such as a negative count."""
+    request, stop = pb.GenerateRequest(), query.stop
+    request.sampling.SetInParent()
+    _put(request.sampling, "sampling.", {f.name: getattr(query.sampling, f.name) for f in fields(query.sampling)})
+    request.stop.SetInParent()
+    _put(request.stop, "stop.", {
+        "max_tokens": stop.max_tokens, "min_tokens": stop.min_tokens, "stop_strings": stop.strings,
+        "stop_token_ids": stop.token_ids, "ignore_eos": stop.ignore_eos})
+    if query.structured_output is not None:
+        _put_structured_output(request.structured_output, query.structured_output)
+    _put(request, "", {
+        "request_id": query.request_id, "model": query.model, "num_top_logprobs": query.num_top_logprobs,
+        "num_prompt_logprobs": query.num_prompt_logprobs, "n": query.n, "priority": query.priority,
+        "skip_text": query.skip_text, "speculate": query.speculate})
+    _put_prompt(request, query.prompt)
     return request
 
 
-def _structured_output_of(query: Query) -> types_pb2.StructuredOutput | None:
-    wanted = query.structured_output
-    if wanted is None:
-        return None
+def _put(message: Message, path: str, values: Mapping[str, object]) -> None:
+    """Set fields; None leaves one unset. `path` is where the message stands in the request."""
+    for name, value in values.items():
+        try:
+            message.MergeFrom(type(message)(**{name: value}))
+        except (ValueError, TypeError) as error:
+            limits = _LIMITS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type, "")
+            raise InvalidRequestError(FieldViolation(path + name, f"{limits}{error}")) from error
+
+
+def _put_structured_output(message: types_pb2.StructuredOutput, wanted: StructuredOutput) -> None:
     if wanted.json_schema is not None and wanted.regex is not None:
-        raise ValueError("structured_output takes a JSON schema or a regular expression, not both")
-    return types_pb2.StructuredOutput(json_schema=wanted.json_schema, regex=wanted.regex)
+        raise InvalidRequestError(FieldViolation(
+            "structured_output", "takes a JSON schema or a regular expression, not both"))
+    message.SetInParent()
+    _put(message, "structured_output.", {"json_schema": wanted.json_schema, "regex": wanted.regex})
 
 
-def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+def _put_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        _put(request, "", {"text": prompt})
         return
     messages = [item for item in prompt if isinstance(item, ChatMessage)]
-    if messages:
-        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
-    else:
-        request.token_ids.ids.extend(item for item in prompt if isinstance(item, int))
+    if not messages:
         request.token_ids.SetInParent()
+        _put(request.token_ids, "token_ids.", {"ids": prompt})
+    elif len(messages) < len(prompt):
+        raise InvalidRequestError(FieldViolation("prompt", "must be token ids or chat messages, not both"))
+    for index, said in enumerate(messages):
+        _put(request.chat.messages.add(), f"chat.messages[{index}].", {"role": said.role, "content": said.content})
 
 
 def event_of(response: pb.GenerateResponse) -> Event:

@@ -7,6 +7,7 @@
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,8 +139,9 @@ def _trace_line(line: str, where: str, speed: float) -> Planned:
             ("prompt_tokens", "input_length"), ("output_tokens", "output_length")))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: needs at_s, prompt_tokens and output_tokens ({error!r})", field="trace") from None
-    if at_s < 0 or not 1 <= prompt <= MAX_LENGTH or not 1 <= output <= MAX_LENGTH:
-        raise ConfigError(f"{where}: at_s must not be negative, lengths must be from 1 to {MAX_LENGTH}", field="trace")
+    if not 0 <= at_s < math.inf or not 1 <= prompt <= MAX_LENGTH or not 1 <= output <= MAX_LENGTH:
+        raise ConfigError(f"{where}: at_s must be finite and not negative, lengths must be from 1 to {MAX_LENGTH}",
+                          field="trace")
     return Planned(at_s / speed, prompt, output)
 
 

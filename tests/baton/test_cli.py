@@ -93,6 +93,8 @@ async def test_load_reports_figures(address: str) -> None:
     (("status", "--target", "127.0.0.1:1"), 1, "Connection refused"),
     (("up", "--model", "/absent"), 2, "no config.json"),
     (("up", "--decode", "0"), 2, "--decode must be from 1 to 64"),
+    (("generate", "x", "--timeout", "0"), 2, "greater than or equal to 0.001"),
+    (("generate", "x", "--max-tokens", "-1"), 1, "baton: stop.max_tokens: must be from 0"),
     (("generate", "x", "--bogus"), 2, "No such option: --bogus"),
     (("fly",), 2, "No such command 'fly'"),
 ])
@@ -109,6 +111,17 @@ async def test_server_side_refusals_reach_the_terminal(address: str) -> None:
     late = await baton("generate", "hang", "--timeout", "0.5", "--target", address)
     assert (late.returncode, late.stdout) == (1, "hang ")
     assert "Deadline" in late.stderr
+
+
+@pytest.mark.parametrize("arguments", [("generate", "one two"), ("generate", "one", "--json"), ("status",)])
+async def test_a_full_disk_is_one_clear_line(address: str, arguments: tuple[str, ...]) -> None:
+    def run() -> subprocess.CompletedProcess[bytes]:
+        with Path("/dev/full").open("w") as full:
+            return subprocess.run([sys.executable, "-m", "baton.cli", *arguments, "--target", address], stdout=full,
+                                  stderr=subprocess.PIPE, timeout=30, check=False)
+
+    done = await asyncio.to_thread(run)
+    assert (done.returncode, done.stderr) == (1, b"baton: cannot write the output: No space left on device\n")
 
 
 @pytest.mark.parametrize("command", ["up", "demo", "generate", "chat", "status", "load"])

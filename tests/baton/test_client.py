@@ -1,4 +1,5 @@
 import asyncio
+import re
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -91,11 +92,30 @@ async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> Non
         with pytest.raises(errors.InvalidRequestError) as caught:
             await client.complete(Query("x", Sampling(temperature=-1)))
         assert caught.value.violations[0].field == "sampling.temperature"
-        with pytest.raises(errors.InvalidRequestError, match="request"):  # does not fit the message at all
-            await client.complete(Query("x", stop=Stop(max_tokens=-1)))
         with pytest.raises(errors.CapacityError) as full:
             await client.complete(Query("full"))
     assert full.value.retry_after_s == 2.5
+
+
+@pytest.mark.parametrize(("query", "field", "says"), [
+    (Query("x", stop=Stop(max_tokens=-1)), "stop.max_tokens", "from 0 to 2^32 - 1: .*-1"),
+    (Query("x", stop=Stop(token_ids=(1, -2))), "stop.stop_token_ids", "from 0 to 2^32 - 1: .*-2"),
+    (Query("x", Sampling(seed=2**64)), "sampling.seed", "from 0 to 2^64 - 1: .*18446744073709551616"),
+    (Query("x", Sampling(logit_bias={-1: 0.5})), "sampling.logit_bias", "-1"),
+    (Query("x", num_top_logprobs=-1), "num_top_logprobs", "from 0 to 2^32 - 1: .*-1"),
+    (Query("x", priority=2**31), "priority", "from -2^31 to 2^31 - 1: .*2147483648"),
+    (Query((1, -3)), "token_ids.ids", "from 0 to 2^32 - 1: .*-3"),
+    (Query("\ud800"), "text", "surrogates"),
+    (Query((ChatMessage("user", "hello"), ChatMessage("user", "\ud800"))), "chat.messages[1].content", "surrogates"),
+    (Query((1, ChatMessage("user", "hello"))), "prompt", "not both"),  # type: ignore[arg-type]
+    (Query((1, 2.5)), "token_ids.ids", "2.5|float"),  # type: ignore[arg-type]
+])
+def test_what_does_not_fit_the_message_is_named(query: Query, field: str, says: str) -> None:
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        wire.request_of(query)
+    (violation,) = caught.value.violations
+    assert violation.field == field
+    assert re.search(says.replace("^", r"\^"), violation.description)
 
 
 async def test_deadline_is_typed_and_frees_the_server(echo: tuple[EchoGeneration, str]) -> None:
@@ -103,6 +123,14 @@ async def test_deadline_is_typed_and_frees_the_server(echo: tuple[EchoGeneration
         with pytest.raises(errors.DeadlineError):
             await client.complete(Query("hang"), timeout_s=0.3)
         await asyncio.wait_for(echo[0].ended.wait(), 1)
+
+
+@pytest.mark.parametrize("timeout_s", [1e300, float("inf")])
+async def test_a_time_limit_beyond_all_clocks_is_none(echo: tuple[EchoGeneration, str], timeout_s: float) -> None:
+    async with AsyncBatonClient(echo[1]) as client:
+        assert (await client.complete(Query("one"), timeout_s=timeout_s)).text == "one "
+        with pytest.raises(errors.InvalidRequestError, match="timeout_s"):
+            await client.complete(Query("one"), timeout_s=float("nan"))
 
 
 async def test_cancelling_the_task_aborts_the_request(echo: tuple[EchoGeneration, str]) -> None:

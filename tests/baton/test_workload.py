@@ -57,6 +57,8 @@ def test_traces_of_both_spellings_are_replayed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("lines", "said"), [
     ("", "has no requests"), ("{", r"\.jsonl:1: needs at_s"), ('{"at_s": 1, "prompt_tokens": 3}', r"\.jsonl:1: needs"),
     ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 1}', "lengths must be from 1"),
+    ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 1}', "at_s must be finite"),
+    ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 1}', "at_s must be finite"),
     ('{"at_s": 2, "prompt_tokens": 1, "output_tokens": 1}\n{"at_s": 1, "prompt_tokens": 1, "output_tokens": 1}',
      "not in order of time")])
 def test_a_trace_that_cannot_be_used_is_refused_naming_the_line(tmp_path: Path, lines: str, said: str) -> None:
