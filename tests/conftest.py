@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -11,6 +12,12 @@ from xdist.scheduler import LoadScopeScheduling
 # first of them is imported, by whatever test that is.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# No example is timed, because a busy machine may take any time for any of them; and the same tree gives the same
+# examples. `--hypothesis-profile=search` looks for new ones.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("search"), derandomize=True)
+settings.load_profile("repeatable")
 
 _STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
 

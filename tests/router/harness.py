@@ -39,8 +39,10 @@ FACTS = ModelFacts(name="tiny", architecture="Tiny", vocab_size=VOCAB_SIZE, max_
                    eos_token_ids=(EOS,))
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}<bot>{% endif %}")
-FLOW_LIMITS = FlowLimits(peer_wait_s=1.0, capacity_wait_s=2.0, reserve_s=1.0, commit_s=1.0)
-ADMISSION_LIMITS = AdmissionLimits(max_waiting=1000, max_wait_s=5.0, pairless_grace_s=0.5)
+# Patience that a busy machine does not exhaust. Tests of what happens when patience ends bring their own.
+FLOW_LIMITS = FlowLimits(peer_wait_s=30.0, capacity_wait_s=30.0, reserve_s=30.0, commit_s=30.0)
+ADMISSION_LIMITS = AdmissionLimits(max_waiting=1000, max_wait_s=60.0, pairless_grace_s=30.0)
+NO_GRACE = AdmissionLimits(pairless_grace_s=0.2)
 
 
 @cache
@@ -119,7 +121,7 @@ class RouterHarness:
         self.workers = workers
         self.registry = registry
 
-    async def ask(self, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0) -> Answer:
+    async def ask(self, request: generation_pb2.GenerateRequest, timeout_s: float = 60.0) -> Answer:
         """Read the whole stream. Raises the BatonError behind the status."""
         answer = Answer()
         try:
@@ -134,7 +136,7 @@ class RouterHarness:
         assert answer.finish is not None, "the stream ended without a finish"
         return answer
 
-    async def failure(self, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0) -> BatonError:
+    async def failure(self, request: generation_pb2.GenerateRequest, timeout_s: float = 60.0) -> BatonError:
         """The error that a request ends with."""
         try:
             await self.ask(request, timeout_s)
@@ -161,7 +163,7 @@ def request_tasks() -> list[str]:
     return [name for name in names if name.startswith(kinds)]
 
 
-async def eventually(condition: Callable[[], object], what: str, within_s: float = 3.0) -> None:
+async def eventually(condition: Callable[[], object], what: str, within_s: float = 30.0) -> None:
     """Wait until the condition holds."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
@@ -202,13 +204,13 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
                             PrefillPace(clock))
         server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
                             metrics=RpcMetrics.create(registry))
-        service = GenerationService(model, services, RequestLimits(60.0, 5.0), clock)
+        service = GenerationService(model, services, RequestLimits(60.0, 30.0), clock)
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
         address = await server.start()
         stack.push_async_callback(server.grpc.stop, grace=0)
         work = [directory.run(), services.admission.run()]
         if warms_up:
-            work.append(Readiness(services, server.health, 5.0).run())
+            work.append(Readiness(services, server.health, 30.0).run())
         for background in work:
             task = asyncio.create_task(background)
             stack.push_async_callback(_stopped, task)

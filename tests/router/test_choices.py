@@ -20,7 +20,7 @@ def pair() -> tuple[FakePrefill, FakeDecode]:
 async def by_index(router: RouterHarness, request: generation_pb2.GenerateRequest,
                    ) -> dict[int, list[generation_pb2.GenerateResponse]]:
     seen: dict[int, list[generation_pb2.GenerateResponse]] = {}
-    async for response in router.stub.Generate(request, timeout=20):
+    async for response in router.stub.Generate(request, timeout=60):
         seen.setdefault(response.index, []).append(response)
     return seen
 
@@ -54,7 +54,7 @@ async def test_cancelling_the_call_cancels_every_choice() -> None:
     prefill, decode = pair()
     decode.token_pause_s = 0.05
     async with running_router(prefill, decode) as router:
-        call = router.stub.Generate(token_request([1], max_tokens=200, n=4), timeout=20)
+        call = router.stub.Generate(token_request([1], max_tokens=200, n=4), timeout=60)
         await call.read()
         await eventually(lambda: len(decode.open_requests) == 4, "four choices decoding")
         call.cancel()

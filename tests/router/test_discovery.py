@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -177,8 +178,9 @@ async def test_pauses_between_attempts_grow(tmp_path: Path) -> None:
     async with fake_api() as api:
         api.refusal = 503
         async with running(endpoints(api, tmp_path)) as seen:
-            await asyncio.sleep(1.3)
-            assert 2 <= len(api.requests) <= 5, "pauses of 0.2, 0.4, 0.8 s"
+            await eventually(lambda: len(api.requests) == 4, "too few attempts")
+            for (before, after), pause_s in zip(pairwise(api.asked_at_s), (0.2, 0.4, 0.8), strict=True):
+                assert after - before > 0.8 * pause_s, "a pause varies by a fifth"
             assert not seen.found
 
 

@@ -1,11 +1,11 @@
 """Workers that die, refuse, stall or lie: every request ends in one state, and nothing is left anywhere."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from protos import types_pb2
-from router.legs import FlowLimits
 from runtime.errors import (
     CapacityError,
     FieldViolation,
@@ -63,13 +63,11 @@ async def test_the_only_prefill_worker_serves_again_when_it_is_back(workers: Wor
 
 @pytest.mark.parametrize("point", PREFILL_POINTS)
 async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, point: Point) -> None:
-    async with running_router(workers.p0, workers.d0) as router:
+    async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
         workers.p0.die_at(point)
-        began = asyncio.get_running_loop().time()
         error = await router.failure(token_request(PROMPT))
         assert isinstance(error, PeerLostError)
         assert workers.p0.address in str(error)
-        assert asyncio.get_running_loop().time() - began < 5
         await router.assert_nothing_left()
 
 
@@ -141,7 +139,7 @@ async def test_when_all_pools_refuse_the_request_waits_for_one(workers: Workers)
 
 
 async def test_patience_with_full_pools_ends(workers: Workers) -> None:
-    limits = FlowLimits(capacity_wait_s=0.3, peer_wait_s=0.3)
+    limits = replace(FLOW_LIMITS, capacity_wait_s=0.3)
     async with running_router(workers.p0, workers.d0, flow=limits) as router:
         workers.d0.fail_at(Point.RESERVE, CapacityError("full", resource="pages"), times=1000)
         error = await router.failure(token_request(PROMPT))
@@ -161,7 +159,7 @@ async def test_a_pool_that_dies_before_it_landed_is_replaced(workers: Workers) -
 
 @pytest.mark.parametrize("point", [Point.LANDED, Point.COMMIT, Point.TOKEN, Point.FINISH])
 async def test_the_only_decode_pool_lost_is_one_clear_status(workers: Workers, point: Point) -> None:
-    async with running_router(workers.p0, workers.d0, flow=FlowLimits(peer_wait_s=0.3)) as router:
+    async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
         workers.d0.die_at(point)
         error = await router.failure(token_request(PROMPT))
         assert isinstance(error, PeerLostError)
@@ -173,7 +171,7 @@ async def test_the_only_decode_pool_lost_is_one_clear_status(workers: Workers, p
 
 
 async def test_a_pool_that_does_not_answer_a_reservation_is_given_up(workers: Workers) -> None:
-    limits = FlowLimits(reserve_s=0.2, peer_wait_s=2)
+    limits = replace(FLOW_LIMITS, reserve_s=0.5)
     async with running_router(workers.p0, workers.d0, workers.d1, flow=limits) as router:
         silent = asyncio.Event()
 
@@ -189,7 +187,7 @@ async def test_a_pool_that_does_not_answer_a_reservation_is_given_up(workers: Wo
 
 
 async def test_a_pool_that_never_commits_is_given_up(workers: Workers) -> None:
-    limits = FlowLimits(commit_s=0.2, migrations=0)
+    limits = replace(FLOW_LIMITS, commit_s=0.2, migrations=0)
     async with running_router(workers.p0, workers.d0, flow=limits) as router:
         workers.d0.at(Point.COMMIT, lambda _: asyncio.sleep(30))
         error = await router.failure(token_request(PROMPT))

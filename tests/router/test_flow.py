@@ -70,10 +70,10 @@ async def test_usage_counts_up_over_the_chunks() -> None:
 async def test_first_token_reaches_the_client_before_decode_has_reserved() -> None:
     prefill, decode = pair()
     may_reserve = asyncio.Event()
-    decode.at(Point.RESERVE, lambda _: asyncio.wait_for(may_reserve.wait(), 5))
+    decode.at(Point.RESERVE, lambda _: may_reserve.wait())
     async with running_router(prefill, decode) as router:
         stream = router.stub.Generate(token_request([9], max_tokens=3)).__aiter__()
-        first = await asyncio.wait_for(anext(stream), 2)
+        first = await anext(stream)
         assert list(first.chunk.token_ids) == [9]
         may_reserve.set()
         rest = [token_id async for response in stream for token_id in response.chunk.token_ids]
@@ -246,14 +246,14 @@ async def test_cancelling_at_any_point_ends_both_streams(point: Point, how: str)
         else:
             call = router.stub.Generate(request)
             responses = asyncio.create_task(_collect(call))
-            await asyncio.wait_for(reached.wait(), 5)
+            await reached.wait()
             if how == "cancel":
                 call.cancel()
                 await asyncio.gather(responses, return_exceptions=True)
             else:
                 answer = await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["r", "unknown"]))
                 assert list(answer.aborted) == ["r"]
-                last = (await asyncio.wait_for(responses, 2))[-1]
+                last = (await responses)[-1]
                 assert last.finish.reason == types_pb2.FINISH_REASON_ABORTED
         await router.assert_nothing_left()
 
@@ -263,9 +263,9 @@ async def test_cancelling_what_is_held_back_takes_it_out_of_the_queue(how: str) 
     prefill, decode = pair()
     decode.serving = False
     async with running_router(prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)) as router:
-        call = router.stub.Generate(token_request([3], request_id="r"), timeout=0.3 if how == "deadline" else None)
+        call = router.stub.Generate(token_request([3], request_id="r"), timeout=1.0 if how == "deadline" else None)
         responses = asyncio.create_task(_collect(call))
-        await eventually(lambda: router.services.admission.num_waiting, "the queue")
+        await eventually(lambda: router.services.admission.num_waiting or responses.done(), "the queue")
         if how == "abort":
             await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["r"]))
             assert (await responses)[-1].finish.reason == types_pb2.FINISH_REASON_ABORTED

@@ -31,7 +31,7 @@ async def router_process(*flags: str) -> AsyncIterator[asyncio.subprocess.Proces
 
 
 async def announced(path: Path) -> Announcement:
-    await eventually(path.exists, "no announcement", within_s=20)
+    await eventually(path.exists, "no announcement", within_s=60)
     announcement = read_announcement(path)
     assert announcement is not None
     return announcement
@@ -50,17 +50,17 @@ async def test_it_serves_drains_and_ends_with_zero(tmp_path: Path) -> None:
         announcement = await announced(path)
         assert announcement.pid == process.pid
         async with grpc.aio.insecure_channel(announcement.address) as channel:
-            await wait_serving(channel, "baton.v1.Generation", timeout_s=10)
+            await wait_serving(channel, "baton.v1.Generation", timeout_s=60)
             stub = generation_pb2_grpc.GenerationStub(channel)
             stream = stub.Generate(token_request([3], max_tokens=60)).__aiter__()
             token_ids = list((await anext(stream)).chunk.token_ids)
             url = f"http://127.0.0.1:{announcement.metrics_port}/metrics"
-            page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+            page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=30).read().decode())
             assert "baton_ttft_seconds_count 1.0" in page
             process.send_signal(signal.SIGTERM)
             token_ids += [token_id async for response in stream for token_id in response.chunk.token_ids]
             assert token_ids == expected_tokens([3], 60), "what runs is finished before the process ends"
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await process.wait() == 0
     assert not prefill.open_requests + decode.open_requests
     await asyncio.gather(prefill.die(), decode.die())
 
@@ -73,7 +73,7 @@ async def test_it_serves_drains_and_ends_with_zero(tmp_path: Path) -> None:
 ])
 async def test_what_cannot_work_is_one_clear_line(flags: list[str], line: str) -> None:
     async with router_process("--log-level", "error", *flags) as process:
-        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+        _, stderr = await process.communicate()
         assert process.returncode == 2
         assert line in stderr.decode()
         assert len(stderr.decode().strip().splitlines()) == 1

@@ -1,6 +1,7 @@
 """What a refused client is told besides the status: when to come back, in the details and in the trailer gRPC obeys."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -8,7 +9,7 @@ import pytest
 
 from router.admission import AdmissionLimits
 from runtime.errors import CapacityError
-from tests.router.harness import RouterHarness, running_router, token_request
+from tests.router.harness import FLOW_LIMITS, NO_GRACE, RouterHarness, running_router, token_request
 from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point
 from tests.support.outside import details_of
 
@@ -18,7 +19,7 @@ def pair() -> tuple[FakePrefill, FakeDecode]:
     return FakePrefill("prefill", fabric, journal), FakeDecode("decode", fabric, journal)
 
 
-async def refusal(router: RouterHarness, timeout_s: float = 20) -> tuple[grpc.StatusCode, dict[str, Any], str | None]:
+async def refusal(router: RouterHarness, timeout_s: float = 60) -> tuple[grpc.StatusCode, dict[str, Any], str | None]:
     """Code, details and pushback trailer."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         _ = [response async for response in router.stub.Generate(token_request([1]), timeout=timeout_s)]
@@ -37,7 +38,7 @@ async def test_a_full_queue_names_its_limit_and_when_to_come_back() -> None:
 
 
 async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
-    async with running_router(*pair(), start_workers=False) as router:
+    async with running_router(*pair(), admission=NO_GRACE, start_workers=False) as router:
         code, details, pushback = await refusal(router)
     assert code is grpc.StatusCode.UNAVAILABLE
     assert details["ErrorInfo"].reason == "UNAVAILABLE"
@@ -47,7 +48,7 @@ async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
 async def test_a_pool_that_stays_full_says_which_resource_is() -> None:
     prefill, decode = pair()
     decode.fail_at(Point.RESERVE, CapacityError("no pages", resource="pages", retry_after_s=2.5), times=1000)
-    async with running_router(prefill, decode) as router:
+    async with running_router(prefill, decode, flow=replace(FLOW_LIMITS, capacity_wait_s=0.3)) as router:
         code, details, pushback = await refusal(router)
         await router.assert_nothing_left()
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,14 +1,12 @@
 """Two routers in front of the same workers: they share nothing, see each other's load in reports, and stay correct."""
 
 import asyncio
+from functools import partial
 
-from router.legs import FlowLimits
+from router.worker import Role
 from runtime.errors import BatonError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
-
-# A crowd on a busy machine takes its time; none of these tests is about deadlines.
-PATIENT = FlowLimits(peer_wait_s=15.0, capacity_wait_s=15.0, reserve_s=15.0, commit_s=15.0)
 
 
 async def asked(router: RouterHarness, index: int) -> None:
@@ -24,12 +22,18 @@ async def test_both_fill_the_same_pools_and_nobody_loses_a_request() -> None:
     pools = [FakeDecode(f"d{i}", fabric, journal, max_running=6) for i in range(2)]
     for pool in pools:
         pool.token_pause_s = 0.002
-    async with (running_router(*workers, *pools, flow=PATIENT) as first,
-                running_router(*workers, *pools, flow=PATIENT, start_workers=False) as second):
+    async with (running_router(*workers, *pools) as first,
+                running_router(*workers, *pools, start_workers=False) as second):
         await eventually(lambda: not second.directory.pair_problem(), "a stranger")
         await asyncio.gather(*(asked(router, index) for router in (first, second) for index in range(60)))
         for router in (first, second):
             await router.assert_nothing_left()
+
+
+def all_know_of(routers: tuple[RouterHarness, ...], count: int) -> bool:
+    """Whether the decode pools' last reports to each router show so many requests in all."""
+    return all(count == sum(worker.load.running_requests for worker in router.directory.workers
+                            if worker.role is Role.DECODE) for router in routers)
 
 
 async def test_one_routers_load_shows_in_the_others_choices() -> None:
@@ -44,7 +48,7 @@ async def test_one_routers_load_shows_in_the_others_choices() -> None:
         calls = []
         for index in range(1, 17):
             calls.append(asyncio.create_task(asked((first, second)[index % 2], 9 * index)))
-            await asyncio.sleep(0.12)  # two reports
+            await eventually(partial(all_know_of, (first, second), index), f"a report without request {index}")
         assert [len(pool.open_requests) for pool in pools] == [8, 8]
         may_go.set()
         await asyncio.gather(*calls)

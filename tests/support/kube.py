@@ -27,11 +27,13 @@ def endpoint_slice(name: str, service: str, *endpoints: tuple[str, Conditions], 
 
 @dataclass(eq=False)
 class FakeApi:
-    """`put` and `delete` change what is there; watches hear of it. `requests` are the queries so far."""
+    """`put` and `delete` change what is there; watches hear of it. `requests` are the queries so far, `asked_at_s` when
+    they came."""
 
     token: str = "secret-1"
     slices: dict[str, dict[str, Any]] = field(default_factory=dict)
     requests: list[dict[str, str]] = field(default_factory=list)
+    asked_at_s: list[float] = field(default_factory=list)
     refusal: int = 0  # the status every request gets, if not 0
     port: int = 0
     _version: int = 100
@@ -107,6 +109,7 @@ class FakeApi:
         url = urlsplit(head.split(" ")[1])
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         self.requests.append(query)
+        self.asked_at_s.append(asyncio.get_running_loop().time())
         authorised = f"authorization: bearer {self.token}\r\n" in head.lower()
         status = self.refusal or (404 if url.path != PATH else 200 if authorised else 401)
         if status != 200:
