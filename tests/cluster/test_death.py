@@ -14,7 +14,7 @@ from tests.cluster.test_equality import on_the_wire
 from tests.support.clusters import RunningCluster, running_cluster
 from tests.support.questions import as_query, make_questions, shown
 
-STATUS_WITHIN_S = 5.0
+STATUS_WITHIN_S = 30.0  # of the 60 that a client has
 
 
 def long_questions(count: int) -> list[Request]:

@@ -51,7 +51,7 @@ async def outcome(client: AsyncBatonClient, query: Query) -> tuple[list[int], Ba
     """Tokens that were sent, and the error that ended the stream; None if it finished."""
     seen: list[int] = []
     try:
-        async for event in client.generate(query, timeout_s=30):
+        async for event in client.generate(query, timeout_s=60):
             seen += event.token_ids if isinstance(event, Chunk) else ()
     except BatonError as error:
         return seen, error
@@ -63,7 +63,7 @@ async def test_a_flipped_byte_is_caught_and_named_wherever_it_is(checkpoint: Pat
     right = on_the_wire(reference.answers([question]))[0]
     async with cluster_in_process(checkpoint) as client:
         FlippingTransport.num_sent = 0
-        assert shown(await client.complete(as_query(question), timeout_s=30)) == right
+        assert shown(await client.complete(as_query(question), timeout_s=60)) == right
         num_messages = FlippingTransport.num_sent
         named = set()
         for position in range(num_messages):
@@ -75,7 +75,7 @@ async def test_a_flipped_byte_is_caught_and_named_wherever_it_is(checkpoint: Pat
             named.add(str(error))
             assert seen in ([], [right[0][0]]), "only the first token, which prefill drew, may have been sent"
         FlippingTransport.flip_at = None
-        assert shown(await client.complete(as_query(question), timeout_s=30)) == right
+        assert shown(await client.complete(as_query(question), timeout_s=60)) == right
     assert any("kv" in text and "layer 3" in text for text in named), named
     assert any("state" in text for text in named), named
     assert any("conv" in text for text in named), named

@@ -66,5 +66,5 @@ async def test_a_prompt_that_landed_without_a_word_is_computed_and_delivered_aga
     monkeypatch.setattr(ReceiveSession, "on_stage_event", hear_and_note)
     async with cluster_in_process(checkpoint, decode_pp=2) as client:
         DyingService.arm()
-        assert shown(await client.complete(as_query(question), timeout_s=30)) == right
+        assert shown(await client.complete(as_query(question), timeout_s=60)) == right
         assert DyingService.has_died

@@ -39,7 +39,7 @@ def speller(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def answers(model: Path, prefill_pp: int, decode_pp: int, settings: Mapping[str, Any]) -> list[Completion]:
     async with cluster_in_process(model, prefill_pp=prefill_pp, decode_pp=decode_pp, **settings) as client:
         with pytest.raises(InvalidRequestError) as refused:
-            await client.complete(Query((5,), structured_output=StructuredOutput(regex="(")), timeout_s=10)
+            await client.complete(Query((5,), structured_output=StructuredOutput(regex="(")), timeout_s=60)
         assert [violation.field for violation in refused.value.violations] == ["structured_output.regex"]
         return list(await asyncio.gather(*(client.complete(query, timeout_s=60) for query in QUERIES)))
 

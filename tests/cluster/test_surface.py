@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
 }
 
 
-async def failure(outsider: Outsider, method: str, request: Json, timeout_s: float = 20) -> grpc.aio.AioRpcError:
+async def failure(outsider: Outsider, method: str, request: Json, timeout_s: float = 60) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         _ = [response async for response in outsider.ask(method, request, timeout_s=timeout_s)]
     return failed.value
@@ -195,7 +195,7 @@ async def test_other_refusals_have_codes_of_their_own(outsider: Outsider) -> Non
     assert details_of(missing)["ErrorInfo"].reason == "UNKNOWN_MODEL"
     late = await failure(outsider, GENERATE, merged(SHORT, {"stop": {"maxTokens": 100, "ignoreEos": True}}), 0.01)
     assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    long = merged(SHORT, {"requestId": "twice", "stop": {"maxTokens": 200, "ignoreEos": True}})
+    long = merged(SHORT, {"requestId": "twice", "stop": {"maxTokens": 1800, "ignoreEos": True}})
     first = asyncio.create_task(ask(outsider, long))
     running: list[Json] = []
     while not running or not running[0].get("runningRequests"):
@@ -235,22 +235,26 @@ async def test_load_is_told_by_call_and_out_of_band(outsider: Outsider) -> None:
     (idle,) = [answer async for answer in outsider.ask("baton.v1.Generation.GetLoad", {})]
     assert (idle["prefillWorkers"], idle["decodeWorkers"], idle.get("waitingRequests", 0)) == (1, 1, 0)
     assert int(idle["kvTokensTotal"]) > 1000
-    busy = asyncio.create_task(ask(outsider, {"stop": {"maxTokens": 120, "ignoreEos": True}, "n": 4}))
-    peak, reports = 0.0, 0
+
+    async def ask_on() -> None:
+        while True:
+            assert len((await ask(outsider, {"stop": {"maxTokens": 120, "ignoreEos": True}, "n": 4})).finishes) == 4
+
+    busy, peak, reports = asyncio.create_task(ask_on()), 0.0, 0
     async for report in outsider.ask("xds.service.orca.v3.OpenRcaService.StreamCoreMetrics",
-                                     {"reportInterval": "0.1s"}, timeout_s=60):
+                                     {"reportInterval": "0.1s"}, timeout_s=120):
         peak, reports = max(peak, report.get("applicationUtilization", 0.0)), reports + 1
         assert set(report["utilization"]) == {"kv_cache", "running_requests"}
-        if busy.done():
+        if busy.done() or (peak > 0 and reports > 1):
             break
-    assert peak > 0
-    assert reports > 1
-    assert len((await busy).finishes) == 4
+    assert not busy.done()
+    busy.cancel()
+    assert (peak > 0, reports > 1) == (True, True)
 
 
 async def test_channelz_shows_the_server(outsider: Outsider) -> None:
     stub = channelz_pb2_grpc.ChannelzStub(outsider.channel)
-    servers = (await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=5)).server
+    servers = (await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=60)).server
     assert any(server.data.calls_started > 0 for server in servers)
 
 
@@ -262,7 +266,7 @@ def vllm_request(prompt: list[int], params: Json, *, stream: bool = False) -> vl
 
 async def ask_vllm(outsider: Outsider, request: vllm.GenerateRequest) -> list[vllm.GenerateResponse]:
     stub = vllm_grpc.VllmEngineStub(outsider.channel)
-    return [response async for response in stub.Generate(request, timeout=20)]
+    return [response async for response in stub.Generate(request, timeout=60)]
 
 
 async def test_vllm_gateways_get_the_same_answer(outsider: Outsider) -> None:
@@ -350,27 +354,27 @@ async def test_vllm_fields_that_baton_lacks_are_refused_by_name(outsider: Outsid
 
 async def test_vllm_control_calls(outsider: Outsider) -> None:
     stub = vllm_grpc.VllmEngineStub(outsider.channel)
-    assert (await stub.HealthCheck(vllm.HealthCheckRequest(), timeout=5)).healthy
-    info = await stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=5)
+    assert (await stub.HealthCheck(vllm.HealthCheckRequest(), timeout=60)).healthy
+    info = await stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=60)
     assert (info.served_model_name, info.is_generation, list(info.architectures)) == ("model", True,
                                                                                      ["Qwen3_5ForCausalLM"])
     assert (info.model_type, list(info.eos_token_ids)) == ("qwen3_5_text", [0, 3])
     reading = asyncio.create_task(ask_vllm(outsider, vllm.GenerateRequest(
         request_id="long", text="Mia", stream=True,
-        sampling_params=vllm.SamplingParams(max_tokens=400, ignore_eos=True))))
+        sampling_params=vllm.SamplingParams(max_tokens=1800, ignore_eos=True))))
     active = 0
     while not active:
-        active = (await stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=5)).active_requests
-    (load,) = (await stub.GetLoads(vllm.GetLoadsRequest(), timeout=5)).loads
+        active = (await stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=60)).active_requests
+    (load,) = (await stub.GetLoads(vllm.GetLoadsRequest(), timeout=60)).loads
     assert load.num_total_reqs <= 1, "as of the workers' last reports"
     assert load.max_total_num_tokens > 1000
-    await stub.Abort(vllm.AbortRequest(request_ids=["long"]), timeout=5)
+    await stub.Abort(vllm.AbortRequest(request_ids=["long"]), timeout=60)
     assert (await reading)[-1].complete.finish_reason == "abort"
-    parts = [part async for part in stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=5)]
+    parts = [part async for part in stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=60)]
     data = b"".join(part.data for part in parts)
     assert parts[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.read("tokenizer.json") == (MODEL / "tokenizer.json").read_bytes()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.Embed(vllm.EmbedRequest(), timeout=5)
+        await stub.Embed(vllm.EmbedRequest(), timeout=60)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 
 from baton.values import Query, Stop
-from runtime import tracing
+from runtime import otel, tracing
 from runtime.errors import ConfigError
 from runtime.tracing import UNTRACED, begin, note, outgoing
 from runtime.tracing_setup import open_tracing
@@ -65,7 +65,8 @@ def attributes(span: Any) -> dict[str, str]:  # noqa: ANN401 - a message of unty
     return {item.key: item.value.string_value for item in span.attributes}
 
 
-async def test_one_request_is_one_trace_over_all_roles(checkpoint: Path) -> None:
+async def test_one_request_is_one_trace_over_all_roles(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "EXPORT_S", 60)  # the collector is there, and may be busy
     async with (collector() as (heard, endpoint),
                 cluster_in_process(checkpoint, decode_pp=2, otel_endpoint=endpoint,
                                    router={"otel_endpoint": endpoint}) as client):

@@ -234,16 +234,17 @@ async def test_a_first_token_outside_the_vocabulary_is_refused_by_name(pools: Ar
     await assert_gone(pools, session_id)
 
 
-@pytest.mark.parametrize("remaining_s", [0.2, 60.0])
+@pytest.mark.parametrize("remaining_s", [1.0, 600.0])
 async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
         pools: Arrivals, monkeypatch: pytest.MonkeyPatch, remaining_s: float) -> None:
     monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.01)  # for a request that does not say
     stream, landing = await pools.open(remaining_s=remaining_s)
-    await asyncio.sleep(0.3)
-    if remaining_s < 0.3:
+    if remaining_s == 1.0:
         with pytest.raises(DeadlineError, match="the prompt to land"):
             await stream.ended()
     else:
+        assert (await pools.loop.submit(pools.scheduler.census)).leases == {"landing": 1, "running": 0}
+        await asyncio.sleep(0.3)
         pools.deliver(landing)
         stream.send(first_token())
         assert (await stream.next()).WhichOneof("event") == "committed"
@@ -276,7 +277,6 @@ async def test_a_source_that_failed_may_be_replaced_for_as_long_as_its_request_h
 async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.05)
     stream, landing = await pools.open()
-    assert (await pools.loop.submit(pools.scheduler.census)).leases == {"landing": 1, "running": 0}
     with pytest.raises(DeadlineError):
         await stream.ended()
     assert pools.metric("baton_handshake_seconds_count") == 1

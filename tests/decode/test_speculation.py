@@ -148,10 +148,10 @@ def test_300_requests_of_which_a_fifth_is_cancelled_leave_nothing() -> None:
             answers = [Canceller(pool, after=rng.randrange(8) if rng.random() < 0.2 else None) for _ in wanted]
             call(pool.loop, partial(start_all, answers, wanted))
             for answer, plain in zip(answers, expected, strict=True):
-                assert answer.over.wait(30), f"wave {wave}"
+                assert answer.over.wait(60), f"wave {wave}"
                 assert answer.cancelled or shown([answer.answer]) == plain
             num_cancelled += sum(answer.cancelled for answer in answers)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while pool.scheduler.load().running_requests and time.monotonic() < deadline:
             time.sleep(0.01)  # what was released in flight ends with its step
         assert_nothing_leaked(pool)

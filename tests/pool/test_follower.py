@@ -80,7 +80,7 @@ class Rig:
         return cast(MemoryTransport, self.agent._transport)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - what is waited for happens on other threads
                 await asyncio.sleep(0.005)
 
@@ -158,7 +158,7 @@ async def test_what_a_dead_leader_s_step_says_of_layers_is_forgotten_before_the_
 
         def first_chunk() -> None:
             running.set()
-            gate.wait(10)
+            gate.wait(60)
             rig.agent.expect_send(7)
             rig.agent.layer_done(7, 0, 8)
 
@@ -180,13 +180,13 @@ async def test_a_stage_that_cannot_let_go_of_its_memory_ends(monkeypatch: pytest
 
         def hang() -> None:
             running.set()
-            gate.wait(10)
+            gate.wait(60)
 
         rig.channel.step = hang
         await rig.until(running.is_set)
         rig.leader.links[0].dismiss()
         with pytest.raises(DeadlineError, match="cannot join again"):
-            await asyncio.wait_for(rig.joining, 10)
+            await asyncio.wait_for(rig.joining, 60)
         gate.set()
 
 

@@ -84,7 +84,7 @@ class Side:
 
     def shutdown(self) -> None:
         for agent in self.agents:
-            assert agent.shutdown(5.0)
+            assert agent.shutdown(60.0)
 
 
 @contextmanager

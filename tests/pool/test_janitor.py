@@ -17,6 +17,12 @@ def drained_event() -> StageSessionEvent:
     return StageSessionEvent("s", 0, StageSessionState.DRAINED)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - lists have no event to wait for
+            await asyncio.sleep(0.005)
+
+
 class FakeGroup:
     """Remembers who listens."""
 
@@ -55,11 +61,10 @@ async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10()
     await asyncio.sleep(0)
     assert done == ["closed"]
     group.listener(1, drained_event())
-    await asyncio.sleep(0.01)
-    assert done == ["closed", "released"]
+    await until(lambda: done == ["closed", "released"])
     assert group.forgotten == [("s", 0)]
     assert told == []
-    assert janitor.open_tasks == 0
+    await until(lambda: janitor.open_tasks == 0)
 
 
 async def test_without_a_session_memory_is_released_at_once() -> None:
@@ -74,7 +79,7 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkey
     janitor, _, told = make_janitor()
     done: list[str] = []
     janitor.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
-    await asyncio.sleep(0.1)
+    await until(lambda: told)
     assert done == []
     assert "did not drain" in told[0]
 
@@ -104,10 +109,8 @@ async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drai
     end(0)
     begin(1)
     group.stage_event(0, StageSessionEvent("s", 0, StageSessionState.DRAINED))
-    await asyncio.sleep(0.01)
-    assert released == [0]
+    await until(lambda: released == [0])
     end(1)
     group.stage_event(0, StageSessionEvent("s", 1, StageSessionState.DRAINED))
-    await asyncio.sleep(0.01)
-    assert released == [0, 1]
+    await until(lambda: released == [0, 1])
     assert (group.open_sessions, told) == (0, [])

@@ -92,7 +92,7 @@ class Rig:
     serving: list[str] = field(default_factory=list)  # why not, or ""
 
     async def until_serving(self, *, now: bool = True) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.leader.serving is not now:  # noqa: ASYNC110 - happens on other threads
                 await asyncio.sleep(0.005)
 
@@ -158,7 +158,7 @@ async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_rea
         await rig.until_serving()
         rig.scheduler.result_error = ZeroDivisionError("boom")
         rig.leader.loop.post(rig.scheduler.give)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(UnavailableError, match="this worker cannot go on: the engine stopped: boom"):
                 await process_module._watch_engine(rig.leader)
         assert not rig.leader.serving

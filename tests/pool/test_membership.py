@@ -48,7 +48,7 @@ class Observer:
         self.leaving = link
 
     async def until(self, entry: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while entry not in self.log:  # noqa: ASYNC110 - a list has no event to wait for
                 await asyncio.sleep(0.01)
 
@@ -71,13 +71,13 @@ class FakeStage:
         await self._call.write(request)
 
     async def read(self) -> pb.JoinResponse:
-        response = await asyncio.wait_for(self._call.read(), 5)
+        response = await asyncio.wait_for(self._call.read(), 60)
         assert isinstance(response, pb.JoinResponse), "the stream has ended"
         return response
 
     async def hears_goodbye(self) -> bool:
         """Whether the stream ended with OK."""
-        ended = await asyncio.wait_for(self._call.read(), 5) is grpc.aio.EOF
+        ended = await asyncio.wait_for(self._call.read(), 60) is grpc.aio.EOF
         return ended and await self._call.code() is grpc.StatusCode.OK
 
     def die(self) -> None:

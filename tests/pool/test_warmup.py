@@ -60,7 +60,7 @@ async def warm_up(loop: EngineLoop, scheduler: DecodeScheduler) -> None:
 
 async def until_nothing_is_held(loop: EngineLoop, scheduler: DecodeScheduler) -> None:
     """What a cancelled caller had taken goes over two threads before it is free."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             load = await loop.submit(scheduler.load)
             if (load.running_requests, load.pages_free, load.slots_free) == (0, scheduler.pages.num_total, 2):

@@ -107,7 +107,7 @@ async def test_a_landing_that_meets_a_broken_pool_ends_the_request_and_leaves_no
         stream = Stream(pools.service.Run)
         stream.send(pb.RunRequest(request=types_pb2.EngineRequest(
             request_id="r", prompt_token_ids=PROMPT, max_tokens=4)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while stream.responses.empty():
                 await pools.loop.submit(pools.scheduler.next_batch)  # and the engine is within its forward from then on
             terms = codec.source_from_proto((await stream.next()).started.terms)

@@ -21,7 +21,7 @@ def test_exposition_serves_what_was_counted() -> None:
     transfer.bytes_moved.labels("kv").inc(4096)
     exposition = Exposition.start(registry, port=0)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{exposition.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{exposition.port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         with pytest.raises(ConfigError, match=str(exposition.port)):
             Exposition.start(registry, port=exposition.port)

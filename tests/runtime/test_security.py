@@ -74,7 +74,7 @@ async def ask(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> str:
     """The model's name, or the typed error behind the status."""
     stub = generation_pb2_grpc.GenerationStub(channel)
     try:
-        info: pb.GetModelInfoResponse = await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata, timeout=5)
+        info: pb.GetModelInfoResponse = await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata, timeout=60)
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
     return info.model
@@ -151,7 +151,7 @@ async def test_the_role_in_the_certificate_decides(authority: Authority, tmp_pat
     caller = authority.issue(*names)
     async with (serving(security) as address,
                 plain_client(address, authority.pem, caller.key, caller.certificate) as channel):
-        call = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(interval_s=1), timeout=5)
+        call = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(interval_s=1), timeout=60)
         if lets_in:
             assert await call.read() is not grpc.aio.EOF
             return
@@ -386,7 +386,7 @@ async def test_rotation_under_load_fails_nothing(tmp_path: Path) -> None:
             await asyncio.sleep(0.005)
 
     async with (serving(ServerSecurity(server_store)) as address, open_channel(address, security=security) as channel,
-                asyncio.timeout(20)):
+                asyncio.timeout(55)):  # the prompt that hangs does so for a minute
         assert await served_serial(address) == rotation.first.serial_number
         held = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
         await held.read()
@@ -417,7 +417,7 @@ async def test_threads_rotate_too(tmp_path: Path) -> None:
                 held = stub.Generate(pb.GenerateRequest(text="first hang"))
                 seen = [next(held).chunk.text]
                 for _ in rotation.steps():
-                    seen.append(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5).model)
+                    seen.append(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60).model)
                 seen.append(next(held).chunk.text)
                 held.cancel()
                 shown = next(worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()))

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import errors
-from runtime.client import open_channel, open_sync_channel, wait_serving
+from runtime.client import ChannelOptions, open_channel, open_sync_channel, wait_serving
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
@@ -76,7 +76,7 @@ async def test_cancelled_stream_is_closed_at_once(echo: tuple[EchoGeneration, Gr
         await call.read()
         assert servicer.running
         call.cancel()
-        await asyncio.wait_for(servicer.ended.wait(), 1)
+        await eventually(servicer.ended.is_set, "the call")
         assert not servicer.running
 
 
@@ -85,7 +85,7 @@ async def test_dropped_channel_is_a_cancellation(echo: tuple[EchoGeneration, Grp
     channel = open_channel(address)
     await generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang")).read()
     await channel.close()
-    await asyncio.wait_for(servicer.ended.wait(), 1)
+    await eventually(servicer.ended.is_set, "the call")
 
 
 async def test_calls_are_counted() -> None:
@@ -121,13 +121,10 @@ async def test_health_watch_follows_and_drain_says_not_serving_first() -> None:
         await running.read()
         draining = asyncio.create_task(server.drain(grace_s=0.3))
         assert (await watch.read()).status == NOT_SERVING
-        refused = await fail(address, text="hello")
-        assert isinstance(refused, errors.UnavailableError)
-        assert "draining" in str(refused)
         with pytest.raises(grpc.aio.AioRpcError) as caught:  # it had its grace period
             await running.read()
         assert isinstance(error_from_rpc(caught.value), errors.UnavailableError)
-        await asyncio.wait_for(draining, 3)
+        await draining
     assert not servicer.running
 
 
@@ -140,11 +137,13 @@ async def test_a_drain_lets_calls_through_that_begin_nothing() -> None:
         await running.read()
         draining = asyncio.create_task(server.drain(grace_s=30))
         await eventually(lambda: server._guard._refusal, "a server that does not drain")
-        assert isinstance(await fail(address, text="hello"), errors.DrainingError)
+        refused = await fail(address, text="hello")
+        assert isinstance(refused, errors.DrainingError)
+        assert "draining" in str(refused)
         assert list((await stub.Abort(pb.AbortRequest(request_ids=["r1"]))).aborted) == ["r1"]
         assert (await stub.GetClusterStatus(pb.GetClusterStatusRequest())).running_requests == 1
         running.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await draining
 
 
@@ -175,7 +174,8 @@ async def test_drain_lets_calls_finish_and_does_not_wait_for_background_streams(
     async with open_channel(address) as channel:
         watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
         await watch.read()
-        await asyncio.wait_for(server.drain(grace_s=30), 3)
+        async with asyncio.timeout(60):
+            await server.drain(grace_s=600)
 
 
 async def test_reflection_lists_the_services(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
@@ -194,13 +194,15 @@ async def test_port_in_use_is_one_clear_error(echo: tuple[EchoGeneration, GrpcSe
 
 async def test_wait_serving_says_what_it_saw(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
     async with open_channel(echo[2]) as channel:
-        await wait_serving(channel, SERVICE, timeout_s=5)
+        await wait_serving(channel, SERVICE, timeout_s=60)
         await echo[1].health.set_not_serving(SERVICE)
         with pytest.raises(errors.UnavailableError, match="NOT_SERVING"):
-            await wait_serving(channel, SERVICE, timeout_s=0.3)
+            await wait_serving(channel, SERVICE, timeout_s=1)
 
 
-async def test_silent_peer_is_given_up_within_five_seconds_by_both_sides() -> None:
+async def test_silent_peer_is_given_up_by_both_sides() -> None:
+    for options in (ServerOptions("127.0.0.1:0"), ChannelOptions()):
+        assert options.keepalive_s + options.keepalive_timeout_s < 5
     with socket.create_server(("127.0.0.1", 0)) as silent:
         relay = await Relay.start(silent)
         servicer = EchoGeneration()
@@ -209,7 +211,7 @@ async def test_silent_peer_is_given_up_within_five_seconds_by_both_sides() -> No
             call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
             await call.read()
             relay.muted = True
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):  # half of what the call would take
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call.read()
                 await servicer.ended.wait()

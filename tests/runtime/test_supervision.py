@@ -40,7 +40,7 @@ def test_sigterm_stops_in_order() -> None:
     async def run(stop: StopSignal) -> None:
         async with background(stop, asyncio.sleep(60)):
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(stop.wait(), 5)
+            await asyncio.wait_for(stop.wait(), 30)
             seen.append(stop.reason)
 
     assert run_process("prefill", run) == 0
@@ -54,7 +54,7 @@ def test_failing_background_work_stops_the_process() -> None:
 
     async def run(stop: StopSignal) -> None:
         async with background(stop, fail(), asyncio.sleep(60)):
-            await asyncio.wait_for(stop.wait(), 5)
+            await asyncio.wait_for(stop.wait(), 30)
 
     assert run_process("prefill", run) == 1
 
@@ -76,4 +76,4 @@ def test_second_signal_does_not_wait() -> None:
         child.send_signal(signal.SIGTERM)
         assert child.stdout.readline() == "draining\n"
         child.send_signal(signal.SIGTERM)
-        assert child.wait(5) == 1
+        assert child.wait(30) == 1

@@ -162,7 +162,7 @@ class Arrivals:
         pages, slots = self.scheduler.pages, self.scheduler.slots
         return (pages.num_free, slots.num_free) == (pages.num_total, slots.num_total)
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float = 10) -> None:
+    async def until(self, holds: Callable[[], bool], timeout_s: float = 60) -> None:
         async with asyncio.timeout(timeout_s):
             while not holds():  # noqa: ASYNC110 - allocators have no event to wait for
                 await asyncio.sleep(0.005)

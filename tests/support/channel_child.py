@@ -50,7 +50,7 @@ def pass_on(channel: PoolChannel, packet: Packet, rank: int) -> None:
     """Tensors have no way back to stage 0: their sums go in the frame."""
     sums = b"".join(b" %d" % int(tensor.sum()) for tensor in packet.tensors)
     sent = Packet(bytes(packet.frame) + sums) if rank == 0 else Packet(bytes(packet.frame), packet.tensors)
-    channel.send(rank, sent, timeout_s=5.0)
+    channel.send(rank, sent, timeout_s=60.0)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class RunningCluster:
     async def workers(self, role: str) -> list[WorkerStatus]:
         return [worker for worker in (await self.client.cluster_status()).workers if worker.role == role]
 
-    async def until(self, holds: Callable[[ClusterStatus], bool], what: str, timeout_s: float = 20) -> ClusterStatus:
+    async def until(self, holds: Callable[[ClusterStatus], bool], what: str, timeout_s: float = 60) -> ClusterStatus:
         """The first status for which `holds` is true."""
         status: ClusterStatus | None = None
         try:
@@ -42,7 +42,7 @@ class RunningCluster:
         except TimeoutError:
             raise AssertionError(f"not within {timeout_s} s: {what}; last {status}\n{self.log_tail()}") from None
 
-    async def until_clean(self, timeout_s: float = 20) -> ClusterStatus:
+    async def until_clean(self, timeout_s: float = 60) -> ClusterStatus:
         """All pages and slots free, nothing open, nothing running, all workers serving."""
         return await self.until(is_clean, "every page, slot and session is given back", timeout_s)
 
@@ -50,7 +50,7 @@ class RunningCluster:
         return "\n".join(list(self.lines)[-count:])
 
     async def metrics_port(self, name: str) -> int:
-        announcement = await self.cluster.processes[name].announced(timeout_s=10)
+        announcement = await self.cluster.processes[name].announced(timeout_s=60)
         assert announcement.metrics_port is not None
         return announcement.metrics_port
 

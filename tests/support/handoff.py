@@ -78,7 +78,7 @@ class EventLog:
         return next((event for event in self.events if (event.session_id, event.epoch, event.state) == wanted), None)
 
     def wait(self, session_id: str, *states: StageSessionState, epoch: int = 0,
-             timeout_s: float = 10.0) -> StageSessionEvent:
+             timeout_s: float = 60.0) -> StageSessionEvent:
         """The first report of one of these states."""
         with self._changed:
             found: StageSessionEvent | None = None
@@ -161,7 +161,7 @@ class Pool:
             stage.agent.close(session_id)
 
     def shutdown(self) -> None:
-        drained = [stage.agent.shutdown(5.0) for stage in self.stages]
+        drained = [stage.agent.shutdown(60.0) for stage in self.stages]
         assert all(drained), drained
 
     def records(self, kinds: Collection[CacheKind], indices: Sequence[int]) -> dict[tuple[int, CacheKind], Bytes]:
@@ -187,7 +187,7 @@ def assert_handed_over(source: Pool, dest: Pool, source_pages: Sequence[int], de
                     assert not others.any(), f"layer {layer_id} {kind}: bytes outside the landing changed"
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Poll, for what reports nothing."""
     deadline = time.monotonic() + timeout_s
     while not condition():

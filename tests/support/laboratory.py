@@ -88,7 +88,7 @@ class Laboratory:
         self.roles["router"] = Running(await _announced(announce, task), stop, task)
 
     async def until_serving(self) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not all(worker.serving for worker in (await self.client.cluster_status()).workers):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
@@ -97,7 +97,7 @@ class Laboratory:
         tokens = (NUM_PAGES - 1) * PAGE_SIZE - 1
         request = Request("holder", (0,) * tokens, 1, SamplingParams(temperature=0))
         scheduler = self.schedulers[-1]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     return await self.leaders[-1].loop.submit(lambda: scheduler.reserve(request, lambda event: None))
@@ -144,7 +144,7 @@ async def laboratory(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyP
 
 
 async def _announced(path: Path, task: asyncio.Task[None]) -> Announcement:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (announcement := read_announcement(path)) is None:
             if task.done():
                 task.result()

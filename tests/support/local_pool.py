@@ -132,7 +132,7 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
         for channel in channels:
             channel.close()
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
 
 
 def _serve(follower: FollowerStage) -> None:
@@ -169,7 +169,7 @@ def call(loop: EngineLoop, command: Callable[[], None]) -> None:
         done.set()
 
     loop.post(run)
-    assert done.wait(10)
+    assert done.wait(60)
 
 
 @dataclass

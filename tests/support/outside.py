@@ -39,7 +39,7 @@ class Outsider:
         found: Descriptor = self._pool.FindMessageTypeByName(full_name)
         return found
 
-    async def ask(self, method: str, request: Json, *, timeout_s: float = 20) -> AsyncIterator[Json]:
+    async def ask(self, method: str, request: Json, *, timeout_s: float = 60) -> AsyncIterator[Json]:
         """Every response of a method, "baton.v1.Generation.Generate", with default values left out."""
         service, _, name = method.rpartition(".")
         found = self._pool.FindServiceByName(service).methods_by_name[name]

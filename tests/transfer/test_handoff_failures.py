@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.support.handoff import Pool, assert_handed_over, hybrid_specs, wait_u
 from tests.support.transfer_child import SendingChild
 from transfer.agent import AgentLimits
 from transfer.landing import check_plan
-from transfer.memory_transport import Fault, MemoryNetwork
+from transfer.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from transfer.terms import SourceTerms, StageEndpoint, StageSessionState
 from transfer.transport import Transport
 from transfer.ucx import UcxTransport
@@ -52,6 +53,11 @@ def in_memory(network: MemoryNetwork) -> Iterator[tuple[Pool, Pool]]:
     network.release()
     source.shutdown()
     dest.shutdown()
+
+
+def has_taken_a_message(pool: Pool) -> bool:
+    """Whether one is on its way into the pool's memory."""
+    return bool(cast(MemoryTransport, pool.stages[0].agent._transport)._delayed)
 
 
 def test_one_flipped_bit_in_any_item_is_caught_and_named(make_transport: Callable[[], Transport]) -> None:
@@ -133,8 +139,7 @@ def test_pages_are_not_drained_while_a_write_can_still_arrive(network: MemoryNet
     landing = patient.landing(terms, DEST_PAGES)
     patient.open_receive(terms, landing)
     source.send(terms, landing)
-    wait_until(lambda: patient.stages[0].agent.stats().num_pending_operations > 0)
-    time.sleep(0.1)
+    wait_until(lambda: has_taken_a_message(patient))
     patient.close("s")
     time.sleep(0.2)
     assert patient.stages[0].log.states("s") == [OPEN], "reported drained while messages were on their way"
@@ -154,7 +159,7 @@ def test_an_overdue_drain_cuts_the_connection(network: MemoryNetwork, in_memory:
     landing = dest.landing(terms, DEST_PAGES)
     dest.open_receive(terms, landing)
     source.send(terms, landing)
-    time.sleep(0.1)
+    wait_until(lambda: has_taken_a_message(dest))
     dest.close("s")
     dest.wait("s", DRAINED)
     network.release()
@@ -173,7 +178,7 @@ def test_a_newer_epoch_starts_only_when_the_older_is_drained(network: MemoryNetw
     old, new = dest.landing(old_terms, DEST_PAGES), dest.landing(new_terms, DEST_PAGES, epoch=1)
     dest.open_receive(old_terms, old)
     other.send(old_terms, old)
-    time.sleep(0.1)
+    wait_until(lambda: has_taken_a_message(dest))
     agent, log = dest.stages[0].agent, dest.stages[0].log
     agent.open_receive(new_terms, new)
     source.send(new_terms, new)
@@ -199,8 +204,7 @@ def test_an_epoch_that_never_started_is_not_drained_before_the_older_one(
     dest.open_receive(terms, old)
     source.send(terms, old)
     agent, log = dest.stages[0].agent, dest.stages[0].log
-    wait_until(lambda: agent.stats().num_pending_operations > 0)
-    time.sleep(0.1)
+    wait_until(lambda: has_taken_a_message(dest))
     agent.open_receive(terms, replace(new, stages=terms.stages) if is_refused else new)
     agent.close("s")
     time.sleep(0.2)

@@ -58,7 +58,7 @@ def start_receiving(receiver: UcxTransport, child: SendingChild) -> tuple[list[O
     operations = [receiver.post_receive(peer, PREFIX + i, target)
                   for i, target in enumerate(targets)]
     child.send_to(receiver.address, PREFIX)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not any(target[0] for target in targets):
         receiver.progress()
         assert time.monotonic() < deadline
@@ -66,21 +66,22 @@ def start_receiving(receiver: UcxTransport, child: SendingChild) -> tuple[list[O
     return operations, targets
 
 
-def progress_until_ended(receiver: UcxTransport, operations: list[Operation], timeout_s: float) -> float:
-    """Seconds until none of the operations is pending."""
-    started = time.monotonic()
+def progress_until_ended(receiver: UcxTransport, operations: list[Operation]) -> int:
+    """Turns of up to 10 ms until none of the operations is pending."""
+    started, num_turns = time.monotonic(), 0
     while any(operation.state is OperationState.PENDING for operation in operations):
         receiver.progress()
         receiver.wait(0.01)
-        assert time.monotonic() - started < timeout_s, [operation.state for operation in operations]
-    return time.monotonic() - started
+        num_turns += 1
+        assert time.monotonic() - started < 60, [operation.state for operation in operations]
+    return num_turns
 
 
 def test_a_killed_source_ends_its_receives_by_itself(receiver: UcxTransport, child: SendingChild) -> None:
     operations, _ = start_receiving(receiver, child)
     child.process.kill()
     child.process.wait()
-    progress_until_ended(receiver, operations, timeout_s=5.0)
+    progress_until_ended(receiver, operations)
     lost = [operation for operation in operations if operation.state is OperationState.FAILED]
     assert lost
     assert all(isinstance(operation.error, PeerLostError) for operation in lost)
@@ -91,7 +92,7 @@ def test_closing_ends_the_receives_of_a_killed_source_at_once(receiver: UcxTrans
     operations, _ = start_receiving(receiver, child)
     child.process.kill()
     receiver.close_peer(operations[0].peer)
-    assert progress_until_ended(receiver, operations, timeout_s=5.0) < 1.0
+    assert progress_until_ended(receiver, operations) < 100
 
 
 @pytest.mark.parametrize("num_turns", [0, 3, 30])
@@ -103,7 +104,7 @@ def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
     for _ in range(num_turns):
         receiver.progress()
     receiver.close_peer(operations[0].peer)
-    progress_until_ended(receiver, operations, timeout_s=5.0)
+    progress_until_ended(receiver, operations)
     for target in targets:
         target[:] = b"\xee" * NUM_BYTES
     child.process.send_signal(signal.SIGCONT)
@@ -115,7 +116,7 @@ def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
 
 def test_a_live_source_delivers_everything(receiver: UcxTransport, child: SendingChild) -> None:
     operations, targets = start_receiving(receiver, child)
-    progress_until_ended(receiver, operations, timeout_s=30.0)
+    progress_until_ended(receiver, operations)
     assert all(operation.state is OperationState.DONE for operation in operations)
     assert all(target == bytes([CHILD_FILL]) * NUM_BYTES for target in targets)
 
@@ -143,7 +144,7 @@ def test_garbage_on_the_tcp_port_neither_crashes_nor_hangs(garbage: bytes) -> No
         addresses = listening_addresses() - before
         assert addresses
         for address in addresses:
-            client = clients.enter_context(socket.create_connection(address, timeout=5))
+            client = clients.enter_context(socket.create_connection(address, timeout=60))
             client.settimeout(0.2)
             with contextlib.suppress(OSError):  # it may hang up on us, as it should
                 client.sendall(garbage)

@@ -17,11 +17,11 @@ def request(*prompt: int) -> Request:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(size: int) -> None:
     with pools.local_pool(tiny(QWEN3), size) as pool:
-        (answer,) = pool.generate([request(1, 2, tiny(QWEN3).facts.vocab_size)], timeout_s=10)
+        (answer,) = pool.generate([request(1, 2, tiny(QWEN3).facts.vocab_size)])
         assert answer.failed is not None
         assert isinstance(answer.failed.error, StepFailed)
         assert "stage 0: index out of range" in str(answer.failed.error)
-        (answer,) = pool.generate([request(1, 2, 3)], timeout_s=10)
+        (answer,) = pool.generate([request(1, 2, 3)])
         assert isinstance(answer.finished, Finished)
 
 
@@ -36,8 +36,8 @@ def test_what_the_last_stage_cannot_finish_ends_its_request_alone(size: int, mon
 
     monkeypatch.setattr(pools, "sample", sampler)
     with pools.local_pool(tiny(QWEN3), size) as pool:
-        (answer,) = pool.generate([request(1, 2, 3)], timeout_s=10)
+        (answer,) = pool.generate([request(1, 2, 3)])
         assert answer.failed is not None
         assert f"stage {size - 1}: 'a bug'" in str(answer.failed.error)
-        (answer,) = pool.generate([request(1, 2, 3)], timeout_s=10)
+        (answer,) = pool.generate([request(1, 2, 3)])
         assert isinstance(answer.finished, Finished)

