@@ -13,6 +13,7 @@ from runtime.errors import BatonError, CapacityError, PeerLostError
 DecodeStream = WorkerStream[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 MAX_RETRY_PAUSE_S = 0.5
+HELD_UP_S = 0.25  # an event loop that is so late did not listen meanwhile
 
 
 class DecodeLeg:
@@ -96,6 +97,15 @@ class DecodeLeg:
 
     def committed(self) -> None:
         self.due_at = None
+
+    def excused(self) -> bool:
+        """Whether `due_at` has passed without anybody listening, as in a router that was held up itself: what the pool
+        said is read first."""
+        now = asyncio.get_running_loop().time()
+        if self.due_at is None or now - self.due_at < HELD_UP_S:
+            return False
+        self.due_at = now + HELD_UP_S
+        return True
 
     def overdue(self) -> BatonError:
         """What it means that `due_at` has passed."""

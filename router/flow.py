@@ -169,11 +169,13 @@ class Flow:
 
     async def _next_event(self) -> Event:
         """What a worker said; saying nothing when it owes an answer is an event too."""
-        try:
-            async with asyncio.timeout_at(self._decode.due_at):
-                return await self._inbox.get()
-        except TimeoutError:
-            return Ended(self._decode.stream, self._decode.overdue())
+        while True:
+            try:
+                async with asyncio.timeout_at(self._decode.due_at):
+                    return await self._inbox.get()
+            except TimeoutError:
+                if not self._decode.excused():
+                    return Ended(self._decode.stream, self._decode.overdue())
 
     async def _handle(self, event: Event) -> None:
         if event.stream is self._prefill.stream:

@@ -1,6 +1,7 @@
 """Workers that die, refuse, stall or lie: every request ends in one state, and nothing is left anywhere."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -183,6 +184,17 @@ async def test_a_pool_that_does_not_answer_a_reservation_is_given_up(workers: Wo
         workers.d0.at(Point.RESERVE, stall)
         workers.d1.at(Point.RESERVE, stall)
         assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        await router.assert_nothing_left()
+
+
+async def test_a_router_that_was_held_up_gives_up_no_pool(workers: Workers) -> None:
+    async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, reserve_s=0.5)) as router:
+        async def stand_still(_: types_pb2.EngineRequest) -> None:
+            time.sleep(1.5)  # noqa: ASYNC251 - the whole process does
+
+        workers.d0.at(Point.RESERVE, stand_still)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 0
         await router.assert_nothing_left()
 
 
