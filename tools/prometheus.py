@@ -88,7 +88,7 @@ class Prometheus:
 
     async def _get(self, what: str, parameters: Mapping[str, str]) -> Series:
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
-        reply = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(url, timeout=5)))
+        reply = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(url, timeout=30)))
         result: Series = reply["data"]["result"]
         return result
 
