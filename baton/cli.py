@@ -122,7 +122,11 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
             if (where := process.announcement) is not None:
                 sink("baton", f"{name}: {where.address}, metrics on port {where.metrics_port}")
         sink("baton", f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}')
-        await cluster.wait_ended()
+        try:
+            await cluster.wait_ended()
+        except asyncio.CancelledError:
+            sink("baton", "stopping when what runs has ended; Ctrl-C once more stops it at once")
+            raise
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)

@@ -182,6 +182,8 @@ def test_up_says_ready_and_stops_on_a_signal(tmp_path: Path, number: signal.Sign
         started = children_of(child.pid)
         child.send_signal(number)
         assert child.wait(60) == 0
+        assert child.stdout is not None
+        assert "stopping when what runs has ended" in child.stdout.read()
     assert "router: 127.0.0.1:" in said
     assert len(started) == 3
     assert not any(map(alive, started))
