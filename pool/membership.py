@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from engine.stages import LayerRange
+from pool.inbox import Inbox
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.errors import ConfigError
@@ -46,6 +48,11 @@ class StageLink:
     def dismiss(self) -> None:
         """Say goodbye: the stage's stream ends when all that was said before has gone out."""
         self.outbox.put_nowait(None)
+
+    def wake(self) -> None:
+        """Whoever waits for a command is to look whether the stream goes on."""
+        with suppress(asyncio.QueueFull):  # then nobody waits
+            self.dismiss()
 
 
 class MembershipObserver(Protocol):
@@ -82,19 +89,11 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
 
     async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
                    context: Context) -> AsyncIterator[pb.JoinResponse]:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            hello = await anext(request_iterator)
-        link = self._welcome(hello)
+        link = self._welcome(await Inbox[pb.JoinRequest, None](request_iterator).first_message(HELLO_TIMEOUT_S))
         reader = asyncio.create_task(self._read(link, request_iterator))
+        reader.add_done_callback(lambda ended: link.wake())
         try:
-            while not reader.done():
-                command = asyncio.create_task(link.outbox.get())
-                done, _ = await asyncio.wait({command, reader}, return_when=asyncio.FIRST_COMPLETED)
-                if command not in done:
-                    command.cancel()
-                    break
-                if (response := command.result()) is None:
-                    break
+            while not reader.done() and (response := await link.outbox.get()) is not None:
                 yield response
         finally:
             reader.cancel()

@@ -80,6 +80,10 @@ class FakeStage:
         ended = await asyncio.wait_for(self._call.read(), 60) is grpc.aio.EOF
         return ended and await self._call.code() is grpc.StatusCode.OK
 
+    async def closes(self) -> None:
+        """It has nothing more to say and still listens."""
+        await self._call.done_writing()
+
     def die(self) -> None:
         self._call.cancel()
 
@@ -149,6 +153,29 @@ async def test_a_stage_that_comes_back_before_its_death_is_noticed_replaces_itse
         second.die()
         await asyncio.sleep(0.1)
         assert observer.log[-1] == "formed 2", "the old stream's end is no news"
+
+
+async def test_a_stage_that_dies_leaves_no_task_behind() -> None:
+    async with leader() as (observer, stub):
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        await stage.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=9)))
+        await observer.until("leaving 1 in 9 s")
+        stage.die()
+        await observer.until("lost 1")
+        async with asyncio.timeout(10):
+            while [task for task in asyncio.all_tasks() if "Queue.get" in repr(task.get_coro())]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_ends_without_a_hello_is_told_so() -> None:
+    async with leader() as (observer, stub):
+        stage = FakeStage(stub)
+        await stage.closes()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stage.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert observer.log == []
 
 
 async def test_session_reports_reach_the_observer() -> None:
