@@ -255,6 +255,7 @@ async def _listening(process: _Process, server: GrpcServer) -> AsyncIterator[Non
                                Announcement(address, exposition.port, os.getpid(), process.incarnation))
         yield
     finally:
+        await server.stop()
         exposition.close()
 
 

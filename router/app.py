@@ -86,6 +86,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
             await stop.wait()
             await server.drain(grace_s=config.drain_s)
     finally:
+        await server.stop()
         if exposition is not None:
             exposition.close()
         await asyncio.to_thread(tracing.close)

@@ -6,6 +6,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def write_announcement(path: Path, announcement: Announcement) -> None:
         draft.write_text(json.dumps(asdict(announcement)))
         draft.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
         raise ConfigError(f"cannot write {path}: {error.strerror}", field="announce") from error
 
 

@@ -147,8 +147,13 @@ class GrpcServer:
         self._guard.expel()
         await self._guard.wait_quiet(timeout_s=1.0)
         await self.grpc.stop(grace=0.2)
-        if self._health_server is not None:
-            await self._health_server.stop(grace=None)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End whatever runs at once: gRPC complains of a server that was started and not stopped. Idempotent."""
+        for server in (self.grpc, self._health_server):
+            if server is not None:
+                await server.stop(grace=None)
 
 
 async def _bind(server: grpc.aio.Server, listen: Address, credentials: grpc.ServerCredentials | None, *,

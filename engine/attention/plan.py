@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionGeometry
 from engine.attention.mask import TreeMask, tree_mask
 from engine.batch import ForwardBatch, ForwardMode
-from runtime.errors import InternalError
+from runtime.errors import ConfigError, InternalError
 
 KEY_STEP = 64  # keys are gathered in multiples of this, whatever the page size
 MAX_TILE_TOKENS = 128
@@ -118,9 +118,10 @@ class _Row:
 
 
 def key_step(page_size: int) -> int:
-    """Keys are gathered in multiples of this. Raises InternalError when pages do not fit it."""
+    """Keys are gathered in multiples of this. Raises ConfigError when pages do not fit it."""
     if page_size % KEY_STEP and KEY_STEP % page_size:
-        raise InternalError(f"page_size must divide {KEY_STEP} or be a multiple of it, got {page_size}")
+        raise ConfigError(f"page_size must divide {KEY_STEP} or be a multiple of it, got {page_size}",
+                          field="page_size")
     return max(page_size, KEY_STEP)
 
 

@@ -77,3 +77,12 @@ async def test_what_cannot_work_is_one_clear_line(flags: list[str], line: str) -
         assert process.returncode == 2
         assert line in stderr.decode()
         assert len(stderr.decode().strip().splitlines()) == 1
+
+
+async def test_a_place_to_announce_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    """The server has started by then, and is stopped."""
+    model = write_model_dir(tmp_path / "model")
+    async with router_process("--log-level", "error", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2", "--model",
+                              str(model), "--listen", "127.0.0.1:0", "--announce", "/nowhere/x") as process:
+        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+    assert (process.returncode, stderr) == (2, b"router: cannot write /nowhere/x: No such file or directory\n")

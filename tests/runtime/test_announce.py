@@ -22,3 +22,11 @@ def test_foreign_file_and_missing_folder_are_refused(tmp_path: Path) -> None:
         read_announcement(path)
     with pytest.raises(ConfigError, match="absent"):
         write_announcement(tmp_path / "absent" / "x", Announcement("a:1", None, 1, ""))
+
+
+def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
+    taken = tmp_path / "folder"
+    taken.mkdir()
+    with pytest.raises(ConfigError, match="directory"):
+        write_announcement(taken, Announcement("a:1", None, 1, ""))
+    assert list(tmp_path.iterdir()) == [taken]

@@ -17,7 +17,7 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.plan import MAX_TILE_TOKENS
 from engine.batch import ForwardMode
 from engine.numerics import Numerics, span_terms
-from runtime.errors import InternalError
+from runtime.errors import ConfigError, InternalError
 from tests.support.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
 from tests.support.batches import Row, make_batch
 
@@ -236,7 +236,7 @@ def test_what_a_stranger_left_behind_does_not_show(
 
 @pytest.mark.parametrize("page_size", [3, 48, 65, 96])
 def test_page_sizes_that_do_not_fit_are_refused(page_size: int) -> None:
-    with pytest.raises(InternalError, match=f"page_size .* got {page_size}"):
+    with pytest.raises(ConfigError, match=f"page_size .* got {page_size}"):
         backend_of(geometry_of((4, 2), page_size), torch.float32)
 
 
