@@ -285,6 +285,6 @@ class TransportContract:
         for number in range(200, 1000):
             session(number)
         gc.collect()
-        assert num_fds() <= fds  # what earlier tests left may end meanwhile
+        assert num_fds() < fds + 20  # threads of earlier tests may open some; a leak would be of hundreds
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kib < 4096
         assert pair.left.num_pending == pair.right.num_pending == 0
