@@ -291,7 +291,7 @@ def load(
 
 
 def main() -> None:
-    """The entry point."""
+    """The entry point of installations made before `baton.__main__` was."""
     app()
 
 

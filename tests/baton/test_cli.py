@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -123,6 +124,25 @@ async def test_a_full_disk_is_one_clear_line(address: str, arguments: tuple[str,
 
     done = await asyncio.to_thread(run)
     assert (done.returncode, done.stderr) == (1, b"baton: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("module", ["baton", "baton.cli"])
+async def test_both_ways_in_work(address: str, module: str) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-m", module, "generate", "one two", "--target", address],
+        capture_output=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"one two \n", b"")
+
+
+def test_an_interrupt_while_it_loads_ends_it_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text('import time; print("loading", flush=True); time.sleep(60)')
+    with subprocess.Popen([sys.executable, "-m", "baton", "status"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline() == b"loading\n"
+        child.send_signal(signal.SIGINT)
+        assert (child.wait(30), child.stderr.read()) == (-signal.SIGINT, b"")
 
 
 @pytest.mark.parametrize("command", ["up", "demo", "generate", "chat", "status", "load"])
