@@ -7,7 +7,9 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -17,18 +19,22 @@ T = TypeVar("T")
 Contents = Mapping[str, bytes]
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 _ATTEMPTS = 5  # to read files that are being replaced while we read
+_GRAIN_NS = 50_000_000  # a file that changes twice within a tick of its file system's clock looks the same
 
 logger = logging.getLogger(__name__)
 
 
 class Watched(Generic[T]):
     """`files` maps the setting that names a file to its path; `make` gets their contents by setting and raises
-    ConfigError for those that do not work. `current` may be called from any thread; it costs one stat per file."""
+    ConfigError for those that do not work. `current` may be called from any thread; it costs one stat per file, and one
+    reading more while they were written just before they were read."""
 
     def __init__(self, files: Mapping[str, Path], make: Callable[[Contents], T]) -> None:
         self._files = dict(files)
         self._make = make
         self._lock = threading.Lock()
+        self._seen: Contents = {}
+        self._seen_at_ns = 0
         self._stamp, self._value = self._read()
 
     def current(self) -> T:
@@ -36,7 +42,7 @@ class Watched(Generic[T]):
         that could be stays in use."""
         with self._lock:
             stamp = self._look()
-            if stamp != self._stamp:
+            if stamp != self._stamp or self._has_changed_unseen():
                 self._stamp = stamp
                 try:
                     self._stamp, self._value = self._read()
@@ -49,11 +55,24 @@ class Watched(Generic[T]):
         """What a replaced file differs in; None for one that is not there. Follows links, as Kubernetes swaps those."""
         return tuple(map(_stamp_of, self._files.values()))
 
+    def _has_changed_unseen(self) -> bool:
+        if all(stamp is None or stamp[2] < self._seen_at_ns - _GRAIN_NS for stamp in self._stamp):
+            return False
+        seen = self._seen
+        with suppress(ConfigError):
+            self._see()
+        return self._seen != seen
+
+    def _see(self) -> Contents:
+        self._seen, self._seen_at_ns = {}, time.time_ns()
+        self._seen = {setting: _contents_of(setting, path) for setting, path in self._files.items()}
+        return self._seen
+
     def _read(self) -> tuple[_Stamp, T]:
         """The value of one state of all files, and its stamp. Raises ConfigError."""
         before = self._look()
         for _ in range(_ATTEMPTS):
-            contents = {setting: _contents_of(setting, path) for setting, path in self._files.items()}
+            contents = self._see()
             problem, made = None, None
             try:
                 made = (self._make(contents),)

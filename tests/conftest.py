@@ -1,7 +1,9 @@
 """What holds for the whole suite."""
 
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -18,6 +20,15 @@ if not torch.cuda.is_available():
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", settings.get_profile("search"), derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _the_same_numbers() -> None:
+    """Whichever tests ran before on this worker."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
 
 _STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
 
