@@ -120,7 +120,7 @@ async def test_a_full_disk_is_one_clear_line(address: str, arguments: tuple[str,
     def run() -> subprocess.CompletedProcess[bytes]:
         with Path("/dev/full").open("w") as full:
             return subprocess.run([sys.executable, "-m", "baton.cli", *arguments, "--target", address], stdout=full,
-                                  stderr=subprocess.PIPE, timeout=30, check=False)
+                                  stderr=subprocess.PIPE, timeout=240, check=False)
 
     done = await asyncio.to_thread(run)
     assert (done.returncode, done.stderr) == (1, b"baton: cannot write the output: No space left on device\n")

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 NUM_LAYERS, NUM_SHARDS, HIDDEN, WIDTH = 16, 4, 2048, 8192
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": HIDDEN, "intermediate_size": WIDTH,
@@ -66,9 +64,8 @@ def write_sparse_checkpoint(folder: Path) -> int:
     return total
 
 
-@pytest.mark.timeout(120)
 def test_peak_memory_of_a_middle_stage(tmp_path: Path) -> None:
     assert write_sparse_checkpoint(tmp_path) > 2e9
     measured = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True,
-                              check=True, timeout=100)
+                              check=True, timeout=280)
     assert 4 * LAYER_BYTES < int(measured.stdout) * 1024 < 1.2 * 4 * LAYER_BYTES

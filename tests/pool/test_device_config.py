@@ -30,7 +30,7 @@ def test_a_worker_without_the_device_says_so_in_one_line(tmp_path: Path, role: s
     """Through the real command."""
     model = make_checkpoint(tmp_path, "llama")
     done = subprocess.run([sys.executable, "-m", role, "--model", os.fspath(model), "--device", "cuda", "--numerics",
-                           "fast", "--log-level", "error"], capture_output=True, text=True, timeout=100, check=False,
+                           "fast", "--log-level", "error"], capture_output=True, text=True, timeout=280, check=False,
                           env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == EXIT_CONFIG
     assert done.stderr.splitlines() == [

@@ -33,6 +33,7 @@ from runtime.status import error_from_rpc
 from runtime.tokens import OwnToken, TokenList
 from tests.support.authority import DAY, Authority, write
 from tests.support.generation import SERVICE, EchoGeneration
+from tests.support.ports import taken_port
 
 TOKEN, OTHER_TOKEN = "first-token-of-the-tests", "second-token-of-the-tests"
 
@@ -192,9 +193,13 @@ async def test_health_and_reflection_ask_for_no_token(authority: Authority, tmp_
             assert SERVICE in await asyncio.to_thread(database.get_services)
 
 
-async def test_the_plain_door_serves_health_and_nothing_else(authority: Authority, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        door = f"127.0.0.1:{taken.getsockname()[1]}"
+@pytest.fixture
+def door() -> Iterator[str]:
+    with taken_port("127.0.0.1") as taken:
+        yield f"127.0.0.1:{taken + 1}"  # which nobody takes while the one before it is held
+
+
+async def test_the_plain_door_serves_health_and_nothing_else(authority: Authority, tmp_path: Path, door: str) -> None:
     server = GrpcServer(ServerOptions(listen="127.0.0.1:0", health_listen=door), services=(SERVICE,),
                         metrics=RpcMetrics.create(CollectorRegistry()),
                         security=ServerSecurity(authority.store(tmp_path, "router")))
@@ -210,8 +215,8 @@ async def test_the_plain_door_serves_health_and_nothing_else(authority: Authorit
             await ask(probe)
         await server.drain(grace_s=0)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        door = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        door = f"127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(ConfigError) as refused:
             await GrpcServer(ServerOptions(listen="127.0.0.1:0", health_listen=door), services=(SERVICE,),
                              metrics=RpcMetrics.create(CollectorRegistry())).start()

@@ -29,7 +29,7 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
+from runtime.errors import CapacityError, ConfigError, FieldViolation, InvalidRequestError
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 
@@ -136,11 +136,20 @@ class FakeWorker:
     async def start(self) -> None:
         """Listen under the same address as before; a new incarnation."""
         self.incarnation = uuid.uuid4().hex
-        self._server = GrpcServer(ServerOptions(listen=self.address), services=(self.service,),
-                                  metrics=RpcMetrics.create(CollectorRegistry()))
-        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc)  # type: ignore[arg-type]
-        self.register(self._server.grpc)
-        self.address = await self._server.start()
+        async with asyncio.timeout(60):
+            while self._server is None:
+                try:
+                    await self._listen()
+                except ConfigError:  # somebody was given its port meanwhile, for a connection
+                    await asyncio.sleep(0.1)
+
+    async def _listen(self) -> None:
+        server = GrpcServer(ServerOptions(listen=self.address), services=(self.service,),
+                            metrics=RpcMetrics.create(CollectorRegistry()))
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, server.grpc)  # type: ignore[arg-type]
+        self.register(server.grpc)
+        self.address = await server.start()
+        self._server = server
 
     async def die(self) -> None:
         """End every stream at once, without a word."""

@@ -177,7 +177,7 @@ class LocalPool:
     loop: EngineLoop
     scheduler: DecodeScheduler
 
-    def generate(self, requests: list[Request], timeout_s: float = 60) -> list[Answer]:
+    def generate(self, requests: list[Request], timeout_s: float = 240) -> list[Answer]:
         """Submit all at once and wait for every answer."""
         answers = [Answer() for _ in requests]
 
