@@ -177,8 +177,8 @@ class Leader:
         self._set_serving(self._config.world_size, "")
 
     def _set_serving(self, stages: int | None, reason: str) -> None:
-        if stages and self._is_draining:
-            return  # a stage that joins now comes too late
+        if stages and (self._is_draining or self._leaving):
+            return  # a stage that joins now comes too late, or too early: what is taken now is handed back soon
         self.serving, self.reason = stages is not None, reason
         logger.info("serving with %d stages", stages) if stages else logger.info("not serving: %s", reason)
         self._on_serving(self.serving, reason)

@@ -18,6 +18,7 @@ from pool import process as process_module
 from pool.config import WorkerConfig
 from pool.leader import Leader
 from pool.stage import Stage
+from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import open_channel
 from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
@@ -89,11 +90,17 @@ async def nothing() -> None:
 class Rig:
     leader: Leader
     scheduler: OneBatch
+    may_let_go: asyncio.Event  # whether what runs has ended, when a stage leaves
     serving: list[str] = field(default_factory=list)  # why not, or ""
 
     async def until_serving(self, *, now: bool = True) -> None:
         async with asyncio.timeout(60):
             while self.leader.serving is not now:  # noqa: ASYNC110 - happens on other threads
+                await asyncio.sleep(0.005)
+
+    async def until_said(self, reason: str) -> None:
+        async with asyncio.timeout(60):
+            while reason not in self.serving:  # noqa: ASYNC110 - a list has no event to wait for
                 await asyncio.sleep(0.005)
 
 
@@ -104,14 +111,18 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
                             plan=SimpleNamespace(ranges=RANGES[:world_size], compatibility=SAME))
     stage.agent = SimpleNamespace(endpoint=None)
 
-    async def empty(grace_s: float) -> None: ...
+    may_let_go = asyncio.Event()
+    may_let_go.set()
+
+    async def empty(grace_s: float) -> None:
+        await may_let_go.wait()
 
     leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size)), cast(Stage, stage), scheduler,
                     lambda *given: [], warm_up=warm_up, empty=empty,
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()
     try:
-        yield Rig(leader, scheduler, reasons)
+        yield Rig(leader, scheduler, may_let_go, reasons)
     finally:
         leader.stop()
 
@@ -151,6 +162,34 @@ async def test_a_pipeline_that_only_the_engine_sees_broken_forms_anew() -> None:
             assert isinstance(rig.scheduler.lost[0], PeerLostError)
         assert "the pipeline broke: the connection to stage 1 has ended" in rig.serving
         assert rig.leader.failure is None
+
+
+async def test_a_pool_that_forms_while_a_stage_is_leaving_does_not_serve() -> None:
+    """Another stage was lost and is back: what the pool took now, it would hand back in a moment."""
+    async with leading(3) as rig, joining(rig.leader) as stub:
+        first, second = FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await rig.until_serving()
+        rig.may_let_go.clear()
+        await first.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=60)))
+        await rig.until_serving(now=False)
+        second.die()
+        await rig.until_said("stage 2 of the pool died")
+        successor = FakeStage(stub)
+        await successor.hello(2)
+        await successor.read()
+        assert rig.leader._warming is not None
+        await rig.leader._warming
+        assert not rig.leader.serving
+        rig.may_let_go.set()
+        await first.read()
+        await first.read()
+        assert await first.hears_goodbye()
+        await rig.until_said("stage 1 of the pool left")
+        returned = FakeStage(stub)
+        await returned.hello(1)
+        await rig.until_serving()
 
 
 async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_reason() -> None:
