@@ -95,6 +95,11 @@ class DecodeLeg:
     def expect_commit(self) -> None:
         self._owe(self._leg.limits.commit_s)
 
+    @property
+    def lacks_first_token(self) -> bool:
+        """Whether it cannot give the commit it owes, because nobody has said the first token."""
+        return not self._is_landing_due and self._first_token is None
+
     def committed(self) -> None:
         self.due_at = None
 

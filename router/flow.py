@@ -174,8 +174,11 @@ class Flow:
                 async with asyncio.timeout_at(self._decode.due_at):
                     return await self._inbox.get()
             except TimeoutError:
-                if not self._decode.excused():
-                    return Ended(self._decode.stream, self._decode.overdue())
+                if self._decode.excused():
+                    continue
+                if self._decode.lacks_first_token:
+                    return Ended(self._prefill.stream, self._prefill.overdue())
+                return Ended(self._decode.stream, self._decode.overdue())
 
     async def _handle(self, event: Event) -> None:
         if event.stream is self._prefill.stream:

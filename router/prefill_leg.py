@@ -7,7 +7,7 @@ from protos import prefill_pb2, prefill_pb2_grpc, transfer_pb2
 from router.legs import RETRY_PAUSE_S, Leg, cancel, may_retry, search, suspect
 from router.streams import WorkerStream
 from router.worker import Booking
-from runtime.errors import BatonError
+from runtime.errors import BatonError, PeerLostError
 
 PrefillStream = WorkerStream[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
 
@@ -41,6 +41,10 @@ class PrefillLeg:
         """The prompt waits for nothing on that worker any more."""
         self.has_first_token = True
         self._booking.release()
+
+    def overdue(self) -> BatonError:
+        """What it means that everything was sent and nothing said."""
+        return PeerLostError(f"prefill worker {self.address} sent a handoff and did not say the first token in time")
 
     def move_on(self, error: BatonError, compatibility: str) -> None:
         """Run the prompt on another worker, or on the same one once it is back if there is no other.

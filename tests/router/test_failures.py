@@ -208,6 +208,18 @@ async def test_a_pool_that_never_commits_is_given_up(workers: Workers) -> None:
         await router.assert_nothing_left()
 
 
+async def test_a_prefill_worker_that_sends_and_never_says_the_first_token_is_given_up(workers: Workers) -> None:
+    """The pool has everything else and cannot be blamed: it keeps its reservation."""
+    limits = replace(FLOW_LIMITS, commit_s=0.2, migrations=0)
+    async with running_router(workers.p0, workers.p1, workers.d0, flow=limits) as router:
+        mute = min((workers.p0, workers.p1), key=lambda worker: worker.address)
+        mute.says_first_token = False
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert router.metric("baton_router_retries_total", role="prefill", reason="PEER_LOST") == 1
+        assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 0
+        await router.assert_nothing_left()
+
+
 async def test_prefill_dies_while_all_pools_are_full(workers: Workers) -> None:
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         workers.d0.fail_at(Point.RESERVE, CapacityError("full", resource="pages"), times=4)

@@ -195,6 +195,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     role = "prefill"
     service = "baton.v1.Prefill"
     first_token_offset = 0  # a wrong one, if not 0
+    says_first_token = True
     prefill_s = 0.125  # what it says that a prompt took
     scored_chunks: tuple[int, ...] = (1000,)  # tokens scored per message; position p scores -p
 
@@ -214,8 +215,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
                 yield prefill_pb2.RunResponse(scored=scored)
             await self.reached(Point.COMPUTED, request)
             token = (expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset) % VOCAB_SIZE
-            yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
-                token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=self.prefill_s))
+            if self.says_first_token:
+                yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
+                    token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=self.prefill_s))
             if (answer := await landing) is None:
                 return  # the router let go before it had a landing: an abort
             await self.reached(Point.SENDING, request)
@@ -283,7 +285,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             await self.reached(Point.LANDED, request)
             delivered = self.fabric.delivered(session_id, epoch)
             first_token = await _first_token_and_delivery(inputs, delivered, first_token)
-            if delivered.is_set():
+            if delivered.is_set() and first_token is not None:
                 break
         assert first_token is not None
         async for response in self._decode(request, [first_token, *opening.replayed_token_ids]):
