@@ -139,7 +139,7 @@ def main() -> None:
     try:
         if not torch.cuda.is_available():
             raise ConfigError("bench.gpu needs a CUDA device", field="device")
-        print(render("gpu", measure(torch.device("cuda")), as_json=arguments.json))
+        print(render("gpu", measure(torch.device("cuda", 0)), as_json=arguments.json))
     except BatonError as error:
         sys.exit(f"error: {error}" if not arguments.json else json.dumps({"bench": "gpu", "error": str(error)}))
 

@@ -14,4 +14,4 @@ def use_in_this_thread(device: torch.device) -> None:
     """Launch this thread's kernels on `device`. The current device belongs to the thread, and libraries that launch
     kernels themselves ask for it."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # it refuses a device without an index

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.memory.layout import Buffer, CacheKind, PoolGeometry
 from engine.memory.pools import StagePools
+from engine.placement import use_in_this_thread
 from runtime.errors import ConfigError, InternalError
 
 
@@ -50,7 +51,7 @@ class CudaCopies:
             raise ConfigError(f"device {self._device} cannot be used for handoffs: torch finds {count} CUDA devices",
                               field="device")
         try:
-            torch.cuda.set_device(self._device)
+            use_in_this_thread(self._device)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream):
                 torch.zeros(1, device=self._device)

@@ -35,7 +35,7 @@ def two_devices() -> list[torch.device]:
 
 @pytest.fixture
 def device() -> torch.device:
-    return torch.device("cuda")
+    return torch.device("cuda", 0)
 
 
 @pytest.fixture
