@@ -20,7 +20,14 @@ from engine.attention.backend import AttentionGeometry, check_covered
 from engine.attention.commit import commit_kv
 from engine.attention.mask import tree_visibility, visible_in_trees
 from engine.attention.plan import checked_width, storage_positions
-from engine.attention.wrappers import DecodeWrapper, GraphSizes, RaggedWrapper, Slot, WrapperFactory
+from engine.attention.wrappers import (
+    DecodeWrapper,
+    GraphSizes,
+    RaggedWrapper,
+    Slot,
+    WrapperFactory,
+    partial_bytes,
+)
 from engine.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.graphs.static import Fence, StaticInts, moved
 from engine.numerics import Numerics
@@ -201,7 +208,8 @@ class FlashInferAttention:
         padding = bucket.num_rows + -(-bucket.num_tokens // page_size)
         bits = bucket.row_tokens * num_pages * page_size + bucket.num_tokens**2
         return GraphSizes(bucket.num_rows, num_pages + padding,
-                          -(-bits // 8) + bucket.num_rows if bucket.is_masked else 0)
+                          mask_bytes=-(-bits // 8) + bucket.num_rows if bucket.is_masked else 0,
+                          partial_bytes=partial_bytes(self._geometry, bucket.num_rows, bucket.num_tokens))
 
     def _refill_writes(self, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         writes = self._graph_writes

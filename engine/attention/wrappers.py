@@ -10,10 +10,13 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from engine.attention.backend import AttentionGeometry
 from engine.graphs.static import Fence
 from runtime.errors import ConfigError
 
-_WORKSPACE_BYTES = 128 << 20
+# Partial results of rows whose keys are shared out: per kv head a tile of 128 queries (64 where heads are wide), and as
+# many tiles as two per multiprocessor. With 16 query heads per kv head that is 280 MB on 132 multiprocessors.
+WORKSPACE_BYTES = 384 << 20
 _HINT = "install the extra `gpu`, or run with device cpu"
 _AnyWrapper = TypeVar("_AnyWrapper")
 
@@ -75,11 +78,20 @@ class LseWrapper(RaggedWrapper, Protocol):
 @dataclass(frozen=True)
 class GraphSizes:
     """Of the buffers of a wrapper whose runs are captured: rows of every plan, pages and packed mask at most. Without
-    mask bytes its plans are causal."""
+    mask bytes its plans are causal. `partial_bytes`: of partial results, as `partial_bytes` counts them."""
 
     num_rows: int
     num_pages: int
     mask_bytes: int = 0
+    partial_bytes: int = 0
+
+
+def partial_bytes(geometry: AttentionGeometry, num_rows: int, num_tokens: int) -> int:
+    """What FlashInfer sets aside in a captured forward for partial results, at most: a graph has room for them whether
+    keys are shared out or not, and for tiles that any split of the tokens among the rows needs."""
+    tile = 128 if geometry.head_dim < 256 else 64
+    num_tiles = -(-num_tokens * (geometry.num_heads // geometry.num_kv_heads) // tile) + num_rows - 1
+    return geometry.num_heads * num_tiles * tile * (geometry.head_dim + 1) * 4 + 256  # values, sums; their alignment
 
 
 class WrapperFactory(Protocol):
@@ -125,6 +137,19 @@ class LengthsBesideMask:
         return self._wrapper.run(q, paged_kv_cache)
 
 
+class Workspace:
+    """Memory for partial results: one for all wrappers, since what runs on the same stream runs one after the other.
+    Wrappers that were made before it grew keep what they were made with."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def holding(self, num_bytes: int) -> Tensor:
+        if num_bytes > len(self._memory):
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
+        return self._memory
+
+
 class FlashInferWrappers:
     """A `WrapperFactory` over the installed FlashInfer."""
 
@@ -140,12 +165,12 @@ class FlashInferWrappers:
         except ImportError as error:
             raise ConfigError(f"attention on {device} needs FlashInfer ({error}); {_HINT}", field="device") from error
         self._library = flashinfer
-        # One for all wrappers: what runs on the same stream runs one after the other.
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
+        self._workspace = Workspace(device)
 
     def ragged(self, graph: GraphSizes | None = None) -> RaggedWrapper:
         """See `WrapperFactory.ragged`."""
-        return LengthsBesideMask(self.with_lse(graph), self._workspace.device)
+        return LengthsBesideMask(self.with_lse(graph), self._device)
 
     def with_lse(self, graph: GraphSizes | None = None) -> LseWrapper:
         """See `LseWrapperFactory.with_lse`."""
@@ -154,10 +179,10 @@ class FlashInferWrappers:
             "paged_kv_indptr_buf": self._ints(graph.num_rows + 1), "paged_kv_indices_buf": self._ints(graph.num_pages),
             "paged_kv_last_page_len_buf": self._ints(graph.num_rows)}
         if graph is not None and graph.mask_bytes:
-            buffers["custom_mask_buf"] = torch.zeros(graph.mask_bytes, dtype=torch.uint8, device=self._workspace.device)
+            buffers["custom_mask_buf"] = torch.zeros(graph.mask_bytes, dtype=torch.uint8, device=self._device)
             buffers["mask_indptr_buf"] = self._ints(graph.num_rows + 1)
         made: LseWrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "HND", backend="fa2", **buffers)  # FA3 refuses custom masks
+            self._room(graph), "HND", backend="fa2", **buffers)  # FA3 refuses custom masks
         return made
 
     def decode(self, *, group_size: int, graph: GraphSizes | None = None) -> DecodeWrapper:
@@ -167,8 +192,11 @@ class FlashInferWrappers:
             "paged_kv_indices_buffer": self._ints(graph.num_pages),
             "paged_kv_last_page_len_buffer": self._ints(graph.num_rows)}
         made: DecodeWrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_tensor_cores=group_size not in self._CUDA_CORE_GROUPS, **buffers)
+            self._room(graph), "HND", use_tensor_cores=group_size not in self._CUDA_CORE_GROUPS, **buffers)
         return made
 
+    def _room(self, graph: GraphSizes | None) -> Tensor:
+        return self._workspace.holding(0 if graph is None else graph.partial_bytes)
+
     def _ints(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=self._workspace.device)
+        return torch.zeros(count, dtype=torch.int32, device=self._device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
-from engine.attention.wrappers import GraphSizes, LseWrapper, LseWrapperFactory, Slot
+from engine.attention.wrappers import GraphSizes, LseWrapper, LseWrapperFactory, Slot, partial_bytes
 from engine.batch import ForwardBatch, GraphBucket
 from engine.graphs.static import Fence, moved
 from engine.speculative.multistep import num_branches_of
@@ -56,7 +56,9 @@ class DeviceRounds:
         """Make the wrappers of captured rounds of `max_rows` rows; a page has one owner, but for that of padding."""
         num_pages = max(len(pool) for pool in self._pools.values())
         for bucket in buckets:
-            self._captured[bucket] = self._slot(GraphSizes(bucket.max_rows, num_pages + bucket.max_rows))
+            self._captured[bucket] = self._slot(GraphSizes(
+                bucket.max_rows, num_pages + bucket.max_rows,
+                partial_bytes=partial_bytes(self._geometry, bucket.max_rows, bucket.num_tokens)))
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Plan all steps of the round that begins with this batch and mark it.

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.attention.wrappers import GraphSizes
+from engine.attention.wrappers import WORKSPACE_BYTES, GraphSizes
+
+_CTAS = 2 * 132  # two per multiprocessor of an H100
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,19 @@ class _Paged:
         return visible
 
 
+def partial_results(num_heads: int, num_kv_heads: int, head_dim: int, *, num_rows: int, num_tokens: int,
+                    is_captured: bool) -> int:
+    """Bytes that FlashInfer's scheduler for ragged rows sets aside where it may share out keys."""
+    share, places = num_heads // num_kv_heads, _CTAS // num_kv_heads
+    if not is_captured:
+        tile = 128 if head_dim < 256 else 64
+    else:
+        longest = (num_tokens - num_rows + 1) * share
+        tile = 128 if longest > 64 and head_dim < 256 else 64 if longest > 16 else 16
+        places = max(places, -(-num_tokens * share // tile) + num_rows - 1)
+    return num_heads * places * tile * (head_dim + 1) * 4
+
+
 class FakeDecode(_Paged):
     def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
              head_dim: int, page_size: int, *, sm_scale: float, window_left: int, q_data_type: torch.dtype,
@@ -153,6 +168,13 @@ class FakeRagged(_Paged):
                     qo_indptr=qo_indptr, indptr=paged_kv_indptr, indices=paged_kv_indices,
                     last_page_len=paged_kv_last_page_len, mask=torch.from_numpy(np.concatenate(packed)),
                     mask_indptr=torch.tensor(mask_indptr, dtype=torch.int32))
+        if not disable_split_kv:
+            captured = self.graph is not None
+            num_tokens = (self.num_rows_planned or 0) if captured else sum(counts)
+            needed = partial_results(num_qo_heads, num_kv_heads, head_dim_qk, num_rows=len(counts),
+                                     num_tokens=num_tokens, is_captured=captured)
+            room = max(WORKSPACE_BYTES, 0 if self.graph is None else self.graph.partial_bytes)
+            assert needed <= room, f"no room for {needed} bytes of partial results in {room}"
 
 
 @dataclass

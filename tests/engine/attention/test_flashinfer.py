@@ -9,8 +9,9 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionGeometry
 from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.wrappers import FlashInferWrappers, LengthsBesideMask
+from engine.attention.wrappers import WORKSPACE_BYTES, FlashInferWrappers, LengthsBesideMask, Workspace
 from engine.batch import ForwardBatch, ForwardMode
+from engine.graphs.buckets import extend_buckets, padding_alone, verify_buckets
 from engine.trees import SpecInfo, SpecRow
 from runtime.errors import ConfigError, StalePlanError
 from tests.support.attention import LAYER, dense, feed, make_prompt, poisoned_pool
@@ -114,6 +115,28 @@ def test_rows_without_tokens_are_not_planned() -> None:
     batch = make_batch(ForwardMode.PREFILL, [Row(0, 12, (3,)), Row(10, 0, (1,)), Row(0, 0)])
     backend.plan(batch)
     close(backend.run(LAYER, prompt.q, prompt.k, prompt.v, batch), dense(prompt, GEOMETRY))
+
+
+@pytest.mark.parametrize("num_kv_heads", [32, 8, 2])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_there_is_room_for_partial_results(num_kv_heads: int, head_dim: int) -> None:
+    geometry = AttentionGeometry(num_heads=32, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=16, scale=1.0)
+    pool = torch.empty(2, 2, num_kv_heads, 16, head_dim, dtype=torch.bfloat16)
+    backend = make(geometry, pool)
+    backend.plan(make_batch(ForwardMode.PREFILL, [Row(16, 0, (1,))]))
+    buckets = (*verify_buckets(128, 16, is_masked=True), *extend_buckets(128, 16))
+    backend.reserve(buckets)
+    for bucket in buckets:
+        backend.plan(padding_alone(bucket))
+
+
+def test_a_larger_workspace_takes_the_place_of_a_smaller_one() -> None:
+    workspace = Workspace(CPU)
+    smaller = workspace.holding(5)
+    assert len(smaller) == WORKSPACE_BYTES
+    larger = workspace.holding(WORKSPACE_BYTES + 1)
+    assert len(larger) == WORKSPACE_BYTES + 1
+    assert workspace.holding(7) is larger
 
 
 @dataclass
