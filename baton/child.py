@@ -1,7 +1,7 @@
 """`python -m baton.child PARENT_PID CORE MODULE ARG...`: become `python -m MODULE ARG...`, tied to its parent.
 
-The kernel ends the process when the parent dies, however it dies, and keeps it on one core. Done here, between fork
-and exec, because code that runs inside a fork of a threaded process must not allocate.
+The kernel ends the process when the parent dies, however it dies, and keeps it on one core unless CORE is `all`. Done
+here, between fork and exec, because code that runs inside a fork of a threaded process must not allocate.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+ALL_CORES = "all"
 
 
 def main() -> None:
@@ -18,7 +19,8 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(parent):
             sys.exit("the parent has ended")
-        os.sched_setaffinity(0, {int(core)})
+        if core != ALL_CORES:
+            os.sched_setaffinity(0, {int(core)})
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 

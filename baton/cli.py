@@ -102,7 +102,7 @@ def up(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
         worker_flags=tuple(worker_flags), router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
-        config_file=config, log_level=log_level, security=security)
+        config_file=config, one_core_each=device in (None, "cpu"), log_level=log_level, security=security)
 
     async def run(stop: StopSignal) -> None:
         await interruptible(stop, _serve(settings, Console(highlight=False)))

@@ -6,7 +6,7 @@
     cluster.processes["decode-0.1"].kill()                   # comes back under the same address
 
 Leaders start first and announce the ports they got; their stages and the router start when those are known. Each
-process keeps to one core. Leaving the block, by whatever way, ends every process.
+process keeps to one core, where a core is what computes. Leaving the block, by whatever way, ends every process.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the router."""
+    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the router. Without
+    `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes beside it."""
 
     model: Path
     prefill: int = 1
@@ -54,6 +55,7 @@ class ClusterConfig:
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     config_file: Path | None = None
+    one_core_each: bool = True
     log_level: str = "info"
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0
@@ -221,7 +223,8 @@ class LocalCluster:
         config = self._config
         shared = ["--model", str(config.model), "--log-level", config.log_level]
         shared += ["--config", str(config.config_file)] if config.config_file else []
-        spec = ProcessSpec(name, role, (*shared, *flags), listen, next(self._cores),
+        spec = ProcessSpec(name, role, (*shared, *flags), listen,
+                           next(self._cores) if config.one_core_each else None,
                            Path(self._folder.name) / f"{name}.json", leads)
         self.processes[name] = RoleProcess(spec, self._sink)
         self._lives[name] = asyncio.create_task(self.processes[name].run())

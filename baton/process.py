@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.child import ALL_CORES
 from runtime.announce import Announcement, read_announcement
 from runtime.errors import DeadlineError, UnavailableError
 
@@ -30,7 +31,7 @@ class ProcessSpec:
     role: str  # the module to run
     arguments: tuple[str, ...]
     listen: str
-    core: int
+    core: int | None  # the one it keeps to; None for all
     announce: Path
     leads: bool  # the process whose health speaks for its pool
 
@@ -139,8 +140,9 @@ class RoleProcess:
         self._listens()  # where the last run did, so that this one does too
         self.spec.announce.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "PYTHONUNBUFFERED": "1"}
+        core = ALL_CORES if self.spec.core is None else str(self.spec.core)
         self._child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "baton.child", str(os.getpid()), str(self.spec.core), self.spec.role,
+            sys.executable, "-m", "baton.child", str(os.getpid()), core, self.spec.role,
             *self.spec.arguments, *self._own_addresses(),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env=environment, start_new_session=True, limit=_LINE_LIMIT)

@@ -91,6 +91,7 @@ async def measure(model: Path, device: str, *, prompt_tokens: int, prompts: int)
     numerics = Numerics.EXACT if device == "cpu" else Numerics.FAST
     kind = device.partition(":")[0]
     config = ClusterConfig(model=model, decode_pp=2, listen="127.0.0.1:0", log_level="warning", ready_timeout_s=READY_S,
+                           one_core_each=kind == "cpu",
                            worker_flags=("--device", device, "--numerics", numerics.value, "--memory-mb",
                                          str(MEMORY_MB[kind])))
     draw = random.Random(0)

@@ -90,6 +90,14 @@ async def test_it_serves_and_gives_each_process_its_flags(cluster: LocalCluster,
     assert all(f"on cores [{process.spec.core}] " in log.of(name) for name, process in cluster.processes.items())
 
 
+async def test_processes_may_have_all_cores(tmp_path: Path, log: Log) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    async with LocalCluster(replace(config(tmp_path), one_core_each=False), sink=log) as running:
+        await eventually(lambda: all(any(line.startswith(f"{name}: ") for line in log.lines)
+                                     for name in running.processes))
+        assert all(f"on cores {cores} " in log.of(name) for name in running.processes)
+
+
 async def test_a_killed_process_comes_back_under_its_address(cluster: LocalCluster) -> None:
     process = cluster.processes["decode-0.1"]
     await eventually(process.spec.announce.exists)
