@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -109,37 +109,45 @@ def handoff(device: torch.device, limits: Ceilings) -> dict[str, Value]:
             "digest_of_copy": num_bytes / seconds(lambda: record_digests(taken, seeds)) / limits.copy_bps}
 
 
-def measure(device: torch.device) -> dict[str, Value]:
+def measure(device: torch.device) -> Iterator[dict[str, Value]]:
+    """Part by part, each as soon as it is known."""
     limits = ceilings(device)
-    values: dict[str, Value] = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__,
-                                "copy_gbps": limits.copy_bps / 1e9, "matmul_tflops": limits.matmul_flops / 1e12}
+    yield {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__,
+           "copy_gbps": limits.copy_bps / 1e9, "matmul_tflops": limits.matmul_flops / 1e12}
+    values: dict[str, Value] = {}
     for context in (1024, 8192):
         for rows in (1, 8, 32, 128):
             took = attention(device, ForwardMode.DECODE, rows, 1, context)
             read = rows * context * 2 * GEOMETRY.num_kv_heads * GEOMETRY.head_dim * 2
             values[f"decode_b{rows}_c{context}_us"] = took * 1e6
             values[f"decode_b{rows}_c{context}_of_copy"] = read / took / limits.copy_bps
+    yield values
+    values = {}
     for tokens in (2048, 8192):
         took = attention(device, ForwardMode.PREFILL, 1, tokens, 0)
         flops = 2 * 2 * GEOMETRY.num_heads * GEOMETRY.head_dim * tokens * tokens / 2  # causal: half of the square
         values[f"prefill_{tokens}_us"] = took * 1e6
         values[f"prefill_{tokens}_of_matmul"] = flops / took / limits.matmul_flops
+    yield values
+    values = {}
     for rows in (1, 32, 128):
         took = recurrent(device, ForwardMode.DECODE, rows, 1)
         values[f"delta_b{rows}_us"] = took * 1e6
         values[f"delta_b{rows}_of_copy"] = 2 * rows * V_HEADS * DIM * DIM * 4 / took / limits.copy_bps
     values["delta_prefill_2048_us"] = recurrent(device, ForwardMode.PREFILL, 1, 2048) * 1e6
-    return {**values, **handoff(device, limits)}
+    yield values
+    yield handoff(device, limits)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print JSON objects, one per part")
     arguments = parser.parse_args()
     try:
         if not torch.cuda.is_available():
             raise ConfigError("bench.gpu needs a CUDA device", field="device")
-        print(render("gpu", measure(torch.device("cuda", 0)), as_json=arguments.json))
+        for values in measure(torch.device("cuda", 0)):
+            print(render("gpu", values, as_json=arguments.json), flush=True)
     except BatonError as error:
         sys.exit(f"error: {error}" if not arguments.json else json.dumps({"bench": "gpu", "error": str(error)}))
 

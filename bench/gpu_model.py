@@ -4,15 +4,17 @@ An 8B-shaped Llama and a 9B-shaped Qwen3.5 hybrid with random bf16 weights, made
 are held against a device copy of the bytes they must read (weights once, and every row's cache), prefill against a
 large matrix product. A step begins with a batch on the host, which is planned, and ends with logits on the device;
 decode steps are captured as in a decode pool. What does not fit beside the weights is null. transformers decodes beside
-it where it can be imported.
+it where it can be imported. Each part is told when it is done, so that none is lost with a later one; one that fails is
+told as an error, and the next goes on.
 """
 
 import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -227,11 +229,37 @@ def reference(config: dict[str, object], device: torch.device, sizes: Sizes,
     return {f"transformers_b1_c{context}_ms": took * 1e3}
 
 
-def measure(config: dict[str, object], backends: Backends, limits: Ceilings, sizes: Sizes,
-            clock: Clock) -> dict[str, Value]:
-    subject = build(config, backends, sizes)
-    return {"weight_gb": subject.weight_bytes / 1e9, **decode(subject, limits, sizes, clock),
-            **prefill(subject, limits, sizes, clock), **verify(subject, sizes, clock)}
+def measure(config: dict[str, object], backends: Backends, limits: Ceilings, sizes: Sizes, clock: Clock,
+            tell: Callable[[dict[str, Value]], None]) -> None:
+    """All parts of one model, and then, when its memory is free again, of transformers'."""
+
+    def attempt(part: str, work: Callable[[], dict[str, Value]]) -> None:
+        try:
+            values = work()
+        except Exception as error:  # noqa: BLE001 - memory that runs out or a kernel that fails ends its part only
+            values = {"error": f"{type(error).__name__}: {error}"}
+        tell({"part": part, **values})
+
+    subjects = list[Subject]()
+
+    def weights() -> dict[str, Value]:
+        subjects.append(build(config, backends, sizes))
+        return {"weight_gb": subjects[0].weight_bytes / 1e9, "num_pages": subjects[0].num_pages}
+
+    attempt("weights", weights)
+    if subjects:
+        attempt("decode", lambda: decode(subjects[0], limits, sizes, clock))
+        attempt("prefill", lambda: prefill(subjects[0], limits, sizes, clock))
+        attempt("verify", lambda: verify(subjects[0], sizes, clock))
+    subjects.clear()
+    _free_what_is_unused()
+    attempt("transformers", lambda: reference(config, backends.device, sizes, clock))
+    _free_what_is_unused()
+
+
+def _free_what_is_unused() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _pages(num_tokens: int) -> int:
@@ -240,7 +268,7 @@ def _pages(num_tokens: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print JSON objects, one per part")
     arguments = parser.parse_args()
     try:
         if not torch.cuda.is_available():
@@ -249,14 +277,15 @@ def main() -> None:
 
         device = torch.device("cuda", 0)
         backends, limits, sizes = DeviceBackends.on(device), ceilings(device), Sizes()
-        values: dict[str, Value] = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__,
-                                    "copy_gbps": limits.copy_bps / 1e9, "matmul_tflops": limits.matmul_flops / 1e12}
+
+        def tell(values: Mapping[str, Value], **model: Value) -> None:
+            print(render("gpu_model", {**model, **values}, as_json=arguments.json), flush=True)
+
+        tell({"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__,
+              "copy_gbps": limits.copy_bps / 1e9, "matmul_tflops": limits.matmul_flops / 1e12})
+        _free_what_is_unused()
         for name, config in (("llama_8b", LLAMA_8B), ("hybrid_9b", HYBRID_9B)):
-            for part in (measure(config, backends, limits, sizes, seconds), reference(config, device, sizes, seconds)):
-                values.update({f"{name}_{key}": value for key, value in part.items()})
-                gc.collect()
-                torch.cuda.empty_cache()
-        print(render("gpu_model", values, as_json=arguments.json))
+            measure(config, backends, limits, sizes, seconds, partial(tell, model=name))
     except BatonError as error:
         sys.exit(f"error: {error}" if not arguments.json else json.dumps({"bench": "gpu_model", "error": str(error)}))
 

@@ -8,6 +8,7 @@ import torch
 
 from bench.gpu import Ceilings
 from bench.gpu_model import HYBRID_9B, LLAMA_8B, PAGE, DeviceRandom, Sizes, build, measure, reference
+from bench.report import Value
 from engine.numerics import Numerics
 from engine.stages import LayerRange
 from models.decoder import DecoderStage
@@ -31,11 +32,30 @@ def once(run: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("config", [{**LLAMA_8B, **TINY}, TINY_HYBRID])
 def test_every_case_is_measured(config: dict[str, object]) -> None:
-    values = measure(config, device_backends(), LIMITS, SIZES, once)
+    told = list[dict[str, Value]]()
+    measure(config, device_backends(), LIMITS, SIZES, once, told.append)
+    assert [values.pop("part") for values in told] == ["weights", "decode", "prefill", "verify", "transformers"]
+    values = {name: value for part in told[:-1] for name, value in part.items()}
+    assert isinstance(values.pop("num_pages"), int)
     cases = [f"decode_b{rows}_c{context}" for context in SIZES.contexts for rows in SIZES.rows]
     assert set(values) == {"weight_gb", *(f"{case}_{what}" for case in cases for what in ("ms", "of_copy")),
                            "prefill_70_ms", "prefill_70_of_matmul", "verify_3_of_step", "verify_5_of_step"}
     assert all(isinstance(value, float) and value > 0 for value in values.values())
+
+
+def test_a_part_that_fails_leaves_the_others() -> None:
+    def fails_for_prompts(run: Callable[[], object]) -> float:
+        if len(told) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return once(run)
+
+    told = list[dict[str, Value]]()
+    measure({**LLAMA_8B, **TINY}, device_backends(), LIMITS, SIZES, fails_for_prompts, told.append)
+    assert told[2] == {"part": "prefill", "error": "OutOfMemoryError: no memory"}
+    assert "verify_5_of_step" in told[3]
+    told.clear()
+    measure({**LLAMA_8B, **TINY, "num_hidden_layers": "four"}, device_backends(), LIMITS, SIZES, once, told.append)
+    assert [(values["part"], "error" in values) for values in told] == [("weights", True), ("transformers", True)]
 
 
 def test_bytes_and_products_are_counted() -> None:
