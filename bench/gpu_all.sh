@@ -1,32 +1,84 @@
 #!/usr/bin/env bash
-# Everything there is to check and time on a GPU machine, within ten minutes: bench/gpu_all.sh [OUTPUT-FOLDER]
-# Needs the extra `gpu` (FlashInfer) and a CUDA toolkit for its just-in-time kernels; no network.
-set -euo pipefail
-cd "$(dirname "$0")/.."
+# Everything there is to check and time on a GPU machine: bench/gpu_all.sh [OUTPUT-FOLDER [PART...]]
+#
+# Ends within GPU_ALL_SECONDS (default 570), the most valuable parts first. A part that fails, or has no more time, leaves
+# the others running, and what it had told until then lies in the output folder: PART.txt, and PART.err for what it said
+# besides; summary.txt has a line for each. Needs the extra `gpu` (FlashInfer) and a CUDA toolkit for its just-in-time
+# kernels (nvcc on the PATH, or CUDA_HOME); no network.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
 command -v nvidia-smi >/dev/null || { echo "$0 needs a machine with an NVIDIA GPU" >&2; exit 2; }
 out=${1:-build/gpu}
-mkdir -p "$out"
+shift || true
+chosen=" $* "
+deadline=${GPU_ALL_SECONDS:-570}
 python=${PYTHON:-python3}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
+mkdir -p "$out"
+: >"$out/summary.txt"
+status=0
 
-{
+part() { # NAME SECONDS COMMAND...: run it for at most so long
+    local name=$1 limit=$2 began=$SECONDS rc=0
+    shift 2
+    [[ $chosen == "  " || $chosen == *" $name "* ]] || return 0
+    ((deadline - SECONDS < limit)) && limit=$((deadline - SECONDS))
+    if ((limit < 5)); then
+        status=1
+        echo "$name: not run, no time is left" | tee -a "$out/summary.txt"
+        return 0
+    fi
+    echo "== $name"
+    # The interrupt lets pytest tell what it has.
+    timeout --signal=INT --kill-after=5 "$limit" "$@" 2>"$out/$name.err" | tee "$out/$name.txt" || rc=$?
+    if ((rc)); then
+        status=1
+        tail -n 25 "$out/$name.err"
+    fi
+    case $rc in
+    0) echo "$name: ok, $((SECONDS - began)) s" ;;
+    124 | 137) echo "$name: ended after $limit s, what it told until then is kept" ;;
+    *) echo "$name: failed (status $rc), $((SECONDS - began)) s" ;;
+    esac | tee -a "$out/summary.txt"
+}
+
+versions() {
     date -u +%Y-%m-%d
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-    "$python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
-    "$python" -c 'import flashinfer; print("flashinfer", flashinfer.__version__)' || echo "flashinfer: not installed"
-} | tee "$out/versions.txt"
+    nvcc --version | tail -n 2
+    "$python" - <<'PYTHON'
+import platform
+from importlib.metadata import PackageNotFoundError, version
 
-status=0
-timeout 180 "$python" -m pytest tests/gpu -q -rs -p no:cacheprovider 2>&1 | tee "$out/tests.txt" || status=$?
-timeout 70 "$python" -m bench.gpu --json | tee "$out/bench.json" || status=$?
-timeout 160 "$python" -m bench.gpu_model --json | tee "$out/model.json" || status=$?
-timeout 20 "$python" -m bench.stages --channel ucx --json | tee "$out/stages_ucx.json" || status=$?
+print("python", platform.python_version())
+for name in ("torch", "triton", "flashinfer-python", "apache-tvm-ffi", "ninja", "ucxx-cu13", "libucx-cu13", "grpcio",
+             "protobuf", "pydantic", "llguidance", "numba", "xxhash", "transformers", "pytest", "pytest-asyncio",
+             "pytest-timeout", "pytest-xdist"):
+    try:
+        print(name, version(name))
+    except PackageNotFoundError:
+        print(name, "MISSING")
+PYTHON
+}
+
+roomy=${TMPDIR:-/tmp} # for a checkpoint of 16 GB: memory, where there is enough
+(($(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1) > 32 << 20)) 2>/dev/null && roomy=/dev/shm
+
+versions 2>&1 | tee "$out/versions.txt"
+part warm 240 "$python" -m bench.gpu_warm --limit 230
+# Warnings are errors in the suite; of other people's libraries on a new machine they are none.
+part tests 210 "$python" -m pytest tests/gpu -v -rs -W default --durations=10 -p no:cacheprovider
+part model 170 "$python" -m bench.gpu_model --json
+part cluster 130 env TMPDIR="$roomy" "$python" -m bench.gpu_cluster --json
+part layers 60 "$python" -m bench.gpu --json
+part handoff 40 "$python" -m bench.handoff --device cuda --transport shm --rounds 3 --json
+part stages_ucx 20 "$python" -m bench.stages --channel ucx --json
 if "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then
-    timeout 20 "$python" -m bench.stages --channel nccl --json | tee "$out/stages_nccl.json" || status=$?
+    part stages_nccl 20 "$python" -m bench.stages --channel nccl --json
 else
-    echo "stages over NCCL: not timed, one device only"
+    echo "stages over NCCL: not timed, one device only" | tee -a "$out/summary.txt"
 fi
-timeout 40 "$python" -m bench.handoff --device cuda --transport shm --rounds 3 --json | tee "$out/handoff.json" || status=$?
-timeout 110 "$python" -m bench.gpu_cluster --json | tee "$out/cluster.json" || status=$?
+echo "== summary"
+cat "$out/summary.txt"
 exit "$status"
