@@ -28,7 +28,7 @@ class Linear:
         self._bias = None if not biases else _aligned(torch.cat(list(biases)))
         on_host = weight.device.type == "cpu"  # a device has its library's product, plain
         self._exact = on_host and numerics is Numerics.EXACT
-        self._packed = on_host and weight.dtype is torch.bfloat16 and _has_onednn()
+        self._packed = on_host and weight.dtype is torch.bfloat16 and _packs()
         self._weight = _packed(weight) if self._packed else _aligned(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -68,8 +68,10 @@ def _with_rows(x: Tensor, num_rows: int) -> Tensor:
     return F.pad(x, (0, 0, 0, num_rows - len(x))) if len(x) < num_rows else x
 
 
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+def _packs() -> bool:
+    """Whether oneDNN is here and multiplies in bf16, which it does not on a CPU that has AVX2 alone."""
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 
 
 def _packed(weight: Tensor) -> Tensor:

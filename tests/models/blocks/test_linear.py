@@ -1,5 +1,8 @@
 """Linear layers against a plain product, and the bits of their rows under any row count."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +27,17 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def test_a_cpu_without_bf16_products_in_onednn_multiplies_all_the_same() -> None:
+    """As many laptops have. oneDNN looks at the limit when it is first used, so that takes a process of its own."""
+    program = ("import torch\n"
+               "from models.blocks.linear import Linear\n"
+               "weight, x = torch.randn(24, 16).bfloat16(), torch.randn(7, 16).bfloat16()\n"
+               "print(torch.allclose(Linear(weight)(x).float(), x.float() @ weight.float().T, rtol=1e-2, atol=1e-2))\n")
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
+                          capture_output=True, text=True, timeout=280, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))
