@@ -1,6 +1,7 @@
 """The `baton` command. Every failure is one clear line on stderr and a non-zero exit."""
 
 import asyncio
+import errno
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from baton.load_plot import check_can_plot
 from baton.render import event_json, log_printer, status_table
 from baton.values import Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape
-from runtime.errors import BatonError, ConfigError, RequestAborted
+from runtime.errors import BatonError, ConfigError, RequestAborted, UnavailableError
 from runtime.supervision import StopSignal, interruptible, run_process
 
 app = typer.Typer(
@@ -44,19 +45,26 @@ _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     try:
-        yield
+        with _told_of_full_disks():
+            yield
     except BatonError as error:
         print(f"baton: {error}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except BrokenPipeError:
-        raise  # whoever reads has enough: Click ends in silence
+
+
+@contextmanager
+def _told_of_full_disks() -> Iterator[None]:
+    """Raises UnavailableError for what a disk did not take."""
+    try:
+        yield
     except OSError as error:
-        print(f"baton: cannot write the output: {error.strerror}", file=sys.stderr)
-        # What is left of it would fail once more, and loudly, as the process ends.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # What is left of the output would fail once more, and loudly, as the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+        raise UnavailableError(f"cannot write {error.filename or 'the output'}: {error.strerror}") from None
 
 
 @app.command()
@@ -64,8 +72,9 @@ def demo() -> None:
     """Start a small local cluster, ask the shipped model one question, show the timings, stop."""
 
     async def run(stop: StopSignal) -> None:
-        if not await interruptible(stop, run_demo(Console(highlight=False))):
-            raise RequestAborted("interrupted")
+        with _told_of_full_disks():
+            if not await interruptible(stop, run_demo(Console(highlight=False))):
+                raise RequestAborted("interrupted")
 
     raise typer.Exit(run_process("baton demo", run))
 
@@ -105,7 +114,8 @@ def up(
         config_file=config, one_core_each=device in (None, "cpu"), log_level=log_level, security=security)
 
     async def run(stop: StopSignal) -> None:
-        await interruptible(stop, _serve(settings, Console(highlight=False)))
+        with _told_of_full_disks():
+            await interruptible(stop, _serve(settings, Console(highlight=False)))
 
     raise typer.Exit(run_process("baton up", run))
 

@@ -115,15 +115,19 @@ async def test_server_side_refusals_reach_the_terminal(address: str) -> None:
     assert "Deadline" in late.stderr
 
 
-@pytest.mark.parametrize("arguments", [("generate", "one two"), ("generate", "one", "--json"), ("status",)])
+@pytest.mark.parametrize("arguments", [
+    ("generate", "one two", "--target", "{}"), ("generate", "one", "--json", "--target", "{}"),
+    ("status", "--target", "{}"), ("up", "--listen", "127.0.0.1:0"), ("demo",)])
 async def test_a_full_disk_is_one_clear_line(address: str, arguments: tuple[str, ...]) -> None:
     def run() -> subprocess.CompletedProcess[bytes]:
         with Path("/dev/full").open("w") as full:
-            return subprocess.run([sys.executable, "-m", "baton.cli", *arguments, "--target", address], stdout=full,
-                                  stderr=subprocess.PIPE, timeout=240, check=False)
+            return subprocess.run([sys.executable, "-m", "baton.cli", *(word.format(address) for word in arguments)],
+                                  stdout=full, stderr=subprocess.PIPE, timeout=240, check=False)
 
     done = await asyncio.to_thread(run)
-    assert (done.returncode, done.stderr) == (1, b"baton: cannot write the output: No space left on device\n")
+    assert done.returncode == 1
+    name = f"baton {arguments[0]}" if arguments[0] in ("up", "demo") else "baton"
+    assert done.stderr.decode() == f"{name}: cannot write the output: No space left on device\n"
 
 
 @pytest.mark.parametrize("module", ["baton", "baton.cli"])
