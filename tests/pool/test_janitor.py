@@ -1,6 +1,7 @@
 """Who frees a request's memory, and when: two lifetimes, request and transfer."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -82,6 +83,28 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkey
     await until(lambda: told)
     assert done == []
     assert "did not drain" in told[0]
+
+
+async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_despairs(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the pool serve again."""
+    monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 1.0)
+    janitor, group, told = make_janitor()
+    done: list[str] = []
+    janitor.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
+    await asyncio.sleep(0)  # it waits
+
+    async def report() -> None:
+        for _ in range(5):  # what comes over a stream takes some turns of the loop
+            await asyncio.sleep(0)
+        assert group.listener is not None
+        group.listener(0, drained_event())
+
+    reporting = asyncio.create_task(report())
+    time.sleep(1.5)  # noqa: ASYNC251 - the whole loop stands still
+    await reporting
+    await until(lambda: janitor.open_tasks == 0)
+    assert (done, told) == (["released"], [])
 
 
 class FakeAgent:
