@@ -39,8 +39,18 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def ucx() -> None:
+    """For tests whose bytes go by UCX."""
+    _skip_without("ucxx")
+
+
+@pytest.fixture
 def whole_roles() -> None:
     """For tests that start prefill, decode and router."""
-    missing = [name for name in ("grpc", "ucxx") if find_spec(name) is None]
+    _skip_without("grpc", "ucxx", "pydantic", "tokenizers")
+
+
+def _skip_without(*names: str) -> None:
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}: install Baton with its dependencies and the extra `ucx`")

@@ -38,6 +38,7 @@ def shm() -> Transport:
     return UcxTransport(profile=TransportProfile.SHM, clock=SystemClock())
 
 
+@pytest.mark.usefixtures("ucx")
 def test_device_to_device_drains_and_lends_nothing(device: torch.device) -> None:
     source, dest = (DeviceStage(name, shm(), SPECS, device=device) for name in ("prefill", "decode"))
     source.randomize(1)
@@ -56,6 +57,7 @@ def test_device_to_device_drains_and_lends_nothing(device: torch.device) -> None
         assert stage.staging.num_lent == 0
 
 
+@pytest.mark.usefixtures("ucx")
 def test_device_to_host_and_back(device: torch.device) -> None:
     stage, host = DeviceStage("device", shm(), SPECS, device=device), Pool("host", [shm()], SPECS)
     stage.randomize(2)
@@ -93,6 +95,7 @@ def test_one_flipped_bit_is_caught(device: torch.device) -> None:
         assert stage.agent.shutdown(5.0)
 
 
+@pytest.mark.usefixtures("ucx")
 def test_the_first_chunk_leaves_while_the_last_one_computes(device: torch.device) -> None:
     """The trace's record of it: bytes left before the device had passed the last chunk."""
     source, dest = (DeviceStage(name, shm(), SPECS, device=device) for name in ("prefill", "decode"))
@@ -124,6 +127,7 @@ def test_the_first_chunk_leaves_while_the_last_one_computes(device: torch.device
         assert stage.agent.shutdown(5.0)
 
 
+@pytest.mark.usefixtures("ucx")
 @pytest.mark.parametrize(("there", "here"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 def test_between_two_processes(there: str, here: str) -> None:
     """The 235 MB of the handoff benchmark; a handoff that is complete has matched every digest."""

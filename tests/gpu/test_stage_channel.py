@@ -12,6 +12,7 @@ from pool.config import WorkerConfig
 from pool.stage_channel import PoolChannel, open_pool_channel
 from runtime.errors import PeerLostError
 
+pytestmark = pytest.mark.usefixtures("ucx")
 LIMIT = 64 << 20
 LEADER = "127.0.0.1:7000"
 
