@@ -38,7 +38,8 @@ _DEVICE = torch.device("cuda", 0)
 
 
 def decode(head_dim: int) -> Tensor:
-    return _attention(head_dim, ForwardMode.DECODE, None, 1)
+    """With as few query heads per kv head as have a kernel of their own; more use that of prefill."""
+    return _attention(head_dim, ForwardMode.DECODE, None, 1, num_heads=4)
 
 
 def prefill(head_dim: int) -> Tensor:
@@ -49,14 +50,15 @@ def tree(head_dim: int) -> Tensor:
     return _attention(head_dim, ForwardMode.VERIFY, SpecRow((-1, 0, 0)), 3)
 
 
-def _attention(head_dim: int, mode: ForwardMode, spec: SpecRow | None, count: int) -> Tensor:
-    geometry = AttentionGeometry(num_heads=8, num_kv_heads=2, head_dim=head_dim, page_size=PAGE, scale=head_dim**-0.5)
+def _attention(head_dim: int, mode: ForwardMode, spec: SpecRow | None, count: int, *, num_heads: int = 8) -> Tensor:
+    geometry = AttentionGeometry(num_heads=num_heads, num_kv_heads=2, head_dim=head_dim, page_size=PAGE,
+                                 scale=head_dim**-0.5)
     pool = torch.zeros(4, 2, 2, PAGE, head_dim, dtype=torch.bfloat16, device=_DEVICE)
     backend = FlashInferAttention(kv_pools={LAYER: pool}, geometry=geometry, wrappers=FlashInferWrappers(_DEVICE),
                                   device=_DEVICE, write_kv=write_kv)
     batch = build_batch(mode, [Row(1, [0] * count, 7, [1, 2], 1, None, spec)])
     backend.plan(batch)
-    q, kv = (torch.randn(count, heads, head_dim, dtype=torch.bfloat16, device=_DEVICE) for heads in (8, 2))
+    q, kv = (torch.randn(count, heads, head_dim, dtype=torch.bfloat16, device=_DEVICE) for heads in (num_heads, 2))
     return backend.run(LAYER, q, kv, kv, batch)
 
 

@@ -153,8 +153,9 @@ class Workspace:
 class FlashInferWrappers:
     """A `WrapperFactory` over the installed FlashInfer."""
 
-    # The CUDA-core decode kernel is compiled for these group sizes; others take the tensor-core one.
-    _CUDA_CORE_GROUPS = frozenset({1, 2, 3, 4, 6, 8, 16})
+    # A tile of the tensor-core kernel is filled by a kv head's query heads; fewer than four leave it too empty. The
+    # CUDA-core kernel knows no group of 5 or 7, and before 0.7 none of 6 or 16.
+    _CUDA_CORE_GROUPS = frozenset({1, 2, 3})
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError when there is no CUDA device or FlashInfer cannot be imported."""

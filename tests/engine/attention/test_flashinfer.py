@@ -2,11 +2,13 @@
 
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.attention import wrappers
 from engine.attention.backend import AttentionGeometry
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.wrappers import WORKSPACE_BYTES, FlashInferWrappers, LengthsBesideMask, Workspace
@@ -26,8 +28,8 @@ def scatter(pool: Tensor, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) 
     pool[pages, 0, :, offsets], pool[pages, 1, :, offsets] = k, v
 
 
-def make(geometry: AttentionGeometry, pool: Tensor, wrappers: FakeWrappers | None = None) -> FlashInferAttention:
-    return FlashInferAttention(kv_pools={LAYER: pool}, geometry=geometry, wrappers=wrappers or FakeWrappers(),
+def make(geometry: AttentionGeometry, pool: Tensor, made_by: FakeWrappers | None = None) -> FlashInferAttention:
+    return FlashInferAttention(kv_pools={LAYER: pool}, geometry=geometry, wrappers=made_by or FakeWrappers(),
                                device=CPU, write_kv=scatter)
 
 
@@ -163,6 +165,20 @@ def test_lengths_lie_beside_the_mask_that_flashinfer_packs_and_on_the_host_witho
                  causal=not is_tree, sm_scale=1.0, window_left=-1, q_data_type=torch.half, kv_data_type=torch.half,
                  disable_split_kv=False)
     assert made.devices == {device}
+
+
+@pytest.mark.parametrize(("group_size", "on_tensor_cores"), [(1, False), (3, False), (4, True), (6, True), (16, True)])
+def test_decode_asks_for_no_kernel_that_flashinfer_lacks(monkeypatch: pytest.MonkeyPatch, group_size: int, *,
+                                                         on_tensor_cores: bool) -> None:
+    """CUDA cores: groups of 1, 2, 3, 4 and 8 in all versions that are allowed."""
+    asked = list[bool]()
+    library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=lambda workspace, layout, *, use_tensor_cores:
+                              asked.append(use_tensor_cores))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setattr(wrappers, "Workspace", lambda device: Workspace(CPU))
+    FlashInferWrappers(torch.device("cuda")).decode(group_size=group_size)
+    assert asked == [on_tensor_cores]
 
 
 def test_without_a_cuda_device_the_way_out_is_named() -> None:
