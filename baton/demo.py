@@ -1,5 +1,6 @@
 """`baton demo`: the whole system once, with the model that ships with it."""
 
+import asyncio
 import contextlib
 import time
 
@@ -8,7 +9,7 @@ from rich.console import Console
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
 from baton.render import QuietPrinter, status_table, timings_table
-from baton.values import ChatMessage, Chunk, Event, Query, Sampling, Stop
+from baton.values import ChatMessage, Chunk, ClusterStatus, Event, Query, Sampling, Stop
 from baton.wire import completion_of
 from runtime.errors import InternalError
 
@@ -20,6 +21,8 @@ STORY = (
 )
 QUESTION = "What did Ivan do?"
 ANSWER_TIMEOUT_S = 60.0
+REST_TIMEOUT_S = 3.0
+REPORT_S = 0.1  # workers report four times a second
 
 
 async def run_demo(console: Console) -> None:
@@ -35,8 +38,18 @@ async def run_demo(console: Console) -> None:
     async with cluster, AsyncBatonClient(cluster.address) as client:
         console.print(f"serving on {cluster.address} after {time.monotonic() - started:.1f} s\n")
         await _ask(client, console)
-        console.print(status_table(await client.cluster_status()))
+        console.print(status_table(await status_at_rest(client)))
         printer.mute()
+
+
+async def status_at_rest(client: AsyncBatonClient) -> ClusterStatus:
+    """The status once the workers have reported that the answer holds nothing any more, or after the time for that."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(REST_TIMEOUT_S):
+            while any(worker.open_sessions or worker.running_requests  # noqa: ASYNC110 - nobody tells of a report
+                      for worker in (await client.cluster_status()).workers):
+                await asyncio.sleep(REPORT_S)
+    return await client.cluster_status()
 
 
 async def _ask(client: AsyncBatonClient, console: Console) -> None:
