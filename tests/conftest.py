@@ -2,6 +2,8 @@
 
 import os
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from runtime.client import ChannelOptions
+from runtime.server import ServerOptions
 
 # Where there is no GPU, kernels run in Triton's interpreter: the same code, on the CPU. It must be chosen before the
 # first of them is imported, by whatever test that is.
@@ -28,6 +33,18 @@ def _the_same_numbers() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def patient_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends are in this process: one that is held up for seconds must not find that the other was silent."""
+    for options in (ServerOptions, ChannelOptions):
+        monkeypatch.setattr(options, "as_grpc", _patient(options.as_grpc))
+
+
+def _patient(as_grpc: Callable[..., list[tuple[str, Any]]]) -> Callable[..., list[tuple[str, Any]]]:
+    timeouts = ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    return lambda options: [(name, 60_000 if name in timeouts else value) for name, value in as_grpc(options)]
 
 
 _STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
