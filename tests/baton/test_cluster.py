@@ -224,6 +224,7 @@ def test_a_demo_with_a_wrong_answer_says_so_and_fails(tmp_path: Path) -> None:
 
 def test_interrupted_demo_stops_everything(tmp_path: Path) -> None:
     stand_in_demo(tmp_path)
+    (tmp_path / "demo" / "model" / "slow").touch()  # it cannot be over before it is interrupted
     with subprocess.Popen([sys.executable, "-m", "baton.cli", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True) as child:
         read_until(child, "listens on")

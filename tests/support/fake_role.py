@@ -1,6 +1,7 @@
 """A role process without an engine: it takes a role's flags, serves health (and an echo, as router), and announces.
 
-Its behaviour is chosen by the name of the "model": "broken" exits at once with code 3, "slow" never serves.
+Its behaviour is chosen by the name of the "model": "broken" exits at once with an error, "slow" never serves, and
+neither does one with a file of that name.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main(role: str) -> None:
         if role == "router":
             generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
         address = await server.start()
-        if flags.model.name != "slow":
+        if flags.model.name != "slow" and not (flags.model / "slow").exists():
             await server.health.set_serving(SERVICES[role])
         write_announcement(flags.announce, Announcement(address, None, os.getpid(), str(os.getpid())))
         await stop.wait()
