@@ -2,7 +2,7 @@
 
     open ─▶ reserve on all stages, post receives ─▶ landing ─▶ … bytes land, digests match …
          first_token ─────────────────────────────────────────▶ committed ─▶ tokens … ─▶ finished
-         new_source (the prefill worker died) ─▶ landing of the next epoch, same memory
+         source_lost (the prefill worker died), new_source ─▶ landing of the next epoch, same memory
     open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new one is drawn
 """
 
@@ -36,6 +36,7 @@ from runtime.errors import (
     IntegrityError,
     InternalError,
     InvalidRequestError,
+    PeerLostError,
     RequestAborted,
     UnavailableError,
 )
@@ -202,6 +203,8 @@ class _Arrival:
             new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives")
             if new_source is not None:
                 return new_source
+        if session.error is not None and not isinstance(session.error, PeerLostError):
+            raise session.error  # this pool's own; of a source that is gone the router hears, too, and finds another
         return landing
 
     def _on_report(self, rank: int, event: StageSessionEvent) -> None:
@@ -209,7 +212,11 @@ class _Arrival:
         self._inbox.session_changed()
 
     async def _land(self) -> SourceTerms | None:
-        """Wait for all bytes and the first token; None when both are here, else the source to start over with."""
+        """Wait for all bytes and the first token; None when both are here, else the source to start over with.
+
+        Raises:
+            BatonError: what failed the landing, unless the router says that the source is lost and finds another.
+        """
         session = self._session
         while not (session.state is ReceiveState.COMPLETE and self._first_token is not None):
             failed = session.state is ReceiveState.FAILED
@@ -218,9 +225,13 @@ class _Arrival:
                 self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
                 await self._hear_the_router_out()
                 raise session.error
-            new_source = await self._handle_arrival(
-                session.time_left_s(),
-                f"a new prefill worker after: {session.error}" if failed else "the prompt to land")
+            failure = session.error
+            try:
+                new_source = await self._handle_arrival(session.time_left_s(), "the prompt to land")
+            except DeadlineError:
+                if failure is None:
+                    raise
+                raise failure from None
             if new_source is not None:
                 return new_source
         return None
@@ -253,6 +264,9 @@ class _Arrival:
                 self._first_token, = _in_vocabulary("first_token", message.first_token.token_ids,
                                                     self._parts.plan.description.facts.vocab_size)
                 self._first_token_s = time.monotonic()
+                return None
+            case "source_lost":
+                self._session.source_lost()
                 return None
             case "new_source":
                 return codec.source_from_proto(message.new_source)

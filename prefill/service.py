@@ -8,7 +8,6 @@
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import cast
 
 import grpc
 
@@ -37,12 +36,12 @@ from runtime.log import bind
 from runtime.tracing import Span, begin, note
 from transfer import codec
 from transfer.landing import check_plan
-from transfer.session import SendSession, SendState, SessionDeadlines
+from transfer.session import SendSession, SendState
 from transfer.terms import SourceTerms, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 OPEN_TIMEOUT_S = 10.0
-HANDOFF_TIMEOUT_S = 120.0  # from the first token to a landing; in one state of the handoff without a deadline
+LANDING_TIMEOUT_S = 120.0  # from the first token to a landing
 
 PrefillInbox = Inbox[pb.RunRequest, Event]
 
@@ -82,8 +81,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         with bind(request_id=request.request_id), inbox:
             key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit),
                                                  undo=parts.scheduler.release)
-            remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
-            departure = _Departure(parts, inbox, request, key, remaining_s)
+            departure = _Departure(parts, inbox, request, key)
             try:
                 async for response in departure.run():
                     yield response
@@ -97,11 +95,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 class _Departure:
     """One request on this pool and the session that carries its state away."""
 
-    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int,
-                 remaining_s: float | None) -> None:
-        """`remaining_s`: the caller's deadline, from now; None without one."""
+    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int) -> None:
         self._parts = parts
-        self._deadlines = SessionDeadlines.within(HANDOFF_TIMEOUT_S if remaining_s is None else max(0.0, remaining_s))
         self._inbox = inbox
         self._request = request
         self._key = key
@@ -123,11 +118,8 @@ class _Departure:
                     yield pb.RunResponse(started=self._started(started))
                 case Scored(first_position, tokens):
                     yield pb.RunResponse(scored=scores_to_proto(first_position, tokens))
-                case FirstToken(token, prefill_s):
-                    self._has_first_token = True
-                    self._end_spans(self._computing)
-                    yield pb.RunResponse(first_token=pb.PrefillFirstToken(token=chunk_to_proto(token),
-                                                                          prefill_s=prefill_s))
+                case FirstToken() as drawn:
+                    yield pb.RunResponse(first_token=self._first_token(drawn))
                 case Failed(error):
                     raise error
                 case SessionChanged():
@@ -145,7 +137,7 @@ class _Departure:
         """None while the prompt queues or is computed with nowhere to go: that lasts as long as the stream."""
         if self._session is not None:
             return self._session.time_left_s()
-        return HANDOFF_TIMEOUT_S if self._has_first_token else None
+        return LANDING_TIMEOUT_S if self._has_first_token else None
 
     def _released(self) -> None:
         """The router half-closed: decode has committed."""
@@ -209,6 +201,13 @@ class _Departure:
             stages=parts.leader.group.endpoints)
         return pb.PrefillStarted(terms=codec.source_to_proto(self._source), queue_s=started.queue_s)
 
+    def _first_token(self, drawn: FirstToken) -> pb.PrefillFirstToken:
+        self._has_first_token = True
+        if self._session is not None:
+            self._session.computed()
+        self._end_spans(self._computing)
+        return pb.PrefillFirstToken(token=chunk_to_proto(drawn.token), prefill_s=drawn.prefill_s)
+
     def _send_to(self, message: pb.RunRequest) -> None:
         """The decode pool has reserved: start sending, beginning with what is computed already."""
         if message.WhichOneof("input") != "landing" or self._source is None or self._session is not None:
@@ -224,7 +223,7 @@ class _Departure:
             raise
         self._with_draft = landing.with_draft
         session = SendSession(landing.session_id, epoch=landing.epoch, num_stages=len(self._parts.plan.ranges),
-                              clock=SystemClock(), deadlines=self._deadlines)
+                              clock=SystemClock())
 
         def on_report(rank: int, event: StageSessionEvent) -> None:
             session.on_stage_event(rank, event)
@@ -233,6 +232,8 @@ class _Departure:
                                request_id=self._request.request_id, num_bytes=part.num_bytes)
             self._inbox.session_changed()
 
+        if self._has_first_token:
+            session.computed()
         self._session, self._opened_s = session, time.monotonic()
         self._sending = sending = begin("baton.transfer.send", request_id=self._request.request_id,
                               session_id=landing.session_id, epoch=landing.epoch)

@@ -26,7 +26,7 @@ from protos import transfer_pb2 as protos_dot_transfer__pb2
 from protos import types_pb2 as protos_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/transfer.proto\x1a\x12protos/types.proto\"y\n\nDecodeOpen\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12%\n\x06source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x1a\n\x12replayed_token_ids\x18\x03 \x03(\r\"\x98\x01\n\rDecodeRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.baton.v1.DecodeOpenH\x00\x12+\n\nnew_source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTermsH\x00\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x14.baton.v1.TokenChunkH\x00\x42\x07\n\x05input\"@\n\x0f\x44\x65\x63odeCommitted\x12\x1a\n\x12transfer_exposed_s\x18\x01 \x01(\x01\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\xa2\x01\n\x0e\x44\x65\x63odeFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\rB\x10\n\x0e_stop_token_id\"\xc5\x01\n\x0e\x44\x65\x63odeResponse\x12$\n\x07landing\x18\x01 \x01(\x0b\x32\x11.baton.v1.LandingH\x00\x12.\n\tcommitted\x18\x02 \x01(\x0b\x32\x19.baton.v1.DecodeCommittedH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.baton.v1.TokenChunkH\x00\x12,\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x18.baton.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent2K\n\x06\x44\x65\x63ode\x12\x41\n\x08Generate\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/transfer.proto\x1a\x12protos/types.proto\"y\n\nDecodeOpen\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12%\n\x06source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x1a\n\x12replayed_token_ids\x18\x03 \x03(\r\"\xcb\x01\n\rDecodeRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.baton.v1.DecodeOpenH\x00\x12+\n\nnew_source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTermsH\x00\x12+\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x14.baton.v1.TokenChunkH\x00\x12\x31\n\x0bsource_lost\x18\x04 \x01(\x0b\x32\x1a.baton.v1.DecodeSourceLostH\x00\x42\x07\n\x05input\"\x12\n\x10\x44\x65\x63odeSourceLost\"@\n\x0f\x44\x65\x63odeCommitted\x12\x1a\n\x12transfer_exposed_s\x18\x01 \x01(\x01\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\xa2\x01\n\x0e\x44\x65\x63odeFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\rB\x10\n\x0e_stop_token_id\"\xc5\x01\n\x0e\x44\x65\x63odeResponse\x12$\n\x07landing\x18\x01 \x01(\x0b\x32\x11.baton.v1.LandingH\x00\x12.\n\tcommitted\x18\x02 \x01(\x0b\x32\x19.baton.v1.DecodeCommittedH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.baton.v1.TokenChunkH\x00\x12,\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x18.baton.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent2K\n\x06\x44\x65\x63ode\x12\x41\n\x08Generate\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEOPEN']._serialized_start=76
   _globals['_DECODEOPEN']._serialized_end=197
   _globals['_DECODEREQUEST']._serialized_start=200
-  _globals['_DECODEREQUEST']._serialized_end=352
-  _globals['_DECODECOMMITTED']._serialized_start=354
-  _globals['_DECODECOMMITTED']._serialized_end=418
-  _globals['_DECODEFINISHED']._serialized_start=421
-  _globals['_DECODEFINISHED']._serialized_end=583
-  _globals['_DECODERESPONSE']._serialized_start=586
-  _globals['_DECODERESPONSE']._serialized_end=783
-  _globals['_DECODE']._serialized_start=785
-  _globals['_DECODE']._serialized_end=860
+  _globals['_DECODEREQUEST']._serialized_end=403
+  _globals['_DECODESOURCELOST']._serialized_start=405
+  _globals['_DECODESOURCELOST']._serialized_end=423
+  _globals['_DECODECOMMITTED']._serialized_start=425
+  _globals['_DECODECOMMITTED']._serialized_end=489
+  _globals['_DECODEFINISHED']._serialized_start=492
+  _globals['_DECODEFINISHED']._serialized_end=654
+  _globals['_DECODERESPONSE']._serialized_start=657
+  _globals['_DECODERESPONSE']._serialized_end=854
+  _globals['_DECODE']._serialized_start=856
+  _globals['_DECODE']._serialized_end=931
 # @@protoc_insertion_point(module_scope)

@@ -19,14 +19,20 @@ class DecodeOpen(_message.Message):
     def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., replayed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("open", "new_source", "first_token")
+    __slots__ = ("open", "new_source", "first_token", "source_lost")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     NEW_SOURCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_LOST_FIELD_NUMBER: _ClassVar[int]
     open: DecodeOpen
     new_source: _transfer_pb2.SourceTerms
     first_token: _types_pb2.TokenChunk
-    def __init__(self, open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., new_source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., first_token: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ...) -> None: ...
+    source_lost: DecodeSourceLost
+    def __init__(self, open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., new_source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., first_token: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., source_lost: _Optional[_Union[DecodeSourceLost, _Mapping]] = ...) -> None: ...
+
+class DecodeSourceLost(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DecodeCommitted(_message.Message):
     __slots__ = ("transfer_exposed_s", "num_bytes")

@@ -66,8 +66,11 @@ class DecodeLeg:
             self._open(source)
 
     def source_lost(self) -> None:
-        """The prefill worker is gone; the next one makes a new offer."""
+        """The prefill worker is gone; the next one makes a new offer. The pool is told, so that it waits for it; a pool
+        that may still refuse is told when it has landed."""
         self._source = None
+        if self.has_landed:
+            self._send_source_lost()
         if not self._is_landing_due:
             self.due_at = None
 
@@ -85,6 +88,8 @@ class DecodeLeg:
         that queues gets a landing of its own when it has started."""
         if not self.has_landed and self._first_token is not None:
             self._send_first_token(self._first_token)
+        if not self.has_landed and self._source is None:
+            self._send_source_lost()
         self.has_landed = True
         self._booking.landed()
         if landing.epoch != self._num_offers - 1:
@@ -178,6 +183,10 @@ class DecodeLeg:
     def _send_first_token(self, token: types_pb2.TokenChunk) -> None:
         if self.stream is not None:
             self.stream.send(decode_pb2.DecodeRequest(first_token=token))
+
+    def _send_source_lost(self) -> None:
+        if self.stream is not None:
+            self.stream.send(decode_pb2.DecodeRequest(source_lost=decode_pb2.DecodeSourceLost()))
 
     def _patience_s(self, error: BatonError, compatibility: str) -> float:
         """What is left of it since the first refusal: more where pools live and are only full."""

@@ -77,17 +77,19 @@ SEND_TRANSITIONS: Table[SendState] = {
 
 @dataclass(frozen=True)
 class SessionDeadlines:
-    """Seconds a session may stay in a state: opening on every stage, moving its bytes (while the prompt is computed),
-    waiting for the commit or, failed, for another source. None of them begins while the request is still queued."""
+    """Seconds a session may stay in a state: opening on every stage, moving its bytes, waiting for the commit; after it
+    failed, waiting for the word that its source is lost, and then for another one. None of them begins while the
+    request is still queued."""
 
     open_s: float = 10.0
     move_s: float = 120.0
     finish_s: float = 120.0
+    word_s: float = 10.0
     replace_s: float = 120.0
 
     @classmethod
     def within(cls, patience_s: float) -> Self:
-        """For a request that waits that long for all but the opening, which is up to the stages alone."""
+        """For a request that waits that long for a prompt to be computed, here or there."""
         return cls(move_s=patience_s, finish_s=patience_s, replace_s=patience_s)
 
 
@@ -171,8 +173,12 @@ class _Session(Generic[State]):
     def time_left_s(self) -> float | None:
         """Until the present state must have ended, never negative; None if it may last. Whoever serves the session
         waits no longer than that, and then aborts it."""
-        limit_s = self._deadlines.get(self.state)
+        limit_s = self._limit_s()
         return None if limit_s is None else max(0.0, self._entered_at_s + limit_s - self._clock.now())
+
+    def _limit_s(self) -> float | None:
+        """How long the present state may last."""
+        return self._deadlines.get(self.state)
 
     @property
     def _is_closing(self) -> bool:
@@ -210,7 +216,15 @@ class ReceiveSession(_Session[ReceiveState]):
         super().__init__(session_id, num_stages=num_stages, clock=clock, table=RECEIVE_TRANSITIONS,
                          first=ReceiveState.RESERVED,
                          deadlines={ReceiveState.RESERVED: limits.open_s, ReceiveState.RECEIVING: limits.move_s,
-                                    ReceiveState.COMPLETE: limits.finish_s, ReceiveState.FAILED: limits.replace_s})
+                                    ReceiveState.COMPLETE: limits.finish_s, ReceiveState.FAILED: limits.word_s})
+        self._replace_s = limits.replace_s
+        self._is_source_lost = False
+
+    def source_lost(self) -> None:
+        """The source is known to be gone and another one will follow: if the session has failed, this was why."""
+        self._is_source_lost = True
+        if self.state is ReceiveState.FAILED:
+            self._entered_at_s = self._clock.now()
 
     def commit(self) -> ReceiveState:
         """The request takes the memory over; close the session on every stage. Raises InternalError unless COMPLETE."""
@@ -227,8 +241,14 @@ class ReceiveSession(_Session[ReceiveState]):
         self.epoch += 1
         self.error = None
         self.num_bytes = 0
+        self._is_source_lost = False
         self._reports.clear()
         return self.epoch
+
+    def _limit_s(self) -> float | None:
+        if self.state is ReceiveState.FAILED and self._is_source_lost:
+            return self._replace_s
+        return super()._limit_s()
 
 
 class SendSession(_Session[SendState]):
@@ -242,7 +262,17 @@ class SendSession(_Session[SendState]):
                          deadlines={SendState.PLANNED: limits.open_s, SendState.SENDING: limits.move_s,
                                     SendState.SENT: limits.finish_s})
         self.epoch = epoch
+        self._is_computed = False
+
+    def computed(self) -> None:
+        """All that is to be sent is there; until now it moved no faster than it was computed."""
+        self._is_computed = True
+        if self.state is SendState.SENDING:
+            self._entered_at_s = self._clock.now()
 
     def release(self) -> SendState:
         """Decode has committed: the pages may go once drained. Raises InternalError unless SENT."""
         return self._finish()
+
+    def _limit_s(self) -> float | None:
+        return None if self.state is SendState.SENDING and not self._is_computed else super()._limit_s()

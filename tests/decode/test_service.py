@@ -3,23 +3,33 @@ what must be free after it ended, however it did."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from decode import service
 from engine.batch import ForwardMode
+from engine.memory.layout import Buffer
 from engine.pipeline.stages import StepFailed, StepResult
 from engine.request import DrawnToken
 from protos import decode_pb2 as pb
-from runtime.errors import BatonError, DeadlineError, IncompatiblePeerError, IntegrityError, InvalidRequestError
+from runtime.errors import (
+    BatonError,
+    DeadlineError,
+    HandoffError,
+    IncompatiblePeerError,
+    IntegrityError,
+    InvalidRequestError,
+    PeerLostError,
+)
 from tests.support.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, DecodeStream, arrivals, first_token, state_bytes
 from tests.support.handoff import assert_handed_over
 from tests.support.local_pool import call
 from tests.support.tiny_models import HYBRID, tiny
 from transfer import codec
 from transfer.memory_transport import Fault
+from transfer.session import SessionDeadlines
 from transfer.terms import SourceTerms, StageSessionState
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
@@ -191,6 +201,17 @@ async def test_terms_that_do_not_fit_are_a_handshake_that_failed(pools: Arrivals
     await pools.until(lambda: pools.is_free)
 
 
+@dataclass(frozen=True)
+class Impatient(SessionDeadlines):
+    """Waits 0.1 s for the word that a source is lost."""
+
+    word_s: float = 0.1
+
+
+def refuse(*where: object) -> Buffer:
+    raise HandoffError("no such page")
+
+
 def new_source(terms: SourceTerms) -> pb.DecodeRequest:
     return pb.DecodeRequest(new_source=codec.source_to_proto(terms))
 
@@ -252,26 +273,54 @@ async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
     await assert_gone(pools, landing.session_id)
 
 
-@pytest.mark.parametrize("remaining_s", [0.2, 60.0])
-async def test_a_source_that_failed_may_be_replaced_for_as_long_as_its_request_has(
-        pools: Arrivals, monkeypatch: pytest.MonkeyPatch, remaining_s: float) -> None:
-    """Its successor may queue for long on another worker."""
-    monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.01)
+async def to_failed(pools: Arrivals) -> tuple[DecodeStream, str]:
+    """The source died with its bytes under way."""
     pools.network.fault = lambda tag, num_bytes: Fault.DIE
-    stream, landing = await pools.open(remaining_s=remaining_s)
+    stream, landing = await pools.open()
     pools.deliver(landing)
     failed = StageSessionState.FAILED
     await pools.until(lambda: all(failed in stage.log.states(landing.session_id) for stage in pools.dest.stages))
     pools.network.fault = None
-    if remaining_s < 1:
-        with pytest.raises(DeadlineError, match="a new prefill worker after"):
-            await stream.ended()
-    else:
-        await asyncio.sleep(0.3)
-        stream.send(new_source(pools.terms))
-        assert codec.landing_from_proto((await stream.next()).landing).epoch == 1
-        await stream.drop()
+    return stream, landing.session_id
+
+
+async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason(
+        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its router knows of no failure and would wait for the commit until the deadline; so it learns of this one."""
+    monkeypatch.setattr(service, "SessionDeadlines", Impatient)
+    stream, session_id = await to_failed(pools)
+    with pytest.raises(PeerLostError):
+        await stream.ended()
+    await assert_gone(pools, session_id)
+
+
+async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_lost(
+        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one may queue for long on another worker."""
+    monkeypatch.setattr(service, "SessionDeadlines", Impatient)
+    stream, landing = await pools.open()
+    stream.send(pb.DecodeRequest(source_lost=pb.DecodeSourceLost()))
+    pools.network.fault = lambda tag, num_bytes: Fault.DIE
+    pools.deliver(landing)
+    failed = StageSessionState.FAILED
+    await pools.until(lambda: all(failed in stage.log.states(landing.session_id) for stage in pools.dest.stages))
+    pools.network.fault = None
+    await asyncio.sleep(3 * Impatient.word_s)
+    stream.send(new_source(pools.terms))
+    assert codec.landing_from_proto((await stream.next()).landing).epoch == 1
+    await stream.drop()
     await assert_gone(pools, landing.session_id)
+
+
+async def test_a_pool_that_cannot_open_says_so_instead_of_a_landing(
+        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = pools.dest.stages[1]
+    monkeypatch.setattr(stage.memory, "view", refuse)
+    stream = pools.begin()
+    with pytest.raises(HandoffError, match="stage 1: no such page"):
+        await stream.ended()
+    assert stream.responses.empty(), "its source never starts"
+    await pools.until(lambda: pools.is_free)
 
 
 async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ async def test_another_prefill_worker_takes_over(workers: Workers, point: Point)
         answer = await router.ask(token_request(PROMPT, max_tokens=5))
         assert answer.token_ids == expected_tokens(PROMPT, 5)
         assert router.metric("baton_router_retries_total", role="prefill", reason="PEER_LOST") == 1
+        assert workers.d0.sources_lost == (point is not Point.QUEUED), "a pool that waits for it is told"
         await router.assert_nothing_left()
 
 

@@ -249,6 +249,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     service = "baton.v1.Decode"
     token_pause_s = 0.0
     tokens_per_chunk = 1
+    sources_lost = 0  # how often a router said so
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
@@ -263,12 +264,20 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             raise CapacityError(f"{self.name} is full", resource="slots")
         with self.holding(request.request_id):
             inputs: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
-            reader = asyncio.create_task(_read_into(request_iterator, inputs))
+            reader = asyncio.create_task(self._read_into(request_iterator, inputs))
             try:
                 async for response in self._receive_and_decode(opening, inputs):
                     yield response
             finally:
                 reader.cancel()
+
+    async def _read_into(self, requests: AsyncIterator[decode_pb2.DecodeRequest],
+                         inputs: "asyncio.Queue[decode_pb2.DecodeRequest]") -> None:
+        async for request in requests:
+            if request.HasField("source_lost"):
+                self.sources_lost += 1
+            else:
+                await inputs.put(request)
 
     async def _receive_and_decode(self, opening: decode_pb2.DecodeOpen,
                                   inputs: "asyncio.Queue[decode_pb2.DecodeRequest]",
@@ -332,12 +341,6 @@ def _finish_reason(request: types_pb2.EngineRequest, tokens: list[int]) -> types
     if tokens[-1] in request.stop_token_ids and len(tokens) >= request.min_tokens:
         return types_pb2.FINISH_REASON_STOP
     return types_pb2.FINISH_REASON_LENGTH if len(tokens) >= request.max_tokens else None
-
-
-async def _read_into(requests: AsyncIterator[decode_pb2.DecodeRequest],
-                     inputs: "asyncio.Queue[decode_pb2.DecodeRequest]") -> None:
-    async for request in requests:
-        await inputs.put(request)
 
 
 async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeRequest]", delivered: asyncio.Event,

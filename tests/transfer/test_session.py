@@ -20,7 +20,7 @@ from transfer.terms import StageSessionEvent, StageSessionState
 from transfer.tombstones import Tombstones
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
-DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30, replace_s=20)
+DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30, word_s=5, replace_s=20)
 
 
 @pytest.fixture
@@ -173,13 +173,43 @@ def test_every_state_has_a_deadline(session: ReceiveSession, clock: ManualClock,
     assert session.time_left_s() == 0
 
 
-def test_a_failed_session_waits_for_another_source_and_then_has_time_anew(session: ReceiveSession,
-                                                                          clock: ManualClock) -> None:
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_a_failed_session_waits_for_the_word_that_its_source_is_lost_and_then_for_another(
+        session: ReceiveSession, clock: ManualClock, *, is_told_before: bool) -> None:
+    if is_told_before:
+        session.source_lost()
+        assert session.time_left_s() == 10, "changes nothing while nothing has failed"
     session.fail(HandoffError("the source is gone"))
+    if not is_told_before:
+        assert session.time_left_s() == 5
+        clock.advance(4)
+        session.source_lost()
+    assert session.time_left_s() == 20
     clock.advance(19)
     assert session.time_left_s() == 1
     session.next_epoch()
+    session.fail(HandoffError("that one, too"))
+    assert session.time_left_s() == 5, "of this source nothing is known"
+
+
+def test_a_prompt_that_is_computed_moves_as_long_as_that_takes(clock: ManualClock) -> None:
+    session = SendSession("s", epoch=0, num_stages=2, clock=clock, deadlines=DEADLINES)
     assert session.time_left_s() == 10
+    all_stages(session, OPEN)
+    clock.advance(1000)
+    assert session.time_left_s() is None
+    session.computed()
+    assert session.time_left_s() == 60
+    all_stages(session, COMPLETE)
+    assert session.time_left_s() == 30
+
+
+def test_a_prompt_that_was_computed_before_its_landing_came_has_its_time_from_then(clock: ManualClock) -> None:
+    session = SendSession("s", epoch=0, num_stages=2, clock=clock, deadlines=DEADLINES)
+    session.computed()
+    clock.advance(9)
+    all_stages(session, OPEN)
+    assert session.time_left_s() == 60
 
 
 def test_a_final_state_has_no_deadline(session: ReceiveSession) -> None:
