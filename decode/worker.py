@@ -1,9 +1,10 @@
 """The decode role: what `pool.process` needs to know to run it."""
 
 from decode.adaptive import AdaptiveDraft
+from decode.arrival import DecodeParts
 from decode.entry import Event, Failed, Finished
 from decode.scheduler import DecodeScheduler
-from decode.service import DecodeParts, DecodeService
+from decode.service import DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
 from decode.steps import DecodeLimits
 from engine.memory.budget import decode_requests

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode import service
+from decode import arrival
 from engine.batch import ForwardMode
 from engine.memory.layout import Buffer
 from engine.pipeline.stages import StepFailed, StepResult
@@ -258,7 +258,7 @@ async def test_a_first_token_outside_the_vocabulary_is_refused_by_name(pools: Ar
 @pytest.mark.parametrize("remaining_s", [1.0, 600.0])
 async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
         pools: Arrivals, monkeypatch: pytest.MonkeyPatch, remaining_s: float) -> None:
-    monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.01)  # for a request that does not say
+    monkeypatch.setattr(arrival, "HANDOFF_TIMEOUT_S", 0.01)  # for a request that does not say
     stream, landing = await pools.open(remaining_s=remaining_s)
     if remaining_s == 1.0:
         with pytest.raises(DeadlineError, match="the prompt to land"):
@@ -287,7 +287,7 @@ async def to_failed(pools: Arrivals) -> tuple[DecodeStream, str]:
 async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason(
         pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its router knows of no failure and would wait for the commit until the deadline; so it learns of this one."""
-    monkeypatch.setattr(service, "SessionDeadlines", Impatient)
+    monkeypatch.setattr(arrival, "SessionDeadlines", Impatient)
     stream, session_id = await to_failed(pools)
     with pytest.raises(PeerLostError):
         await stream.ended()
@@ -297,7 +297,7 @@ async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason
 async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_lost(
         pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one may queue for long on another worker."""
-    monkeypatch.setattr(service, "SessionDeadlines", Impatient)
+    monkeypatch.setattr(arrival, "SessionDeadlines", Impatient)
     stream, landing = await pools.open()
     stream.send(pb.DecodeRequest(source_lost=pb.DecodeSourceLost()))
     pools.network.fault = lambda tag, num_bytes: Fault.DIE
@@ -324,7 +324,7 @@ async def test_a_pool_that_cannot_open_says_so_instead_of_a_landing(
 
 
 async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "HANDOFF_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(arrival, "HANDOFF_TIMEOUT_S", 0.05)
     stream, landing = await pools.open()
     with pytest.raises(DeadlineError):
         await stream.ended()

@@ -11,8 +11,9 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
+from decode.arrival import DecodeParts
 from decode.scheduler import DecodeScheduler
-from decode.service import DecodeParts, DecodeService
+from decode.service import DecodeService
 from decode.steps import DecodeLimits
 from engine.batch import ForwardBatch
 from engine.loop import EngineLoop
