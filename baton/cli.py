@@ -298,12 +298,3 @@ def load(
                 Console(highlight=False).print(part)
         if figures["failed"]:
             raise typer.Exit(1)
-
-
-def main() -> None:
-    """The entry point of installations made before `baton.__main__` was."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

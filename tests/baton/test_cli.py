@@ -34,7 +34,7 @@ async def address(echo: EchoGeneration) -> AsyncIterator[str]:
 async def baton(*arguments: str, stdin: str = "",
                 environment: Mapping[str, str] = MappingProxyType({})) -> subprocess.CompletedProcess[str]:
     def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "baton.cli", *arguments], input=stdin, capture_output=True,
+        return subprocess.run([sys.executable, "-m", "baton", *arguments], input=stdin, capture_output=True,
                               text=True, timeout=240, check=False, env={**os.environ, "COLUMNS": "160", **environment})
 
     return await asyncio.to_thread(run)
@@ -121,7 +121,7 @@ async def test_server_side_refusals_reach_the_terminal(address: str) -> None:
 async def test_a_full_disk_is_one_clear_line(address: str, arguments: tuple[str, ...]) -> None:
     def run() -> subprocess.CompletedProcess[bytes]:
         with Path("/dev/full").open("w") as full:
-            return subprocess.run([sys.executable, "-m", "baton.cli", *(word.format(address) for word in arguments)],
+            return subprocess.run([sys.executable, "-m", "baton", *(word.format(address) for word in arguments)],
                                   stdout=full, stderr=subprocess.PIPE, timeout=240, check=False)
 
     done = await asyncio.to_thread(run)
@@ -130,11 +130,10 @@ async def test_a_full_disk_is_one_clear_line(address: str, arguments: tuple[str,
     assert done.stderr.decode() == f"{name}: cannot write the output: No space left on device\n"
 
 
-@pytest.mark.parametrize("module", ["baton", "baton.cli"])
-async def test_both_ways_in_work(address: str, module: str) -> None:
-    done = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-m", module, "generate", "one two", "--target", address],
-        capture_output=True, timeout=30, check=False)
+@pytest.mark.parametrize("command", [[str(Path(sys.executable).with_name("baton"))], [sys.executable, "-m", "baton"]])
+async def test_both_ways_in_work(address: str, command: list[str]) -> None:
+    done = await asyncio.to_thread(subprocess.run, [*command, "generate", "one two", "--target", address],
+                                   capture_output=True, timeout=240, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"one two \n", b"")
 
 
@@ -146,7 +145,7 @@ def test_an_interrupt_while_it_loads_ends_it_in_silence(tmp_path: Path) -> None:
         assert child.stderr is not None
         assert child.stdout.readline() == b"loading\n"
         child.send_signal(signal.SIGINT)
-        assert (child.wait(30), child.stderr.read()) == (-signal.SIGINT, b"")
+        assert (child.wait(240), child.stderr.read()) == (-signal.SIGINT, b"")
 
 
 @pytest.mark.parametrize("command", ["up", "demo", "generate", "chat", "status", "load"])

@@ -166,7 +166,7 @@ def test_bad_counts_are_refused_before_anything_starts(tmp_path: Path, log: Log,
 
 
 def up(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "baton.cli", "up", "--model", str(model(folder)), "--listen",
+    return subprocess.Popen([sys.executable, "-m", "baton", "up", "--model", str(model(folder)), "--listen",
                              "127.0.0.1:0", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -215,7 +215,7 @@ def stand_in_demo(folder: Path) -> None:
 
 def test_a_demo_with_a_wrong_answer_says_so_and_fails(tmp_path: Path) -> None:
     stand_in_demo(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "baton.cli", "demo"], capture_output=True, text=True, timeout=240,
+    done = subprocess.run([sys.executable, "-m", "baton", "demo"], capture_output=True, text=True, timeout=240,
                           check=False)
     assert done.returncode != 0
     assert "What did Ivan do?" in done.stdout
@@ -225,7 +225,7 @@ def test_a_demo_with_a_wrong_answer_says_so_and_fails(tmp_path: Path) -> None:
 def test_interrupted_demo_stops_everything(tmp_path: Path) -> None:
     stand_in_demo(tmp_path)
     (tmp_path / "demo" / "model" / "slow").touch()  # it cannot be over before it is interrupted
-    with subprocess.Popen([sys.executable, "-m", "baton.cli", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    with subprocess.Popen([sys.executable, "-m", "baton", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True) as child:
         read_until(child, "listens on")
         started = children_of(child.pid)

@@ -57,7 +57,7 @@ async def engine() -> AsyncIterator[tuple[ScriptedEngine, str]]:
 
 async def baton_load(*flags: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "baton.cli", "load", *flags, env={**os.environ, "COLUMNS": "160"},
+        sys.executable, "-m", "baton", "load", *flags, env={**os.environ, "COLUMNS": "160"},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     out, err = await process.communicate()
     return process.returncode or 0, out.decode(), err.decode()

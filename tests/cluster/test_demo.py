@@ -12,7 +12,7 @@ from tests.support.clusters import running_cluster
 
 
 def test_the_demo_gives_the_right_answer() -> None:
-    done = subprocess.run([sys.executable, "-m", "baton.cli", "demo"], capture_output=True, text=True, timeout=280,
+    done = subprocess.run([sys.executable, "-m", "baton", "demo"], capture_output=True, text=True, timeout=280,
                           check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "Near the library Ivan hid a red notebook.\n\nright:" in done.stdout
