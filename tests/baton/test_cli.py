@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -137,6 +137,15 @@ async def test_both_ways_in_work(address: str, command: list[str]) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"one two \n", b"")
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """Children would inherit that this process ignores SIGINT, as background jobs of a shell do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 def test_an_interrupt_while_it_loads_ends_it_in_silence(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text('import time; print("loading", flush=True); time.sleep(60)')
     with subprocess.Popen([sys.executable, "-m", "baton", "status"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -49,7 +49,7 @@ def test_the_device_stack_gives_the_hosts_logits(folder: Path, family: str, cuts
 
 KERNELS = {cache: ("write_kv_kernel",), conv: ("conv_prefill_kernel", "conv_history_kernel"),
            delta: ("conv_step_kernel", "delta_step_kernel"),
-           delta_chunks: ("chunk_inverse_kernel", "chunk_scan_kernel"),
+           delta_chunks: ("chunk_inverse_kernel", "chunk_prepare_kernel", "chunk_scan_kernel"),
            tree: ("conv_tree_kernel", "delta_tree_kernel"),
            latent: ("listed_attention_kernel", "index_scores_kernel")}
 LAUNCHED = {"qwen3_5_text": {name for module, names in KERNELS.items() if module is not latent for name in names},
