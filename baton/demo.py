@@ -44,12 +44,13 @@ async def run_demo(console: Console) -> None:
 
 async def status_at_rest(client: AsyncBatonClient) -> ClusterStatus:
     """The status once the workers have reported that the answer holds nothing any more, or after the time for that."""
+    status = await client.cluster_status()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(REST_TIMEOUT_S):
-            while any(worker.open_sessions or worker.running_requests  # noqa: ASYNC110 - nobody tells of a report
-                      for worker in (await client.cluster_status()).workers):
+            while any(worker.open_sessions or worker.running_requests for worker in status.workers):
                 await asyncio.sleep(REPORT_S)
-    return await client.cluster_status()
+                status = await client.cluster_status()
+    return status
 
 
 async def _ask(client: AsyncBatonClient, console: Console) -> None:

@@ -86,4 +86,4 @@ class Inbox(Generic[MessageT, EventT]):
             async with asyncio.timeout(timeout_s):
                 return await self._queue.get()
         except TimeoutError:
-            raise DeadlineError(f"waited {timeout_s:.1f} s for {waiting_for}") from None
+            raise DeadlineError(f"gave up waiting for {waiting_for}") from None

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from engine.loop import EngineLoop
 from pool.group import StageGroup
+from runtime.clock import HELD_UP_S
 from transfer.session import ReceiveSession, SendSession
 from transfer.terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
-HELD_UP_S = 0.25  # an event loop that is so late did not listen meanwhile
 
 
 class Janitor:

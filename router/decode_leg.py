@@ -8,12 +8,12 @@ from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
 from router.legs import RETRY_PAUSE_S, Leg, cancel, may_retry, search, suspect
 from router.streams import WorkerStream
 from router.worker import Booking
+from runtime.clock import HELD_UP_S
 from runtime.errors import BatonError, CapacityError, PeerLostError
 
 DecodeStream = WorkerStream[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 MAX_RETRY_PAUSE_S = 0.5
-HELD_UP_S = 0.25  # an event loop that is so late did not listen meanwhile
 
 
 class DecodeLeg:

@@ -3,6 +3,8 @@
 import time
 from typing import Protocol
 
+HELD_UP_S = 0.25  # an event loop that wakes so late did not listen meanwhile: it reads first, and blames nobody
+
 
 class Clock(Protocol):
     """Monotonic seconds."""
