@@ -23,18 +23,18 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from engine.attention.cpu import CpuAttention
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.backends.cpu.attention import CpuAttention
+from engine.backends.cpu.recurrent import CpuRecurrent
+from engine.contracts.model import ForwardContext
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.request import SamplingParams
 from engine.memory.layout import PoolGeometry
 from engine.memory.pages import pages_for_tokens
 from engine.memory.pools import StagePools
-from engine.model import ForwardContext
-from engine.numerics import Numerics
-from engine.recurrent.cpu import CpuRecurrent
-from engine.request import SamplingParams
-from engine.stages import LayerRange
+from models.blocks.weights import RandomWeights
 from models.loader import random_model
-from models.weights import RandomWeights
 
 VOCAB_SIZE, MAX_ROWS, NUM_SHOWN_LOGITS = 151936, 8, 1000
 MODEL: dict[str, object] = {

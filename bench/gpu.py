@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from bench.report import Value, render
-from engine.attention.backend import AttentionGeometry
-from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.wrappers import FlashInferWrappers
-from engine.batch import ForwardBatch, ForwardMode
-from engine.kernels.cache import gather_records, write_kv
-from engine.kernels.digest import record_digests
-from engine.recurrent.device import DeviceRecurrent
+from engine.backends.cuda.flashinfer import FlashInferAttention
+from engine.backends.cuda.recurrent import DeviceRecurrent
+from engine.backends.cuda.wrappers import FlashInferWrappers
+from engine.contracts.attention import AttentionGeometry
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.kernels.device.cache import gather_records, write_kv
+from engine.kernels.device.digest import record_digests
 from runtime.errors import BatonError, ConfigError
 
 PAGE = 16

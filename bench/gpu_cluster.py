@@ -25,11 +25,11 @@ from baton.cluster import ClusterConfig, LocalCluster
 from baton.values import Completion, Query, Sampling, Stop
 from bench.gpu_model import LLAMA_8B, DeviceRandom
 from bench.report import Value, render
-from engine.numerics import Numerics
-from engine.stages import LayerRange
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from models.blocks.weights import Weights
 from models.decoder import DecoderStage
 from models.loader import random_model
-from models.weights import Weights
 from runtime.errors import BatonError, ConfigError
 
 MEMORY_MB = {"cpu": 256, "cuda": 4096}

@@ -23,20 +23,20 @@ from torch import Tensor
 
 from bench.gpu import Ceilings, ceilings, seconds
 from bench.report import Value, render
-from engine.batch import ForwardMode, SamplingRow
+from engine.assembly.backend_set import Backends, StageBackends, StageCaches, build_executor
+from engine.core.batch import ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecRow
+from engine.core.layer_range import LayerRange
+from engine.core.request import SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry, bytes_per_page, bytes_per_slot
 from engine.memory.pools import StagePools
 from engine.pipeline.executor import StageExecutor
-from engine.request import SamplingParams
-from engine.rows import Row, build_batch
-from engine.stages import LayerRange
-from engine.trees import SpecRow
+from models.blocks.weights import Weights
 from models.decoder import DecoderStage
 from models.loader import ModelDescription, random_model
-from models.weights import Weights
-from pool.backend_set import Backends, StageBackends, StageCaches, build_executor
-from pool.config import WorkerConfig
-from pool.graphs import build_graphs
+from pool.stage.config import WorkerConfig
+from pool.stage.graphs import build_graphs
 from runtime.errors import BatonError, ConfigError
 
 PAGE = 64
@@ -273,7 +273,7 @@ def main() -> None:
     try:
         if not torch.cuda.is_available():
             raise ConfigError("bench.gpu_model needs a CUDA device", field="device")
-        from pool.device_backends import DeviceBackends
+        from engine.assembly.cuda import DeviceBackends
 
         device = torch.device("cuda", 0)
         backends, limits, sizes = DeviceBackends.on(device), ceilings(device), Sizes()

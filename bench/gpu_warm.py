@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from bench.gpu import KERNEL, LAYER, PAGE
-from engine.attention.backend import AttentionGeometry
-from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.latent_wrappers import FlashInferLatentWrappers
-from engine.attention.wrappers import FlashInferWrappers
-from engine.batch import ForwardMode
-from engine.kernels.cache import write_kv
-from engine.recurrent.device import DeviceRecurrent
-from engine.rows import Row, build_batch
-from engine.trees import SpecRow
+from engine.backends.cuda.flashinfer import FlashInferAttention
+from engine.backends.cuda.latent_wrappers import FlashInferLatentWrappers
+from engine.backends.cuda.recurrent import DeviceRecurrent
+from engine.backends.cuda.wrappers import FlashInferWrappers
+from engine.contracts.attention import AttentionGeometry
+from engine.core.batch import ForwardMode
+from engine.core.draft_trees import SpecRow
+from engine.core.rows import Row, build_batch
+from engine.kernels.device.cache import write_kv
 from runtime.errors import BatonError, ConfigError
 
 LIMIT_S = 240.0

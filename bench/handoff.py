@@ -25,7 +25,7 @@ from pathlib import Path
 from bench.report import Value, render
 from bench.ucx_reference import UcxReference
 from runtime.errors import ConfigError
-from transfer.ucx_settings import TransportProfile
+from transfer.ucx.settings import TransportProfile
 
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
 

@@ -8,16 +8,16 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
-from engine.stages import LayerRange
-from pool.handoff import build_agent
+from pool.stage.handoff import build_agent
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, HandoffError
-from transfer.landing import landing_for
-from transfer.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
-from transfer.ucx import UcxTransport
-from transfer.ucx_settings import TransportProfile
+from transfer.plan.destination import landing_for
+from transfer.plan.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.ucx.settings import TransportProfile
+from transfer.ucx.transport import UcxTransport
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 28, 8, 128
 NUM_TOKENS, PAGE_SIZE = 2048, 64

@@ -16,12 +16,12 @@ import torch.distributed
 
 from bench.report import Value, render
 from engine.pipeline.channel import Packet
-from engine.pipeline.gloo_lane import GlooBackend
-from engine.pipeline.lanes import LaneBackend
-from pool.stage_channel import BUNDLE_OVERHEAD, PoolChannel
+from engine.pipeline.links import LaneBackend
+from pool.pipeline.stage_channel import BUNDLE_OVERHEAD, PoolChannel
 from runtime.errors import BatonError, ConfigError, PeerLostError
-from transfer.stage_channel import UcxStageChannel
-from transfer.ucx_settings import TransportProfile
+from testing.gloo_link import GlooBackend
+from transfer.ucx.settings import TransportProfile
+from transfer.ucx.stage_channel import UcxStageChannel
 
 CHANNELS = ("ucx", "gloo", "nccl")
 MAX_BYTES = 64 << 20
@@ -37,7 +37,7 @@ def backend_of(name: str, rank: int) -> LaneBackend | None:
         return GlooBackend("127.0.0.1")
     if torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
         raise ConfigError("channel nccl needs two CUDA devices and a torch with NCCL", field="channel")
-    from engine.pipeline.nccl_lane import NcclBackend  # its import fails where torch has no NCCL
+    from engine.pipeline.nccl_link import NcclBackend  # its import fails where torch has no NCCL
 
     return NcclBackend(torch.device("cuda", rank))
 

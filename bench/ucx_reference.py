@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from runtime.errors import ConfigError
-from transfer.ucx_settings import HANDOFF_OPTIONS, TransportProfile, ucx_options
+from transfer.ucx.settings import HANDOFF_OPTIONS, TransportProfile, ucx_options
 
 MESSAGE_BYTES = 64 << 20
 ITERATIONS = 12

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decode.speculation import DraftState
+from engine.core.request import DrawnToken, FinishReason, Request
 from engine.memory.pages import PageLease
 from engine.memory.slots import SlotLease
-from engine.request import DrawnToken, FinishReason, Request
 from runtime.errors import BatonError
 
 

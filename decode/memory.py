@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from decode.entry import Entry
 from decode.steps import DecodeLimits
+from engine.core.request import Request
 from engine.memory.pages import PageAllocator, pages_for_tokens
 from engine.memory.slots import SlotAllocator
-from engine.request import Request
 from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
 
 

@@ -19,14 +19,14 @@ from decode.entry import Drawn, Emit, Entry, Failed, Finished
 from decode.memory import DecodeLoad, RequestMemory, Reservation
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
 from decode.steps import DecodeLimits, StepBuilder
-from engine.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import Kept, Verified
+from engine.core.request import DrawnToken, FinishReason, Request
 from engine.memory.integrity import check_integrity
 from engine.memory.pages import PageAllocator, pages_for_tokens
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepResult
-from engine.request import DrawnToken, FinishReason, Request
-from engine.trees import Kept, Verified
-from pool.metrics import PoolCensus
+from pool.stage.metrics import PoolCensus
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError
 

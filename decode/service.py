@@ -11,16 +11,16 @@ from typing import cast
 
 import grpc
 
-from decode.arrival import Arrival, DecodeInbox, DecodeParts, in_vocabulary
-from engine.request import Request
-from pool.inbox import Inbox
-from pool.requests import check_grammar, request_from_proto
+from decode.active_request import Arrival, DecodeInbox, DecodeParts, in_vocabulary
+from engine.core.request import Request
+from pool.request.conversion import check_grammar, request_from_proto
+from pool.request.inbox import Inbox
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc
 from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError, UnavailableError
 from runtime.log import bind
 from runtime.tracing import note
-from transfer import codec
+from transfer.plan import codec
 
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
 OPEN_TIMEOUT_S = 10.0

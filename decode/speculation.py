@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.trees import Kept, SpecRow, TokenTree
+from engine.core.draft_trees import Kept, SpecRow, TokenTree
 
 DraftLength = Callable[[int], int]  # running requests -> how many nodes their next trees may have
 MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from decode.entry import Entry
-from engine.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import Kept
+from engine.core.rows import Row, build_batch, chunk_end, sampling_row
 from engine.memory.pages import PageAllocator, pages_for_tokens
-from engine.rows import Row, build_batch, chunk_end, sampling_row
-from engine.trees import Kept
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,30 @@
 """The decode role: what `pool.process` needs to know to run it."""
 
+from decode.active_request import DecodeParts
 from decode.adaptive import AdaptiveDraft
-from decode.arrival import DecodeParts
 from decode.entry import Event, Failed, Finished
 from decode.scheduler import DecodeScheduler
 from decode.service import DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
 from decode.steps import DecodeLimits
+from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
-from engine.request import Request, SamplingParams
-from pool.config import WorkerConfig
-from pool.layers import LayerMark
-from pool.metrics import PoolCensus
 from pool.process import LeaderParts
-from pool.stage import Stage
-from pool.warmup import run_inside
+from pool.stage.config import WorkerConfig
+from pool.stage.layer_observer import LayerMark
+from pool.stage.metrics import PoolCensus
+from pool.stage.stage import Stage
+from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
 from runtime.metrics import ArrivalMetrics, SpeculationMetrics
 from runtime.server import GrpcServer
-from transfer.agent import TransferAgent
+from transfer.agent.agent import TransferAgent
 
 
 class DecodeRole:

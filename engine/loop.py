@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from engine.batch import ForwardBatch
+from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import Pipeline, StepResult
 from runtime.errors import BatonError, CapacityError, DeadlineError, InternalError, PeerLostError, UnavailableError
 

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardBatch
-from engine.model import ForwardContext, ModelFacts, StageOutput
-from engine.scoring import wanted_tokens
-from engine.stages import LayerRange
+from engine.contracts.model import ForwardContext, ModelFacts, StageOutput
+from engine.core.batch import ForwardBatch
+from engine.core.layer_range import LayerRange
+from engine.sampling.scoring import wanted_tokens
 from models.blocks.embedding import embed
 from models.blocks.rotary import Rotary
-from models.spec import DecoderSpec, LayerSpec, StagePass
-from models.weights import Weights
+from models.blocks.spec import DecoderSpec, LayerSpec, StagePass
+from models.blocks.weights import Weights
 from runtime.errors import InternalError
 
 EMBEDDING = "embed_tokens.weight"

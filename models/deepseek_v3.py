@@ -1,11 +1,11 @@
 """DeepSeek-V3: multi-head latent attention, sigmoid-routed experts after a few dense layers."""
 
+from models.blocks.config import RawConfig
 from models.blocks.mla import read_mla
 from models.blocks.mlp import read_mlp
 from models.blocks.moe import read_sigmoid_moe
 from models.blocks.rotary import read_rope
-from models.config import RawConfig
-from models.spec import DecoderSpec, FeedForwardSpec, LayerSpec, assemble_decoder
+from models.blocks.spec import DecoderSpec, FeedForwardSpec, LayerSpec, assemble_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:

@@ -1,12 +1,12 @@
 """DeepSeek-V3.2: V3 with an indexer on every layer that chooses the keys to attend to."""
 
+from models.blocks.config import RawConfig
 from models.blocks.indexer import read_indexer
 from models.blocks.mla import read_draft_mla, read_mla
 from models.blocks.moe import read_sigmoid_moe
 from models.blocks.rotary import read_rope
-from models.config import RawConfig
+from models.blocks.spec import DecoderSpec, LayerSpec, assemble_decoder
 from models.deepseek_v3 import read_feed_forwards
-from models.spec import DecoderSpec, LayerSpec, assemble_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:

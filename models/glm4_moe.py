@@ -1,11 +1,11 @@
 """GLM4-MoE: rope on half of the head, biases on q, k and v, sigmoid-routed experts after a few dense layers."""
 
 from models.blocks.attention import read_attention
+from models.blocks.config import RawConfig
 from models.blocks.mlp import read_mlp
 from models.blocks.moe import read_sigmoid_moe
 from models.blocks.rotary import read_rope
-from models.config import RawConfig
-from models.spec import DecoderSpec, LayerSpec, assemble_decoder, read_norm
+from models.blocks.spec import DecoderSpec, LayerSpec, assemble_decoder, read_norm
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:

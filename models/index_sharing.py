@@ -7,7 +7,7 @@ Said by a config in one of four ways, the first present one counting:
     neither                  the same with offset 2
 """
 
-from models.config import RawConfig
+from models.blocks.config import RawConfig
 
 _LETTERS = {"F": "full", "S": "shared"}
 _DEFAULT_OFFSET = 2

@@ -1,10 +1,10 @@
 """Llama: grouped-query attention and a gated feed-forward, each with biases where the config says so."""
 
 from models.blocks.attention import read_attention
+from models.blocks.config import RawConfig
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import read_rope
-from models.config import RawConfig
-from models.spec import DecoderSpec, LayerSpec, assemble_decoder
+from models.blocks.spec import DecoderSpec, LayerSpec, assemble_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:

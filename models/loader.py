@@ -13,19 +13,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.latent import LatentGeometry
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.latent import LatentGeometry
+from engine.contracts.model import ModelFacts
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.placement import HOST
 from engine.memory.layout import CacheSpec
-from engine.model import ModelFacts
-from engine.numerics import Numerics
-from engine.placement import HOST
-from engine.stages import LayerRange
+from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
+from models.blocks.spec import DecoderSpec
+from models.blocks.weights import RandomWeights, Weights, WeightSource
 from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor, same_content
-from models.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
 from models.registry import read_decoder
-from models.spec import DecoderSpec
-from models.weights import RandomWeights, Weights, WeightSource
 from runtime.errors import ConfigError
 
 # Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a

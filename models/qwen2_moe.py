@@ -1,11 +1,11 @@
 """Qwen2-MoE: Qwen2 whose feed-forwards are experts with a gated shared one, except on layers named dense."""
 
+from models.blocks.config import RawConfig
 from models.blocks.mlp import read_mlp
 from models.blocks.moe import MoeSpec, read_softmax_moe
 from models.blocks.rotary import read_rope
-from models.config import RawConfig
+from models.blocks.spec import DecoderSpec, LayerSpec, MixerSpec, assemble_decoder
 from models.qwen2 import read_qwen2_attention
-from models.spec import DecoderSpec, LayerSpec, MixerSpec, assemble_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:

@@ -1,10 +1,10 @@
 """Qwen3: Llama with its own head_dim and a norm on each head of q and k before rope."""
 
 from models.blocks.attention import AttentionSpec, read_attention
+from models.blocks.config import RawConfig
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import read_rope
-from models.config import RawConfig
-from models.spec import DecoderSpec, LayerSpec, assemble_decoder, read_norm
+from models.blocks.spec import DecoderSpec, LayerSpec, assemble_decoder, read_norm
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:

@@ -5,11 +5,11 @@ text, which makes it plain partial rope.
 """
 
 from models.blocks.attention import read_attention
+from models.blocks.config import RawConfig
 from models.blocks.gated_delta_net import read_gated_delta_net
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import read_rope
-from models.config import RawConfig
-from models.spec import DecoderSpec, FeedForwardSpec, LayerSpec, MixerSpec, assemble_decoder, read_norm
+from models.blocks.spec import DecoderSpec, FeedForwardSpec, LayerSpec, MixerSpec, assemble_decoder, read_norm
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 

@@ -1,9 +1,9 @@
 """Qwen3.5-MoE: Qwen3.5 with experts and a gated shared one on every layer; weights always renormalised."""
 
+from models.blocks.config import RawConfig
 from models.blocks.moe import read_softmax_moe
-from models.config import RawConfig
+from models.blocks.spec import DecoderSpec
 from models.qwen3_5 import read_hybrid_decoder
-from models.spec import DecoderSpec
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:

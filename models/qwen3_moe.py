@@ -1,11 +1,11 @@
 """Qwen3-MoE: Qwen3 whose feed-forwards are experts, without a shared one."""
 
+from models.blocks.config import RawConfig
 from models.blocks.moe import read_softmax_moe
 from models.blocks.rotary import read_rope
-from models.config import RawConfig
+from models.blocks.spec import DecoderSpec, assemble_decoder
 from models.qwen2_moe import read_sparse_layers
 from models.qwen3 import read_qwen3_attention
-from models.spec import DecoderSpec, assemble_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:

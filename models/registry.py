@@ -15,8 +15,8 @@ from models import (
     qwen3_5_moe,
     qwen3_moe,
 )
-from models.config import RawConfig
-from models.spec import DecoderSpec
+from models.blocks.config import RawConfig
+from models.blocks.spec import DecoderSpec
 from runtime.errors import ConfigError
 
 _FAMILIES: dict[str, Callable[[RawConfig], DecoderSpec]] = {

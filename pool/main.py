@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pool.config import WorkerConfig
+from pool.stage.config import WorkerConfig
 from runtime.config import leader_from_environment
 
 ENVIRONMENT_HELP = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read where the flags are absent."

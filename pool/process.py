@@ -18,14 +18,14 @@ from engine.loop import LoopObserver, Scheduler
 from engine.memory.budget import describe_pools
 from engine.pipeline.executor import LayerObserver
 from engine.sampling.guided import GuidedSampler
-from pool.config import WorkerConfig
-from pool.follower import Follower, FollowerEngine
-from pool.janitor import Janitor
-from pool.layers import LayerMark
-from pool.leader import Leader
-from pool.metrics import LeaderMeters, PoolCensus, StageMeters
-from pool.stage import Stage, build_stage, max_frame_bytes, plan_stage
-from pool.stage_channel import open_pool_channel
+from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.leader import Leader
+from pool.pipeline.reclaimer import Janitor
+from pool.pipeline.stage_channel import open_pool_channel
+from pool.stage.config import WorkerConfig
+from pool.stage.layer_observer import LayerMark
+from pool.stage.metrics import LeaderMeters, PoolCensus, StageMeters
+from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, worker_info
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from protos import worker_pb2 as pb
@@ -41,8 +41,8 @@ from runtime.supervision import StopSignal, background
 from runtime.tracing import Tracing
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
-from transfer.agent import TransferAgent
-from transfer.terms import StageSessionEvent
+from transfer.agent.agent import TransferAgent
+from transfer.plan.terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
 

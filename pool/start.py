@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
-from pool.config import WorkerConfig
 from pool.process import Role, run_worker
+from pool.stage.config import WorkerConfig
 from runtime.config import describe, load
 from runtime.errors import ConfigError
 from runtime.log import LogStyle, configure

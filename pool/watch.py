@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
-from pool.config import WorkerConfig
-from pool.stage import StagePlan
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import StagePlan
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from runtime.errors import FieldViolation, InvalidRequestError

@@ -10,16 +10,16 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecRow
+from engine.core.request import DrawnToken, Request
+from engine.core.rows import Row, build_batch, chunk_end, sampling_row, scoring_row
 from engine.memory.integrity import check_integrity
 from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
 from engine.memory.slots import SlotAllocator, SlotLease
 from engine.pipeline.stages import StepResult
-from engine.request import DrawnToken, Request
-from engine.rows import Row, build_batch, chunk_end, sampling_row, scoring_row
-from engine.scoring import Scores
-from engine.trees import SpecRow
-from pool.metrics import PoolCensus
+from engine.sampling.scoring import Scores
+from pool.stage.metrics import PoolCensus
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 

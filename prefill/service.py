@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import grpc
 
-from engine.request import Request
-from pool.inbox import Inbox, SessionChanged, StreamEnded
-from pool.janitor import Janitor
-from pool.leader import Leader
-from pool.metrics import LeaderMeters
-from pool.requests import check_grammar, chunk_to_proto, request_from_proto, scores_to_proto
-from pool.stage import StagePlan
+from engine.core.request import Request
+from pool.pipeline.leader import Leader
+from pool.pipeline.reclaimer import Janitor
+from pool.request.conversion import check_grammar, chunk_to_proto, request_from_proto, scores_to_proto
+from pool.request.inbox import Inbox, SessionChanged, StreamEnded
+from pool.stage.metrics import LeaderMeters
+from pool.stage.stage import StagePlan
 from prefill.scheduler import Event, Failed, FirstToken, PrefillScheduler, Scored, Started
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
@@ -34,10 +34,10 @@ from runtime.errors import (
 from runtime.grammar import Grammars
 from runtime.log import bind
 from runtime.tracing import Span, begin, note
-from transfer import codec
-from transfer.landing import check_plan
+from transfer.plan import codec
+from transfer.plan.destination import check_plan
+from transfer.plan.terms import SourceTerms, StageSessionEvent
 from transfer.session import SendSession, SendState
-from transfer.terms import SourceTerms, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 OPEN_TIMEOUT_S = 10.0

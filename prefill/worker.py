@@ -1,15 +1,15 @@
 """The prefill role: what `pool.process` needs to know to run it."""
 
+from engine.core.request import Request, SamplingParams
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
-from engine.request import Request, SamplingParams
-from pool.config import WorkerConfig
-from pool.layers import LayerMark, layer_observer
-from pool.metrics import PoolCensus
 from pool.process import LeaderParts
-from pool.stage import Stage
-from pool.warmup import run_inside
+from pool.stage.config import WorkerConfig
+from pool.stage.layer_observer import LayerMark, layer_observer
+from pool.stage.metrics import PoolCensus
+from pool.stage.stage import Stage
+from pool.stage.warmup import run_inside
 from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2_grpc
@@ -17,7 +17,7 @@ from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, ConfigError
 from runtime.server import GrpcServer
-from transfer.agent import TransferAgent
+from transfer.agent.agent import TransferAgent
 
 
 class PrefillRole:

@@ -8,7 +8,7 @@ import typer
 
 from router.app import serve
 from router.config import RouterConfig
-from router.policy import Policy
+from router.workers.policy import Policy
 from runtime.config import load
 from runtime.errors import ConfigError
 from runtime.log import LogStyle, configure

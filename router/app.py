@@ -8,17 +8,17 @@ import uuid
 from pathlib import Path
 
 from protos import generation_pb2_grpc, orca_service_pb2_grpc
-from router.admission import Admission, AdmissionLimits
-from router.api import GenerationService, RequestLimits
+from router.api.generation import GenerationService, RequestLimits
+from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
+from router.api.readiness import SERVICE, Readiness
 from router.config import RouterConfig
-from router.directory import Directory, DirectoryOptions
-from router.discovery import DiscoveryOptions
-from router.flow import Services
-from router.legs import FlowLimits
-from router.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
-from router.model_facts import load_served_model
-from router.pace import PrefillPace
-from router.readiness import SERVICE, Readiness
+from router.request.admission import Admission, AdmissionLimits
+from router.request.flow import Services
+from router.request.prefill_rate import PrefillPace
+from router.request.stream_base import FlowLimits
+from router.text.model_facts import load_served_model
+from router.workers.directory import Directory, DirectoryOptions
+from router.workers.discovery import DiscoveryOptions
 from runtime.announce import Announcement, write_announcement
 from runtime.clock import SystemClock
 from runtime.config import describe
@@ -103,7 +103,7 @@ def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_di
     try:
         from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-        from router.vllm_engine import VllmEngineService
+        from router.api.vllm_engine import VllmEngineService
     except ImportError as error:
         raise ConfigError(f"vllm_engine needs the package smg-grpc-proto: pip install 'baton[vllm]' ({error})",
                           field="vllm_engine") from error

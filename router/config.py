@@ -4,8 +4,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from router.discovery import DiscoveryOptions, TargetField
-from router.policy import Policy
+from router.workers.discovery import DiscoveryOptions, TargetField
+from router.workers.policy import Policy
 from runtime.config import AddressField
 from runtime.log import LogStyle
 from runtime.security import ClientCertificates, TlsConfig

@@ -16,7 +16,7 @@ from typing import Generic, Self, TypeVar
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, DeadlineError, HandoffError, IntegrityError, InternalError, PeerLostError
-from transfer.terms import StageSessionEvent, StageSessionState
+from transfer.plan.terms import StageSessionEvent, StageSessionState
 
 
 class SessionInput(StrEnum):

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode, GraphBucket, SamplingRow
+from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket, SamplingRow
+from engine.core.draft_trees import SpecInfo, SpecRow
+from engine.core.request import SamplingParams
 from engine.memory.layout import NULL_INDEX
-from engine.request import SamplingParams
-from engine.trees import SpecInfo, SpecRow
 
 _PADDING_ID = -1
 _DRAWS = SamplingRow(SamplingParams(), position=0)  # so that a captured forward gives logits of every token

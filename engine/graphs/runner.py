@@ -15,15 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
-from engine.batch import ForwardBatch, GraphBucket
+from engine.contracts.attention import AttentionBackend
+from engine.contracts.model import ForwardContext, StageModel, StageOutput
+from engine.contracts.recurrent import RecurrentBackend
+from engine.core.batch import ForwardBatch, GraphBucket
+from engine.core.placement import use_in_this_thread
 from engine.graphs import buckets as shapes
 from engine.graphs.capture import Capture, Graph
-from engine.graphs.static import StaticInts
-from engine.model import ForwardContext, StageModel, StageOutput
-from engine.placement import use_in_this_thread
-from engine.recurrent.backend import RecurrentBackend
-from engine.scoring import wanted_tokens
+from engine.memory.static import StaticInts
+from engine.sampling.scoring import wanted_tokens
 from runtime.errors import StalePlanError
 
 logger = logging.getLogger(__name__)

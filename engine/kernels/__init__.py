@@ -1,5 +1,5 @@
 """Kernels, launched by one typed function per operation.
 
-`host`, `in_place`, `rms_norm` and `rotate` are numba's, for the host. All others are Triton's, for the device: imported
-only where a CUDA device is used; tests run the same code in Triton's interpreter and compile it for sm_90.
+`host/` is numba's. `device/` is Triton's, imported only where a CUDA device is used; tests run the same code in its
+interpreter and compile it for sm_90.
 """

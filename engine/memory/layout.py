@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from engine.stages import LayerRange
+from engine.core.layer_range import LayerRange
 
 NULL_INDEX = 0  # the record of every pool that nobody owns: target of padded table entries and of padded rows
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from engine.core.layer_range import LayerRange
 from engine.memory.layout import NULL_INDEX, CacheKind, CacheSpec, PoolGeometry
-from engine.stages import LayerRange
 from runtime.errors import ConfigError, InternalError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
@@ -40,7 +40,7 @@ class LayerTensors(Mapping[int, Tensor]):
 class StagePools:
     """Every cached tensor of a stage: [num_pages, *record_shape] or [num_slots, *record_shape] per layer and kind.
 
-    Satisfies `transfer.memory.PoolMemory`. A stage may have no layer of a kind; its mapping is then empty.
+    Satisfies `transfer.agent.memory.PoolMemory`. A stage may have no layer of a kind; its mapping is then empty.
     """
 
     def __init__(self, geometry: PoolGeometry, *, device: str = "cpu", poison: bool = False) -> None:

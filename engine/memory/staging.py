@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.core.placement import use_in_this_thread
 from engine.memory.layout import Buffer, CacheKind, PoolGeometry
 from engine.memory.pools import StagePools
-from engine.placement import use_in_this_thread
 from runtime.errors import ConfigError, InternalError
 
 
@@ -71,7 +71,7 @@ class CudaCopies:
 class PinnedStaging:
     """A bounded number of equal buffers, each lent to one message at a time.
 
-    Satisfies `transfer.device_transport.Staging`. `enter_thread` must be the first call of the thread that borrows.
+    Satisfies `transfer.transport.device.Staging`. `enter_thread` must be the first call of the thread that borrows.
     """
 
     def __init__(self, copies: CopyQueue, *, num_buffers: int, buffer_bytes: int, pinned: bool = True) -> None:
@@ -153,7 +153,7 @@ class StagingLoan:
 class DevicePools:
     """Pools as a transport for device memory takes them: as tensors of bytes.
 
-    Satisfies `transfer.memory.PoolMemory`.
+    Satisfies `transfer.agent.memory.PoolMemory`.
     """
 
     def __init__(self, pools: StagePools) -> None:

@@ -5,13 +5,13 @@ from typing import Protocol
 
 import torch
 
-from engine.attention.backend import AttentionBackend
-from engine.attention.latent import LatentAttentionBackend
-from engine.batch import ForwardBatch, ForwardMode
+from engine.contracts.attention import AttentionBackend
+from engine.contracts.latent import LatentAttentionBackend
+from engine.contracts.model import ForwardContext, StageModel, StageOutput
+from engine.contracts.recurrent import RecurrentBackend
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.placement import HOST, use_in_this_thread
 from engine.graphs.runner import StageGraphs
-from engine.model import ForwardContext, StageModel, StageOutput
-from engine.placement import HOST, use_in_this_thread
-from engine.recurrent.backend import RecurrentBackend
 from runtime.errors import ConfigError, InternalError
 
 LayerObserver = Callable[[ForwardBatch, int], None]

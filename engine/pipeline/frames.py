@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
-from engine.model import StageOutput
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
+from engine.core.draft_trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
+from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.pipeline.channel import Packet
-from engine.request import DrawnToken, SamplingParams, TokenLogprobs
-from engine.scoring import Scores
-from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
+from engine.sampling.scoring import Scores
 from runtime.errors import InternalError
 from runtime.grammar import Grammar, GrammarKind
 

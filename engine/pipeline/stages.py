@@ -14,17 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.batch import ForwardBatch, ForwardMode
-from engine.model import StageOutput
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo, TokenTree, Verified
+from engine.core.request import DrawnToken
 from engine.pipeline import frames
 from engine.pipeline.channel import Packet, StageChannel
 from engine.pipeline.executor import StageExecutor
-from engine.request import DrawnToken
 from engine.sampling.sampler import Sampler
-from engine.scoring import Scores, score
+from engine.sampling.scoring import Scores, score
 from engine.speculative.drafter import Drafter
 from engine.speculative.verify import draw_runs
-from engine.trees import SpecInfo, TokenTree, Verified
 from runtime.errors import BatonError, InternalError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.pipeline import bundle
 from engine.pipeline.bundle import Bundle, Route, TensorSpec
 from engine.pipeline.channel import FrameChannel, Packet
-from engine.pipeline.lanes import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, Lanes, Opening, Transfer
+from engine.pipeline.links import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, Lanes, Opening, Transfer
 from runtime.errors import DeadlineError, InternalError, PeerLostError
 
 MAX_MESSAGES_UNDER_WAY = 16

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import GrammarRow, SamplingRow
-from engine.request import DrawnToken
+from engine.core.batch import GrammarRow, SamplingRow
+from engine.core.request import DrawnToken
 from engine.sampling.sampler import sample
 from runtime.errors import InternalError, InvalidRequestError
 from runtime.grammar import Grammar, Grammars, Matcher

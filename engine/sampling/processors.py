@@ -9,8 +9,8 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import SamplingRow
-from engine.request import SamplingParams
+from engine.core.batch import SamplingRow
+from engine.core.request import SamplingParams
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]

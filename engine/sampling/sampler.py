@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import SamplingRow
-from engine.request import DrawnToken, TokenLogprobs
+from engine.core.batch import SamplingRow
+from engine.core.request import DrawnToken, TokenLogprobs
 from engine.sampling.processors import Floats, Mask, adjusted, changes_logits, filtered, largest
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError

@@ -5,13 +5,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
-from engine.attention.latent import LatentAttentionBackend
-from engine.batch import ForwardBatch
+from engine.backends.cpu.recurrent import CpuRecurrent
+from engine.contracts.attention import AttentionBackend
+from engine.contracts.latent import LatentAttentionBackend
+from engine.contracts.model import ForwardContext
+from engine.core.batch import ForwardBatch
+from engine.core.numerics import Numerics
 from engine.graphs.runner import GraphAttention
-from engine.model import ForwardContext
-from engine.numerics import Numerics
-from engine.recurrent.cpu import CpuRecurrent
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 

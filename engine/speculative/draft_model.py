@@ -10,11 +10,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.latent import LatentGeometry
-from engine.batch import ForwardBatch
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.latent import LatentGeometry
+from engine.contracts.model import ForwardContext
+from engine.core.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
-from engine.model import ForwardContext
 
 
 @dataclass

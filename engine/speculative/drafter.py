@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.batch import ForwardBatch
-from engine.model import StageOutput
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch
+from engine.core.draft_trees import TokenTree
 from engine.speculative.verify import Run
-from engine.trees import TokenTree
 
 
 class Drafter(Protocol):

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode
-from engine.graphs.draft import DraftGraphs
-from engine.graphs.rounds import RoundGraphs
-from engine.model import StageOutput
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo, TokenTree
 from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.draft_graphs import DraftGraphs
+from engine.speculative.draft_handoff import DraftEnd, HandedEnds
 from engine.speculative.draft_model import CarriedKeys, DraftModel
-from engine.speculative.growth import Growth
-from engine.speculative.handed import DraftEnd, HandedEnds
 from engine.speculative.proposal import Proposal
+from engine.speculative.round_graphs import RoundGraphs
+from engine.speculative.tree_expander import Growth
 from engine.speculative.verify import Run
-from engine.trees import SpecInfo, TokenTree
 from runtime.errors import InternalError
 
 

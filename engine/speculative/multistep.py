@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.batch import ForwardBatch
+from engine.contracts.attention import AttentionGeometry
+from engine.core.batch import ForwardBatch
 from runtime.errors import InternalError, StalePlanError
 
 

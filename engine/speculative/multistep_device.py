@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.wrappers import GraphSizes, LseWrapper, LseWrapperFactory, Slot, partial_bytes
-from engine.batch import ForwardBatch, GraphBucket
-from engine.graphs.static import Fence, moved
+from engine.backends.cuda.wrappers import GraphSizes, LseWrapper, LseWrapperFactory, Slot, partial_bytes
+from engine.contracts.attention import AttentionGeometry
+from engine.core.batch import ForwardBatch, GraphBucket
+from engine.memory.static import Fence, moved
 from engine.speculative.multistep import num_branches_of
 from runtime.errors import InternalError, StalePlanError
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.attention.latent import LatentGeometry
-from engine.attention.selection import best_positions, true_positions
-from engine.batch import ForwardBatch
+from engine.backends.selection import best_positions, true_positions
+from engine.contracts.latent import LatentGeometry
+from engine.core.batch import ForwardBatch
 from engine.speculative.multistep import committed_pages, num_branches_of
 from runtime.errors import InternalError, StalePlanError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.trees import TokenTree
+from engine.core.draft_trees import TokenTree
 
 
 @dataclass(frozen=True)

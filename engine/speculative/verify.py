@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
-from engine.request import DrawnToken
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecInfo
+from engine.core.request import DrawnToken
 from engine.sampling.sampler import Sampler
-from engine.trees import SpecInfo
 from runtime.errors import InternalError
 
 

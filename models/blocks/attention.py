@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
+from engine.contracts.attention import AttentionGeometry
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.activations import sigmoid
+from models.blocks.config import RawConfig
 from models.blocks.linear import Linear
 from models.blocks.norm import NormSpec, RmsNorm
-from models.config import RawConfig
-from models.spec import Mixer, StagePass
-from models.weights import Weights
+from models.blocks.spec import Mixer, StagePass
+from models.blocks.weights import Weights
 
 
 @dataclass(frozen=True)

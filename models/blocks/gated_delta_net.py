@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.activations import sigmoid, softplus
+from models.blocks.config import RawConfig
 from models.blocks.norm import GatedRmsNorm
-from models.config import RawConfig
-from models.spec import Mixer, StagePass
-from models.weights import Weights
+from models.blocks.spec import Mixer, StagePass
+from models.blocks.weights import Weights
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.blocks.config import RawConfig
 from models.blocks.norm import LayerNorm
 from models.blocks.rotary import RotaryTable
-from models.config import RawConfig
-from models.weights import Weights
+from models.blocks.weights import Weights
 
 _NORM_EPS = 1e-6  # fixed in the published models
 

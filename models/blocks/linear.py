@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.numerics import Numerics, padded_rows, silu
+from engine.core.numerics import Numerics, padded_rows, silu
 
 _MIN_PACKED_ROWS = 5  # one to four rows take a fifth to a half longer than five, and one row alone may change bits
 _ALIGNMENT_BYTES = 64  # two copies of one weight at different alignment give different bits

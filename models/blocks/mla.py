@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.latent import LatentGeometry
+from engine.contracts.latent import LatentGeometry
+from engine.core.numerics import padded_rows
 from engine.memory.layout import CacheKind, CacheSpec
-from engine.numerics import padded_rows
+from models.blocks.config import RawConfig
 from models.blocks.indexer import Indexer, IndexerSpec
 from models.blocks.norm import NormSpec
 from models.blocks.rotary import RopeSpec
-from models.config import RawConfig
-from models.spec import Mixer, StagePass
-from models.weights import Weights
+from models.blocks.spec import Mixer, StagePass
+from models.blocks.weights import Weights
 from runtime.errors import InternalError
 
 _LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, whatever rms_norm_eps says

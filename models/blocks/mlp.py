@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.numerics import silu
-from models.config import RawConfig
-from models.spec import FeedForward
-from models.weights import Weights
+from engine.core.numerics import silu
+from models.blocks.config import RawConfig
+from models.blocks.spec import FeedForward
+from models.blocks.weights import Weights
 
 
 @dataclass(frozen=True)

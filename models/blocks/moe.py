@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from models.blocks.activations import sigmoid
+from models.blocks.config import RawConfig
 from models.blocks.mlp import Mlp, MlpSpec, gated_product
-from models.config import RawConfig
-from models.spec import FeedForward
-from models.weights import Weights
+from models.blocks.spec import FeedForward
+from models.blocks.weights import Weights
 
 
 @dataclass(frozen=True)

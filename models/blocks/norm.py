@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.host import dense_tokens, has_kernels
-from engine.kernels.rms_norm import rms_norm
-from engine.numerics import silu
-from engine.team import Team
-from models.weights import Weights
+from engine.core.numerics import silu
+from engine.kernels.host.compiled import dense_tokens, has_kernels
+from engine.kernels.host.rms_norm import rms_norm
+from engine.kernels.host.team import Team
+from models.blocks.weights import Weights
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.kernels.host import dense_tokens, has_kernels
-from engine.kernels.rotate import rotate_halves
-from engine.placement import HOST
-from engine.team import Team
-from models.config import RawConfig
+from engine.core.placement import HOST
+from engine.kernels.host.compiled import dense_tokens, has_kernels
+from engine.kernels.host.rotate import rotate_halves
+from engine.kernels.host.team import Team
+from models.blocks.config import RawConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 

@@ -9,19 +9,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.batch import ForwardBatch
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.model import ForwardContext
+from engine.core.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
-from engine.model import ForwardContext
 from models.blocks.attention import Attention, AttentionSpec, read_attention
+from models.blocks.config import RawConfig, architecture_of, dtype_name
 from models.blocks.embedding import embed
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import Rotary, read_rope
-from models.config import RawConfig, architecture_of, dtype_name
+from models.blocks.spec import StagePass, read_norm
 from models.decoder import EMBEDDING
 from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
-from models.spec import StagePass, read_norm
 
 
 class Eagle1:

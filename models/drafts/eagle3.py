@@ -9,20 +9,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.batch import ForwardBatch
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.model import ForwardContext
+from engine.core.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
-from engine.model import ForwardContext
 from models.blocks.attention import AttentionSpec, read_attention
+from models.blocks.config import RawConfig, dtype_name
 from models.blocks.embedding import embed
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import Rotary, read_rope
-from models.config import RawConfig, dtype_name
+from models.blocks.spec import StagePass, read_norm
+from models.blocks.weights import Weights
 from models.decoder import EMBEDDING
 from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
-from models.spec import StagePass, read_norm
-from models.weights import Weights
 from runtime.errors import ConfigError
 
 _REFUSED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")

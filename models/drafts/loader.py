@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from engine.core.numerics import Numerics
+from engine.core.placement import HOST
 from engine.memory.layout import CacheSpec
-from engine.numerics import Numerics
-from engine.placement import HOST
 from engine.speculative.draft_model import DraftModel
+from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from models.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.drafts import eagle1, eagle3, nextn, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
 from models.loader import ModelDescription

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.latent import LatentGeometry
-from engine.batch import ForwardBatch
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.latent import LatentGeometry
+from engine.contracts.model import ForwardContext
+from engine.core.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
-from engine.model import ForwardContext
 from engine.speculative.draft_model import CarriedKeys
+from models.blocks.config import RawConfig, dtype_name
 from models.blocks.embedding import embed
 from models.blocks.rotary import Rotary
-from models.config import RawConfig, dtype_name
+from models.blocks.spec import LayerSpec, StagePass
 from models.decoder import EMBEDDING, DecoderLayer
 from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
-from models.spec import LayerSpec, StagePass
 
 
 @dataclass(frozen=True)

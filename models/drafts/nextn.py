@@ -10,12 +10,12 @@ import re
 import torch
 
 from engine.memory.layout import CacheSpec
-from models.config import RawConfig, architecture_of
+from models.blocks.config import RawConfig, architecture_of
+from models.blocks.spec import LayerSpec
 from models.drafts.mtp import Mtp, MtpNames, check_target
 from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
 from models.registry import read_decoder
-from models.spec import LayerSpec
 from runtime.errors import ConfigError
 
 _NAMES = MtpNames(embedding_norm="layers.0.enorm", hidden_norm="layers.0.hnorm", fuse="layers.0.eh_proj",

@@ -5,13 +5,13 @@ All norms are zero-centred, as in the whole family.
 
 import torch
 
-from engine.attention.backend import AttentionGeometry
+from engine.contracts.attention import AttentionGeometry
 from engine.memory.layout import CacheSpec
-from models.config import RawConfig
+from models.blocks.config import RawConfig
+from models.blocks.spec import LayerSpec
 from models.drafts.mtp import Mtp, MtpNames, check_target
 from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
-from models.spec import LayerSpec
 from runtime.errors import ConfigError
 
 _NAMES = MtpNames(embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden", fuse="fc", norm="norm")

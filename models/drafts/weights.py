@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.numerics import Numerics
-from engine.placement import HOST
+from engine.core.numerics import Numerics
+from engine.core.placement import HOST
+from models.blocks.config import RawConfig
+from models.blocks.weights import RandomWeights, Weights, WeightSource
 from models.checkpoint import TensorEntry, read_tensor
-from models.config import RawConfig
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD
 from models.loader import ModelDescription, target_entry
-from models.weights import RandomWeights, Weights, WeightSource
 from runtime.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 PRODUCT = ("baton", "bench", "decode", "demo", "engine", "models", "pool", "prefill", "protos", "router", "runtime",
-           "tools", "transfer")  # fmt: skip
+           "testing", "tools", "transfer")  # fmt: skip
 PACKAGES = (*PRODUCT, "tests")
 
 
@@ -68,6 +68,23 @@ def import_graph(*packages: str) -> dict[str, set[str]]:
             graph[name] |= {part for part in _with_parents(target) if part in known and not _is_inside(name, part)}
         graph[name] |= {target for target in imports_of(tree, known) if target in known}
     return graph
+
+
+def package_of(name: str) -> str:
+    """The folder a module lies in; a package's own `__init__` is the package."""
+    return name if _paths()[name].name == "__init__.py" else name.rpartition(".")[0] or name
+
+
+def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Package -> packages that any of its modules imports. That importing `a.b` runs `a` does not count: a folder's
+    `__init__` holds no code."""
+    found: dict[str, set[str]] = {}
+    for name, targets in graph.items():
+        package = package_of(name)
+        found.setdefault(package, set()).update(
+            package_of(target) for target in targets
+            if package_of(target) != package and _paths()[target].name != "__init__.py")
+    return found
 
 
 def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:

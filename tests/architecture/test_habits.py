@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tests.architecture.source import PRODUCT, ROOT, modules, names
 
-NOT_SHIPPED = ("bench", "tests", "tools")
+NOT_SHIPPED = ("bench", "testing", "tests", "tools")
 
 
 def calls(tree: ast.AST, function: str) -> Iterator[ast.Call]:

@@ -16,6 +16,7 @@ from tests.architecture.source import (
     is_generated,
     modules,
     names,
+    package_graph,
     reachable,
 )
 
@@ -25,16 +26,20 @@ ALLOWED = {
     "protos": (),
     "engine": ("runtime",),
     "models": ("engine", "runtime"),
-    "transfer": ("engine.memory.layout", "engine.stages", "protos", "runtime"),
+    "transfer": ("engine.core.layer_range", "engine.memory.layout", "protos", "runtime"),
     "pool": ("engine", "models", "transfer", "protos", "runtime"),
     "prefill": ("pool", "engine", "models", "transfer", "protos", "runtime"),
     "decode": ("pool", "engine", "models", "transfer", "protos", "runtime"),
     "router": ("protos", "runtime"),
     "baton": ("protos", "runtime"),
     "demo": ("engine", "models", "runtime"),
-    "bench": ("baton", "demo", "engine", "models", "pool", "protos", "runtime", "transfer"),
+    "bench": ("baton", "demo", "engine", "models", "pool", "protos", "runtime", "testing", "transfer"),
+    "testing": ("engine", "transfer", "protos", "runtime"),
     "tools": ("baton", "pool", "protos", "router", "runtime"),
 }  # fmt: skip
+# The folders of `engine/` from the lowest to the highest: each imports only what stands before it.
+ENGINE_ROOMS = ("core", "kernels", "kernels.host", "kernels.device", "memory", "contracts", "backends", "backends.cpu",
+                "backends.cuda", "sampling", "graphs", "speculative", "pipeline", "assembly")
 TORCH_FREE = ("baton", "protos", "router", "runtime", "transfer")
 
 
@@ -61,6 +66,19 @@ def test_imports_go_one_way(package: str) -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     assert find_cycle(import_graph(*PACKAGES)) == []
+
+
+def test_no_package_imports_itself_through_others() -> None:
+    """Folders, in every folder. A circle between folders makes one folder of them that nobody drew."""
+    assert find_cycle(package_graph(import_graph(*PACKAGES))) == []
+
+
+def test_the_rooms_of_the_engine_stand_on_each_other() -> None:
+    packages = {name: targets for name, targets in package_graph(import_graph("engine")).items() if name != "engine"}
+    rooms = [f"engine.{room}" for room in ENGINE_ROOMS]
+    assert sorted(rooms) == sorted(packages)
+    for place, room in enumerate(rooms):
+        assert packages[room] <= set(rooms[:place]), room
 
 
 def test_imports_are_absolute() -> None:

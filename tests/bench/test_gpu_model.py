@@ -9,11 +9,11 @@ import torch
 from bench.gpu import Ceilings
 from bench.gpu_model import HYBRID_9B, LLAMA_8B, PAGE, DeviceRandom, Sizes, build, measure, reference
 from bench.report import Value
-from engine.numerics import Numerics
-from engine.stages import LayerRange
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from models.blocks.weights import Weights
 from models.decoder import DecoderStage
 from models.loader import random_model
-from models.weights import Weights
 from tests.support.device_stack import device_backends
 
 TINY: dict[str, object] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_attention_heads": 4,

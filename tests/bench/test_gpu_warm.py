@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import gpu_warm
-from engine.placement import HOST
+from engine.core.placement import HOST
 from tests.support.flashinfer import FakeWrappers
 
 PYTHON = [sys.executable, "-c"]

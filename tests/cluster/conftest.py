@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.request import Request, SamplingParams
+from engine.core.request import Request, SamplingParams
 from models.loader import read_model
 from tests.support.checkpoints import make_checkpoint
 from tests.support.local_pool import local_pool

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.values import Completion
-from engine.request import Request
+from engine.core.request import Request
 from runtime.errors import BatonError
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire

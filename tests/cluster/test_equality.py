@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.values import TokenLogprobs
-from engine.batch import ForwardMode, ScoringRow
-from engine.scoring import score
+from engine.core.batch import ForwardMode, ScoringRow
+from engine.sampling.scoring import score
 from models.loader import read_model
 from tests.cluster.conftest import Reference
 from tests.support.checkpoints import oracle

@@ -12,15 +12,15 @@ import pytest
 from baton.client import AsyncBatonClient
 from baton.values import Chunk, Query
 from engine.memory.layout import Buffer
-from pool import stage as stage_module
+from pool.stage import stage as stage_module
 from runtime.errors import BatonError, IntegrityError
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
 from tests.support.damaging_transport import send_damaged
 from tests.support.one_process import cluster_in_process
 from tests.support.questions import as_query, make_questions, shown
-from transfer.transport import Operation, Peer
-from transfer.ucx import UcxTransport
+from transfer.transport.protocol import Operation, Peer
+from transfer.ucx.transport import UcxTransport
 
 
 class FlippingTransport(UcxTransport):

@@ -25,7 +25,7 @@ FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where
 }
 
 
-# What a cluster that is not short of anything does not move: see tests/pool/test_metrics.py.
+# What a cluster that is not short of anything does not move: see tests/pool/stage/test_metrics.py.
 SHOWN_ELSEWHERE = {
     ("prefill-0", "baton_queue_depth"), ("decode-0.0", "baton_queue_depth"),
     ("prefill-0", "baton_queue_oldest_seconds"), ("decode-0.0", "baton_queue_oldest_seconds"),

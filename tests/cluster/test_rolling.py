@@ -9,7 +9,7 @@ import pytest
 
 from baton.load import Outcome, run_load
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
-from engine.request import Request
+from engine.core.request import Request
 from runtime.errors import BatonError
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire

@@ -8,7 +8,7 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.values import Query, Sampling, Stop
-from engine.request import Request, SamplingParams
+from engine.core.request import Request, SamplingParams
 from protos import decode_pb2, decode_pb2_grpc, pipeline_pb2, pipeline_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime.client import open_channel
 from runtime.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError

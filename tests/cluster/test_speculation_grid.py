@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from baton.cluster import demo_model
 from demo.corpus import speculation_prompts
-from engine.request import Request
+from engine.core.request import Request
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import Shown, on_the_wire
 from tests.support.drafters import CHAINS, TREES

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
-from engine.attention.backend import AttentionGeometry
-from engine.attention.cpu import CpuAttention
-from engine.batch import ForwardBatch
-from engine.model import StageOutput
-from engine.numerics import Numerics
+from engine.backends.cpu.attention import CpuAttention
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch
+from engine.core.numerics import Numerics
 from engine.pipeline.executor import StageExecutor
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import DraftModel

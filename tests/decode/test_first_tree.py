@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from decode.scheduler import DecodeScheduler
-from engine.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo, TokenTree, Verified
+from engine.core.request import DrawnToken, Request
 from engine.pipeline.stages import StepFailed, StepResult
-from engine.request import DrawnToken, Request
-from engine.trees import SpecInfo, TokenTree, Verified
 from tests.decode.test_scheduler import Client, make, request
 
 TREE = TokenTree((106, 107, 9), (-1, 0, 0))

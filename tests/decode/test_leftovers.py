@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.pipeline.inprocess import InProcessChannel
 from models.loader import ModelDescription
+from testing.inprocess_channel import InProcessChannel
 from tests.decode.test_speculation import assert_nothing_leaked, requests, shown
 from tests.support.drafters import CHAINS, TREES, OracleDrafter, Shape, always
 from tests.support.local_pool import Answer, Speculation, local_pool

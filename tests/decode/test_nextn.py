@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.numerics import Numerics
-from engine.request import Request
+from engine.assembly.cpu import CpuBackends
+from engine.core.numerics import Numerics
+from engine.core.request import Request
 from engine.speculative.eagle import EagleDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
-from pool.cpu_backends import CpuBackends
 from tests.decode.test_speculation import SAMPLING, assert_nothing_leaked, shown
 from tests.support.checkpoints import add_nextn, make_checkpoint
 from tests.support.drafters import CHAINS, TREES, Shape

@@ -7,12 +7,12 @@ import pytest
 from decode.entry import Drawn, Event, Failed, Finished
 from decode.scheduler import DecodeScheduler
 from decode.steps import DecodeLimits
-from engine.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.request import DrawnToken, FinishReason, Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
-from engine.request import DrawnToken, FinishReason, Request, SamplingParams
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decode.entry import Finished
-from engine.request import Request, SamplingParams
+from engine.core.request import Request, SamplingParams
 from models.loader import ModelDescription
 from tests.support.local_pool import Answer, local_pool
 from tests.support.tiny_models import HYBRID, LLAMA, QWEN3, tiny

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from decode import arrival
-from engine.batch import ForwardMode
+from decode import active_request as arrival
+from engine.core.batch import ForwardMode
+from engine.core.request import DrawnToken
 from engine.memory.layout import Buffer
 from engine.pipeline.stages import StepFailed, StepResult
-from engine.request import DrawnToken
 from protos import decode_pb2 as pb
 from runtime.errors import (
     BatonError,
@@ -23,14 +23,14 @@ from runtime.errors import (
     InvalidRequestError,
     PeerLostError,
 )
+from testing.memory_transport import Fault
 from tests.support.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, DecodeStream, arrivals, first_token, state_bytes
 from tests.support.handoff import assert_handed_over
 from tests.support.local_pool import call
 from tests.support.tiny_models import HYBRID, tiny
-from transfer import codec
-from transfer.memory_transport import Fault
+from transfer.plan import codec
+from transfer.plan.terms import SourceTerms, StageSessionState
 from transfer.session import SessionDeadlines
-from transfer.terms import SourceTerms, StageSessionState
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
 

@@ -12,7 +12,7 @@ import torch
 
 from decode.entry import Event
 from decode.speculation import VerifiedStep
-from engine.request import Request, SamplingParams
+from engine.core.request import Request, SamplingParams
 from models.loader import ModelDescription
 from tests.support.drafters import CHAINS, TREES, OracleDrafter, Shape, always
 from tests.support.local_pool import Answer, LocalPool, Speculation, call, local_pool

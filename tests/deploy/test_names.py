@@ -10,15 +10,15 @@ import pytest
 import typer
 
 from decode.worker import DecodeRole
-from pool.config import WorkerConfig
-from pool.follower import GOODBYE_S
 from pool.main import worker_command
+from pool.pipeline.follower import GOODBYE_S
 from pool.process import PIPELINE_SERVICE
+from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
 from router.__main__ import app as router_app
+from router.api.readiness import SERVICE as ROUTER_SERVICE
 from router.config import RouterConfig
-from router.discovery import ServiceTarget, parse_target
-from router.readiness import SERVICE as ROUTER_SERVICE
+from router.workers.discovery import ServiceTarget, parse_target
 from runtime.config import leader_from_environment, parse_address
 from runtime.config import load as load_config
 from runtime.security import ClientCertificates

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.rows import Row, build_batch
 from engine.loop import EngineLoop, LoopObserver
 from engine.pipeline.stages import StepFailed, StepResult
-from engine.rows import Row, build_batch
 from runtime.errors import BatonError, InternalError, PeerLostError
 
 

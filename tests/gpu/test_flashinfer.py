@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.mask import TreeMask
-from engine.attention.wrappers import FlashInferWrappers
-from engine.batch import ForwardMode
+from engine.backends.cuda.flashinfer import FlashInferAttention
+from engine.backends.cuda.wrappers import FlashInferWrappers
+from engine.backends.visibility import TreeMask
+from engine.contracts.attention import AttentionGeometry
+from engine.core.batch import ForwardMode
 from runtime.errors import StalePlanError
 from tests.support.attention import LAYER, Prompt, dense, make_prompt
 from tests.support.batches import Row, make_batch
@@ -19,7 +19,7 @@ GEOMETRY = AttentionGeometry(num_heads=8, num_kv_heads=2, head_dim=128, page_siz
 
 
 def build(device: torch.device, geometry: AttentionGeometry = GEOMETRY) -> tuple[FlashInferAttention, Tensor]:
-    from engine.kernels.cache import write_kv  # only here is there a device to run it on
+    from engine.kernels.device.cache import write_kv  # only here is there a device to run it on
 
     shape = (64, 2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
     pool = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.batch import ForwardMode, GraphBucket
+from engine.core.batch import ForwardMode, GraphBucket
 from engine.graphs.buckets import verify_buckets
 from engine.graphs.capture import CudaCapture
 from runtime.errors import ConfigError
@@ -52,8 +52,8 @@ def test_what_cannot_be_captured_names_its_bucket(device: torch.device) -> None:
 
 @pytest.mark.parametrize("topk", [1, 3])
 def test_a_round_reads_committed_keys_in_place(device: torch.device, topk: int) -> None:
-    from engine.attention.backend import AttentionGeometry
-    from engine.attention.wrappers import FlashInferWrappers
+    from engine.backends.cuda.wrappers import FlashInferWrappers
+    from engine.contracts.attention import AttentionGeometry
     from engine.speculative.draft_attention import RoundAttention
     from engine.speculative.multistep import MultiStepAttention
     from engine.speculative.multistep_device import DeviceRounds

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from bench.handoff_pools import Destination, source_process
+from engine.core.layer_range import LayerRange
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging
-from engine.stages import LayerRange
-from pool.handoff import layer_mark
+from pool.stage.handoff import layer_mark
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, InternalError
+from testing.memory_transport import MemoryNetwork
 from tests.support.damaging_transport import DamagingTransport, flip
 from tests.support.device_memory import DeviceStage
 from tests.support.handoff import Pool, hybrid_specs
-from transfer.agent import TransferAgent
-from transfer.device_transport import DeviceTransport
-from transfer.memory_transport import MemoryNetwork
-from transfer.terms import StageSessionState
-from transfer.transport import Transport
-from transfer.ucx import UcxTransport
-from transfer.ucx_settings import TransportProfile
+from transfer.agent.agent import TransferAgent
+from transfer.plan.terms import StageSessionState
+from transfer.transport.device import DeviceTransport
+from transfer.transport.protocol import Transport
+from transfer.ucx.settings import TransportProfile
+from transfer.ucx.transport import UcxTransport
 
 OPEN, COMPLETE = StageSessionState.OPEN, StageSessionState.COMPLETE
 FAILED, DRAINED = StageSessionState.FAILED, StageSessionState.DRAINED

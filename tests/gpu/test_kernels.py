@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.batch import ForwardMode
-from engine.numerics import Numerics
-from engine.recurrent.cpu import CpuRecurrent
+from engine.backends.cpu.recurrent import CpuRecurrent
+from engine.core.batch import ForwardMode
+from engine.core.numerics import Numerics
 from tests.support.batches import Row, make_batch
 
 HEADS_K, HEADS_V, DIM, KERNEL, LAYER = 4, 8, 128, 4, 0
@@ -17,7 +17,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 def test_recurrent_layers_agree_with_the_cpu(device: torch.device) -> None:
-    from engine.recurrent.device import DeviceRecurrent
+    from engine.backends.cuda.recurrent import DeviceRecurrent
 
     conv = draw(6, KERNEL - 1, CHANNELS, seed=1)
     state = draw(6, HEADS_V, DIM, DIM, seed=2) * 0.1
@@ -45,8 +45,8 @@ def test_recurrent_layers_agree_with_the_cpu(device: torch.device) -> None:
 
 
 def test_records_and_digests(device: torch.device) -> None:
-    from engine.kernels.cache import gather_records, scatter_records, write_kv
-    from engine.kernels.digest import record_digests
+    from engine.kernels.device.cache import gather_records, scatter_records, write_kv
+    from engine.kernels.device.digest import record_digests
 
     pool = draw(33, 2, 8, 16, 128, seed=1).bfloat16().to(device)
     indices = torch.tensor([7, 1, 30], device=device)
@@ -67,7 +67,7 @@ def test_records_and_digests(device: torch.device) -> None:
 
 @pytest.mark.parametrize("num_keys", [1, 100, 2048])
 def test_listed_attention_in_bf16(device: torch.device, num_keys: int) -> None:
-    from engine.kernels.latent import listed_attention
+    from engine.kernels.device.latent import listed_attention
 
     entries = draw(4096, 576, seed=1).bfloat16()
     q = draw(3, 128, 576, seed=2).bfloat16() * 0.2

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_latent import CpuLatentAttention
-from engine.attention.device_latent import DeviceLatentAttention
-from engine.attention.latent import LatentAttentionBackend, LatentGeometry
-from engine.attention.latent_wrappers import FlashInferLatentWrappers
-from engine.batch import ForwardBatch, ForwardMode
-from engine.kernels import latent as kernels
-from engine.rows import Row, build_batch
-from engine.trees import SpecRow
+from engine.backends.cpu.latent import CpuLatentAttention
+from engine.backends.cuda.latent import DeviceLatentAttention
+from engine.backends.cuda.latent_wrappers import FlashInferLatentWrappers
+from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecRow
+from engine.core.rows import Row, build_batch
+from engine.kernels.device import latent as kernels
 
 GEOMETRY = LatentGeometry(num_heads=16, latent_dim=512, rope_dim=64, page_size=64, scale=0.1)
 INDEX_HEADS, INDEX_DIM = 16, 128

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import ForwardMode, SamplingRow
+from engine.assembly.backend_set import Backends
+from engine.assembly.cpu import CpuBackends
+from engine.core.batch import ForwardMode, SamplingRow
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.request import SamplingParams
+from engine.core.rows import Row
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
-from engine.numerics import Numerics
 from engine.pipeline.executor import StageExecutor
-from engine.request import SamplingParams
-from engine.rows import Row
-from engine.stages import LayerRange
 from models.loader import read_model
-from pool.backend_set import Backends
-from pool.cpu_backends import CpuBackends
 from tests.support.device_stack import STEPS, Step, build_stage, build_stages, logits_of
 from tests.support.tiny_models import HYBRID, LLAMA, QWEN3, QWEN3_MOE, tiny
 
@@ -28,7 +28,7 @@ _DRAW = SamplingRow(SamplingParams(), 0)
 
 @pytest.fixture(scope="module")
 def backends() -> Backends:
-    from pool.device_backends import DeviceBackends  # only here is there a device for it
+    from engine.assembly.cuda import DeviceBackends  # only here is there a device for it
 
     return DeviceBackends.on(torch.device("cuda", 0))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.pipeline.channel import Packet
-from pool.config import WorkerConfig
-from pool.stage_channel import PoolChannel, open_pool_channel
+from pool.pipeline.stage_channel import PoolChannel, open_pool_channel
+from pool.stage.config import WorkerConfig
 from runtime.errors import PeerLostError
 
 pytestmark = pytest.mark.usefixtures("ucx")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from engine.core.layer_range import get_pp_indices
 from engine.memory.layout import CacheKind, CacheSpec, bytes_per_page, bytes_per_slot
-from engine.stages import get_pp_indices
 from models.loader import random_model, read_model
+from tests.models.blocks.test_config import HYBRID
 from tests.models.conftest import CheckpointMaker
-from tests.models.test_config import HYBRID
 from tests.support.checkpoints import FAMILY_NAMES
 from tests.support.single_stage import StageDriver
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.numerics import Numerics
-from engine.stages import LayerRange
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
 from models.blocks.moe import SigmoidRouting, SoftmaxRouting
 from models.loader import random_model, read_model
 from runtime.errors import ConfigError

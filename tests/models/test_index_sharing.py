@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from engine.core.layer_range import get_pp_indices
 from engine.memory.layout import CacheKind
-from engine.stages import get_pp_indices
+from models.blocks.config import RawConfig
 from models.blocks.mla import MlaSpec
-from models.config import RawConfig
 from models.index_sharing import computing_layers
 from models.loader import ModelDescription, random_model
 from runtime.errors import ConfigError

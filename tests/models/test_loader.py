@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
 from engine.memory.layout import CacheKind
-from engine.numerics import Numerics
-from engine.stages import LayerRange
 from models.loader import random_model, read_model, stage_entries
 from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker

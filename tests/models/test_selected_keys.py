@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo, SpecRow
+from engine.core.layer_range import LayerRange, get_pp_indices
+from engine.core.numerics import Numerics
+from engine.core.rows import build_batch
 from engine.memory.layout import CacheKind
-from engine.model import StageOutput
-from engine.numerics import Numerics
-from engine.rows import build_batch
-from engine.stages import LayerRange, get_pp_indices
-from engine.trees import SpecInfo, SpecRow
 from models.loader import ModelDescription, random_model, read_model
 from runtime.errors import ConfigError, InternalError
 from tests.models.conftest import CheckpointMaker

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.stages import get_pp_indices
+from engine.core.layer_range import get_pp_indices
 from models.loader import ModelDescription, read_model
 from tests.models.conftest import CheckpointMaker
 from tests.support.checkpoints import FAMILY_NAMES

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import models
-from engine.batch import ForwardBatch, ForwardMode
-from engine.model import ForwardContext, StageOutput
-from engine.rows import Row, build_batch
-from engine.stages import LayerRange, get_pp_indices
-from engine.trees import SpecRow
+from engine.contracts.model import ForwardContext, StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecRow
+from engine.core.layer_range import LayerRange, get_pp_indices
+from engine.core.rows import Row, build_batch
 from models.blocks.rotary import Rotary, RotaryTable
 from models.loader import ModelDescription, read_model
 from runtime.errors import ConfigError, InternalError

@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from engine.batch import ForwardMode
+from engine.core.batch import ForwardMode
+from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CudaCopies
-from engine.stages import LayerRange
-from pool.handoff import MIN_BUFFERS, build_device_agent, layer_mark, max_message_bytes
-from pool.layers import layer_observer
+from pool.stage.handoff import MIN_BUFFERS, build_device_agent, layer_mark, max_message_bytes
+from pool.stage.layer_observer import layer_observer
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
+from testing.memory_transport import MemoryNetwork
 from tests.support.batches import Row, make_batch
 from tests.support.device_memory import DeviceStage, HandCopies, HandEvent
 from tests.support.handoff import hybrid_specs, wait_until
-from transfer.copy_plan import MAX_RUN_BYTES
-from transfer.memory_transport import MemoryNetwork
-from transfer.terms import StageSessionState
+from transfer.plan.copy_plan import MAX_RUN_BYTES
+from transfer.plan.terms import StageSessionState
 
 HOST = torch.device("cpu")
 

@@ -12,12 +12,12 @@ import torch
 from baton.client import AsyncBatonClient
 from decode import worker
 from decode.speculation import VerifiedStep
+from engine.core.request import Request, SamplingParams
 from engine.memory.layout import CacheKind
-from engine.request import Request, SamplingParams
 from models.drafts.loader import DraftDescription
 from models.loader import read_model
-from pool.config import WorkerConfig
-from pool.stage import plan_stage
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import plan_stage
 from runtime.errors import IncompatiblePeerError
 from tests.support.checkpoints import make_checkpoint
 from tests.support.drafters import KnowingModel
@@ -25,7 +25,7 @@ from tests.support.eagle import save_draft
 from tests.support.local_pool import local_pool
 from tests.support.one_process import cluster_in_process
 from tests.support.questions import as_query
-from transfer.compatibility import Compatibility, check_compatible
+from transfer.plan.compatibility import Compatibility, check_compatible
 
 CHAIN = {"spec_topk": 1, "spec_steps": 3, "spec_draft_tokens": 3}
 TREE = {"spec_topk": 3, "spec_steps": 4, "spec_draft_tokens": 12}

@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardMode, SamplingRow
-from engine.model import StageOutput
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardMode, SamplingRow
+from engine.core.layer_range import LayerRange, get_pp_indices
+from engine.core.request import SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.pipeline.executor import StageExecutor
-from engine.request import SamplingParams
-from engine.rows import Row, build_batch
-from engine.stages import LayerRange, get_pp_indices
 from models.loader import ModelDescription
 from runtime.clock import SystemClock
+from testing.memory_transport import MemoryNetwork
 from tests.support.handoff import EventLog
 from tests.support.local_pool import build_executor
 from tests.support.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
-from transfer.agent import TransferAgent
-from transfer.landing import landing_for
-from transfer.memory_transport import MemoryNetwork
-from transfer.terms import SourceTerms, StageSessionState
+from transfer.agent.agent import TransferAgent
+from transfer.plan.destination import landing_for
+from transfer.plan.terms import SourceTerms, StageSessionState
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, CHUNK_TOKENS, NUM_STEPS = 16, 14, 4, 64, 4
 PROMPT = [random.Random(1).randrange(3, 256) for _ in range(70)]

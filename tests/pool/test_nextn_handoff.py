@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch import ForwardBatch, ForwardMode
-from engine.request import Request, SamplingParams
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import TokenTree
+from engine.core.request import Request, SamplingParams
 from engine.speculative.eagle import EagleDrafter
-from engine.trees import TokenTree
 from models.loader import read_model
 from tests.support.checkpoints import add_nextn, make_checkpoint
 from tests.support.drafters import Shape

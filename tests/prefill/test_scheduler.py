@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.batch import ForwardBatch
+from engine.core.batch import ForwardBatch
+from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
-from engine.request import DrawnToken, Request, SamplingParams
 from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler, Scored, Started
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, InvalidRequestError, PeerLostError

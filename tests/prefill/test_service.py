@@ -9,32 +9,32 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from engine.core.layer_range import get_pp_indices
 from engine.loop import EngineLoop
 from engine.memory.layout import PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
-from engine.stages import get_pp_indices
-from pool.group import StageGroup
-from pool.janitor import Janitor
-from pool.leader import Leader
-from pool.membership import StageLink
-from pool.metrics import LeaderMeters
-from pool.stage import StagePlan
+from pool.pipeline.group import StageGroup
+from pool.pipeline.leader import Leader
+from pool.pipeline.membership import StageLink
+from pool.pipeline.reclaimer import Janitor
+from pool.stage.metrics import LeaderMeters
+from pool.stage.stage import StagePlan
 from prefill.scheduler import PrefillLimits, PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
 from runtime.errors import PeerLostError, UnavailableError
+from testing.memory_transport import MemoryNetwork
 from tests.support.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
 from tests.support.handoff import Pool
 from tests.support.local_pool import call
 from tests.support.streams import Stream
 from tests.support.tiny_models import HYBRID, tiny
-from transfer import codec
-from transfer.compatibility import Compatibility
-from transfer.memory_transport import MemoryNetwork
-from transfer.terms import StageSessionEvent
+from transfer.plan import codec
+from transfer.plan.compatibility import Compatibility
+from transfer.plan.terms import StageSessionEvent
 
 
 @dataclass

@@ -15,18 +15,18 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
-from router.admission import Admission, AdmissionLimits
-from router.api import GenerationService, RequestLimits
-from router.directory import Directory, DirectoryOptions
-from router.discovery import DiscoveryOptions
-from router.flow import Services
-from router.legs import FlowLimits
-from router.model_facts import ModelFacts, ServedModel
-from router.pace import PrefillPace
-from router.policy import Policy
-from router.readiness import SERVICE, Readiness
-from router.tokenise import ChatTemplate, Tokeniser
-from router.worker import Role
+from router.api.generation import GenerationService, RequestLimits
+from router.api.readiness import SERVICE, Readiness
+from router.request.admission import Admission, AdmissionLimits
+from router.request.flow import Services
+from router.request.prefill_rate import PrefillPace
+from router.request.stream_base import FlowLimits
+from router.text.model_facts import ModelFacts, ServedModel
+from router.text.tokenise import ChatTemplate, Tokeniser
+from router.workers.directory import Directory, DirectoryOptions
+from router.workers.discovery import DiscoveryOptions
+from router.workers.policy import Policy
+from router.workers.worker import Role
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
 from runtime.metrics import RouterMetrics, RpcMetrics

@@ -3,7 +3,7 @@
 import asyncio
 from functools import partial
 
-from router.worker import Role
+from router.workers.worker import Role
 from runtime.errors import BatonError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens

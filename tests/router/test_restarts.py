@@ -5,8 +5,8 @@ import asyncio
 import grpc
 
 from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from router.streams import Ended, Received, WorkerStream
-from router.worker import Role, Worker
+from router.request.worker_stream import Ended, Received, WorkerStream
+from router.workers.worker import Role, Worker
 from runtime.errors import PeerLostError
 from tests.router.harness import FACTS, eventually, running_router, token_request, worker_info
 from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens

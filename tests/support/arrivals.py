@@ -11,33 +11,33 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from decode.arrival import DecodeParts
+from decode.active_request import DecodeParts
 from decode.scheduler import DecodeScheduler
 from decode.service import DecodeService
 from decode.steps import DecodeLimits
-from engine.batch import ForwardBatch
+from engine.core.batch import ForwardBatch
+from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
-from engine.stages import LayerRange, get_pp_indices
-from pool.group import Listener, StageGroup
-from pool.janitor import Janitor
-from pool.leader import Leader
-from pool.metrics import LeaderMeters
-from pool.stage import StagePlan
+from pool.pipeline.group import Listener, StageGroup
+from pool.pipeline.leader import Leader
+from pool.pipeline.reclaimer import Janitor
+from pool.stage.metrics import LeaderMeters
+from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
 from runtime.metrics import ArrivalMetrics
+from testing.memory_transport import MemoryNetwork
 from tests.support.handoff import Pool
 from tests.support.local_pool import call
 from tests.support.streams import Stream
 from tests.support.tiny_models import HYBRID, tiny
-from transfer import codec
-from transfer.compatibility import Compatibility
-from transfer.memory_transport import MemoryNetwork
-from transfer.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent
+from transfer.plan import codec
+from transfer.plan.compatibility import Compatibility
+from transfer.plan.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_LAYERS = 4, 32, 8, 6
 PROMPT = list(range(1, 19))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionGeometry
-from engine.attention.mask import TreeMask
-from engine.batch import ForwardMode
+from engine.backends.visibility import TreeMask
+from engine.contracts.attention import AttentionBackend, AttentionGeometry
+from engine.core.batch import ForwardMode
 from tests.support.batches import Row, make_batch
 
 LAYER = 3

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode
 
 
 @dataclass(frozen=True)

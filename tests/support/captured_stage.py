@@ -8,22 +8,22 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.wrappers import FlashInferWrappers, WrapperFactory
-from engine.batch import ForwardBatch, ForwardMode, GraphBucket, SamplingRow
+from engine.backends.cuda.flashinfer import FlashInferAttention
+from engine.backends.cuda.recurrent import DeviceRecurrent
+from engine.backends.cuda.wrappers import FlashInferWrappers, WrapperFactory
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket, SamplingRow
+from engine.core.draft_trees import SpecRow
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.request import SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.graphs.buckets import decode_buckets
 from engine.graphs.capture import Capture, CudaCapture
 from engine.graphs.runner import StageGraphs
-from engine.kernels.cache import write_kv
+from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
-from engine.model import StageOutput
-from engine.numerics import Numerics
 from engine.pipeline.executor import StageExecutor
-from engine.recurrent.device import DeviceRecurrent
-from engine.request import SamplingParams
-from engine.rows import Row, build_batch
-from engine.stages import LayerRange
-from engine.trees import SpecRow
 from models.loader import ModelDescription
 from tests.support.capture import RecordingCapture
 from tests.support.flashinfer import FakeWrappers

@@ -9,11 +9,11 @@ import sys
 import torch
 
 from engine.pipeline.channel import Packet
-from engine.pipeline.gloo_lane import GlooBackend
-from pool.stage_channel import PoolChannel
+from pool.pipeline.stage_channel import PoolChannel
 from runtime.errors import PeerLostError
-from transfer.stage_channel import UcxStageChannel
-from transfer.ucx_settings import TransportProfile
+from testing.gloo_link import GlooBackend
+from transfer.ucx.settings import TransportProfile
+from transfer.ucx.stage_channel import UcxStageChannel
 
 MAX_BYTES = 16 << 20
 LOCALHOST = "127.0.0.1"

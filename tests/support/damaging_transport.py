@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from engine.memory.layout import Buffer
-from transfer.transport import Berth, Operation, Peer, Transport
+from transfer.transport.protocol import Berth, Operation, Peer, Transport
 
 
 def flip(bit: int) -> Callable[[memoryview], memoryview]:

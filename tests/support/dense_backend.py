@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.mask import TreeMask
-from engine.batch import ForwardBatch
+from engine.backends.visibility import TreeMask
+from engine.contracts.attention import AttentionGeometry
+from engine.core.batch import ForwardBatch
 from runtime.errors import InternalError, StalePlanError
 
 

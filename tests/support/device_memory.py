@@ -11,18 +11,18 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from engine.core.layer_range import LayerRange
+from engine.core.placement import HOST
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging
-from engine.placement import HOST
-from engine.stages import LayerRange
 from runtime.clock import SystemClock
 from tests.support.handoff import EventLog
-from transfer.agent import AgentLimits, TransferAgent
-from transfer.device_transport import DeviceTransport, Route
-from transfer.landing import landing_for
-from transfer.terms import Landing, SourceTerms
-from transfer.transport import Transport
+from transfer.agent.agent import AgentLimits, TransferAgent
+from transfer.plan.destination import landing_for
+from transfer.plan.terms import Landing, SourceTerms
+from transfer.transport.device import DeviceTransport, Route
+from transfer.transport.protocol import Transport
 
 POISON = 0xEE
 

@@ -10,20 +10,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.assembly.backend_set import Backends, StageCaches, build_executor
+from engine.assembly.cuda import DeviceBackends
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.core.draft_trees import Kept, SpecRow
+from engine.core.layer_range import LayerRange
+from engine.core.placement import HOST
+from engine.core.request import SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
-from engine.model import StageOutput
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.frames import pack_batch, unpack, unpack_batch
-from engine.placement import HOST
-from engine.request import SamplingParams
-from engine.rows import Row, build_batch
-from engine.stages import LayerRange
-from engine.trees import Kept, SpecRow
 from models.loader import ModelDescription
-from pool.backend_set import Backends, StageCaches, build_executor
-from pool.device_backends import DeviceBackends
 from tests.support.flashinfer import FakeWrappers
 from tests.support.flashinfer_latent import FakeLatentWrappers
 

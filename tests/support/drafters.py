@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardBatch
-from engine.model import ForwardContext, StageOutput
+from engine.contracts.model import ForwardContext, StageOutput
+from engine.core.batch import ForwardBatch
+from engine.core.draft_trees import SpecInfo, TokenTree
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.verify import Run
-from engine.trees import SpecInfo, TokenTree
 
 VOCAB_SIZE = 256
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.weights import RandomWeights
+from models.blocks.weights import RandomWeights
 from tests.support.tree_oracle import Cached, TreeOracle
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB, WIDTH = 4, 2, 32, 64, 256, 96

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.attention.wrappers import WORKSPACE_BYTES, GraphSizes
+from engine.backends.cuda.wrappers import WORKSPACE_BYTES, GraphSizes
 
 _CTAS = 2 * 132  # two per multiprocessor of an H100
 

@@ -9,14 +9,14 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
-from engine.stages import LayerRange, get_pp_indices
 from runtime.clock import Clock, SystemClock
 from runtime.errors import InternalError
-from transfer.agent import AgentLimits, TransferAgent
-from transfer.landing import landing_for
-from transfer.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
-from transfer.transport import Transport
+from transfer.agent.agent import AgentLimits, TransferAgent
+from transfer.plan.destination import landing_for
+from transfer.plan.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.transport.protocol import Transport
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -4,11 +4,11 @@ import hashlib
 
 import torch
 
-from engine.attention.plan import RowsInPlace
-from engine.kernels.in_place import attend_in_place
-from engine.kernels.rms_norm import rms_norm
-from engine.kernels.rotate import rotate_halves
-from engine.team import Team
+from engine.kernels.host.in_place import attend_in_place
+from engine.kernels.host.rms_norm import rms_norm
+from engine.kernels.host.rotate import rotate_halves
+from engine.kernels.host.team import Team
+from engine.kernels.rows_in_place import RowsInPlace
 
 
 def main() -> None:

@@ -13,13 +13,13 @@ from baton.client import AsyncBatonClient
 from decode.memory import Reservation
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeRole
+from engine.core.request import Request, SamplingParams
 from engine.memory.layout import Buffer
-from engine.request import Request, SamplingParams
 from pool import process as process_module
-from pool import stage as stage_module
-from pool.config import WorkerConfig
-from pool.leader import Leader
+from pool.pipeline.leader import Leader
 from pool.process import Role, run_worker
+from pool.stage import stage as stage_module
+from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
 from router.app import serve
 from router.config import RouterConfig
@@ -27,8 +27,8 @@ from runtime.announce import Announcement, read_announcement
 from runtime.errors import CapacityError
 from runtime.supervision import StopSignal
 from tests.support.damaging_transport import send_damaged
-from transfer.transport import Operation, Peer
-from transfer.ucx import UcxTransport
+from transfer.transport.protocol import Operation, Peer
+from transfer.ucx.transport import UcxTransport
 
 NUM_PAGES, PAGE_SIZE = 9, 64  # one of the pages is the null page
 

@@ -12,29 +12,29 @@ from decode.entry import Drawn, Event, Failed, Finished
 from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from decode.steps import DecodeLimits
-from engine.attention.cpu import CpuAttention
-from engine.attention.cpu_latent import CpuLatentAttention
-from engine.attention.tree import TreeAttention
-from engine.batch import ForwardBatch
+from engine.backends.cpu.attention import CpuAttention
+from engine.backends.cpu.latent import CpuLatentAttention
+from engine.backends.cpu.recurrent import CpuRecurrent
+from engine.backends.cpu.tree import TreeAttention
+from engine.backends.recurrent_tree import TreeRecurrent
+from engine.core.batch import ForwardBatch
+from engine.core.layer_range import LayerRange, get_pp_indices
+from engine.core.numerics import Numerics
+from engine.core.request import DrawnToken, Request
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.pools import StagePools
 from engine.memory.slots import SlotAllocator
-from engine.numerics import Numerics
 from engine.pipeline.executor import StageExecutor
-from engine.pipeline.inprocess import InProcessChannel
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
 from engine.pipeline.tensor_channel import TensorChannel
-from engine.recurrent.cpu import CpuRecurrent
-from engine.recurrent.tree import TreeRecurrent
-from engine.request import DrawnToken, Request
 from engine.sampling.sampler import sample
 from engine.speculative.drafter import Drafter
-from engine.stages import LayerRange, get_pp_indices
 from models.loader import ModelDescription
 from runtime.clock import SystemClock
 from runtime.errors import PeerLostError
+from testing.inprocess_channel import InProcessChannel
 
 
 @dataclass(frozen=True)

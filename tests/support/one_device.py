@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.attention.wrappers import GraphSizes
+from engine.backends.cuda.wrappers import GraphSizes
 
 DEVICE = torch.device("meta")
 _COPIES = ("aten::_to_copy", "aten::copy_")

@@ -12,12 +12,12 @@ import torch
 
 from baton.client import AsyncBatonClient
 from decode.worker import DecodeRole
-from pool.config import WorkerConfig
 from pool.process import Role, run_worker
+from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
+from router.api.readiness import SERVICE
 from router.app import serve
 from router.config import RouterConfig
-from router.readiness import SERVICE
 from runtime.announce import read_announcement
 from runtime.client import open_channel, wait_serving
 from runtime.supervision import StopSignal

@@ -3,7 +3,7 @@
 import random
 
 from baton.values import Completion, Query, Sampling, Stop
-from engine.request import Request, SamplingParams
+from engine.core.request import Request, SamplingParams
 
 
 def make_questions(count: int, *, seed: int = 0, max_prompt: int = 200, max_tokens: int = 24,

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardMode
-from engine.recurrent.backend import RecurrentBackend
+from engine.contracts.recurrent import RecurrentBackend
+from engine.core.batch import ForwardMode
 from tests.support.batches import Row, make_batch
 
 LAYER, KERNEL, CHANNELS = 2, 4, 24

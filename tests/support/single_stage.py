@@ -10,15 +10,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.attention.cpu import CpuAttention
-from engine.attention.cpu_latent import CpuLatentAttention
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.backends.cpu.attention import CpuAttention
+from engine.backends.cpu.latent import CpuLatentAttention
+from engine.backends.cpu.recurrent import CpuRecurrent
+from engine.contracts.model import ForwardContext, StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.request import SamplingParams
 from engine.memory.layout import CacheKind
-from engine.model import ForwardContext, StageOutput
-from engine.numerics import Numerics
-from engine.recurrent.cpu import CpuRecurrent
-from engine.request import SamplingParams
-from engine.stages import LayerRange
 from models.decoder import DecoderStage
 from models.loader import ModelDescription
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from runtime.clock import SystemClock
-from transfer.ucx import UcxTransport
-from transfer.ucx_settings import TransportProfile
+from transfer.ucx.settings import TransportProfile
+from transfer.ucx.transport import UcxTransport
 
 CHILD_FILL = 0x5A
 _ROOT = Path(__file__).resolve().parents[2]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode
-from engine.model import StageOutput
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo, TokenTree
 from engine.speculative.drafter import Drafter
 from engine.speculative.verify import Run
-from engine.trees import SpecInfo, TokenTree
 from tests.support.drafters import Shape
 
 Cached = list[tuple[Tensor, ...]]  # what one slot after the other keeps

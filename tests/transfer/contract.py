@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from runtime.errors import HandoffError, PeerLostError
-from transfer.transport import TAG_OFFSET_BITS, Operation, OperationState, Transport
+from transfer.transport.protocol import TAG_OFFSET_BITS, Operation, OperationState, Transport
 
 DONE, FAILED, CANCELLED = OperationState.DONE, OperationState.FAILED, OperationState.CANCELLED
 PREFIX = 0x123456789A << TAG_OFFSET_BITS

@@ -10,18 +10,18 @@ from itertools import product
 
 import pytest
 
+from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
-from engine.stages import LayerRange, get_pp_indices
 from runtime.clock import SystemClock
+from testing.memory_transport import MemoryNetwork
 from tests.support.handoff import EventLog
-from transfer.agent import TransferAgent
-from transfer.landing import landing_for
-from transfer.memory_transport import MemoryNetwork
-from transfer.terms import SourceTerms, StageSessionEvent, StageSessionState
-from transfer.transport import Transport
-from transfer.ucx import UcxTransport
-from transfer.ucx_settings import TransportProfile
+from transfer.agent.agent import TransferAgent
+from transfer.plan.destination import landing_for
+from transfer.plan.terms import SourceTerms, StageSessionEvent, StageSessionState
+from transfer.transport.protocol import Transport
+from transfer.ucx.settings import TransportProfile
+from transfer.ucx.transport import UcxTransport
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_TOKENS = 4, 12, 5, 18
 SOURCE_PAGES, DEST_PAGES = (3, 4, 5, 9, 10), (7, 8, 2, 10, 1)

@@ -6,6 +6,8 @@ import pytest
 
 from runtime.clock import ManualClock
 from runtime.errors import HandoffError, IntegrityError, InternalError, PeerLostError
+from transfer.agent.tombstones import Tombstones
+from transfer.plan.terms import StageSessionEvent, StageSessionState
 from transfer.session import (
     RECEIVE_TRANSITIONS,
     SEND_TRANSITIONS,
@@ -16,8 +18,6 @@ from transfer.session import (
     SessionDeadlines,
     SessionInput,
 )
-from transfer.terms import StageSessionEvent, StageSessionState
-from transfer.tombstones import Tombstones
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
 DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30, word_s=5, replace_s=20)

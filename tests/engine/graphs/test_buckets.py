@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import ForwardMode, GraphBucket
+from engine.core.batch import ForwardMode, GraphBucket
+from engine.core.draft_trees import SpecInfo, SpecRow
+from engine.core.rows import Row, build_batch
 from engine.graphs.buckets import (
     bucket_for,
     decode_buckets,
@@ -15,10 +17,8 @@ from engine.graphs.buckets import (
     row_counts,
     verify_buckets,
 )
-from engine.graphs.static import StaticInts
 from engine.memory.layout import NULL_INDEX
-from engine.rows import Row, build_batch
-from engine.trees import SpecInfo, SpecRow
+from engine.memory.static import StaticInts
 
 MAX_ROWS, NODES = 6, 5
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.flashinfer import FlashInferAttention
-from engine.batch import ForwardBatch, ForwardMode, GraphBucket
+from engine.backends.cuda.flashinfer import FlashInferAttention
+from engine.contracts.attention import AttentionGeometry
+from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.graphs.buckets import decode_buckets, pad_batch, padding_alone, verify_buckets
-from engine.kernels.cache import write_kv
+from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
 from runtime.errors import StalePlanError
 from tests.support.batches import Row, make_batch

@@ -5,8 +5,8 @@ import struct
 import pytest
 import torch
 
-from engine.kernels.cache import gather_records, scatter_records, write_kv
-from engine.kernels.digest import record_digests
+from engine.kernels.device.cache import gather_records, scatter_records, write_kv
+from engine.kernels.device.digest import record_digests
 
 MASK = (1 << 64) - 1
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.plan import RowsInPlace
-from engine.kernels.in_place import attend_in_place, compiled_for
-from engine.team import Team
+from engine.kernels.host.in_place import attend_in_place, compiled_for
+from engine.kernels.host.team import Team
+from engine.kernels.rows_in_place import RowsInPlace
 from runtime.errors import InternalError
 
 

@@ -4,7 +4,7 @@ not know them."""
 import pytest
 import torch
 
-from engine.kernels.latent import listed_attention
+from engine.kernels.device.latent import listed_attention
 
 SCALE = 0.17
 

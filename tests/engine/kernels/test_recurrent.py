@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardMode
-from engine.recurrent.device import DeviceRecurrent
-from engine.trees import Kept, SpecInfo, SpecRow, ancestors
+from engine.backends.cuda.recurrent import DeviceRecurrent
+from engine.core.batch import ForwardMode
+from engine.core.draft_trees import Kept, SpecInfo, SpecRow, ancestors
 from runtime.errors import InternalError
 from tests.support.batches import Row, make_batch
 from tests.support.recurrent import (

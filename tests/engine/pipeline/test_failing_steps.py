@@ -3,8 +3,8 @@
 import pytest
 
 from decode.entry import Finished
+from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.pipeline.stages import StepFailed
-from engine.request import DrawnToken, Request, SamplingParams
 from engine.sampling.sampler import sample
 from tests.support import local_pool as pools
 from tests.support.tiny_models import QWEN3, tiny

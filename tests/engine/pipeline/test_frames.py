@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
-from engine.model import StageOutput
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
+from engine.core.draft_trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
+from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.core.rows import Row, build_batch
 from engine.pipeline import frames
-from engine.request import DrawnToken, SamplingParams, TokenLogprobs
-from engine.rows import Row, build_batch
-from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
 from runtime.errors import InternalError
 from runtime.grammar import Grammar, GrammarKind
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from engine.pipeline import bundle
 from engine.pipeline.bundle import Route
 from engine.pipeline.channel import Packet
-from engine.pipeline.inprocess import InProcessChannel
-from engine.pipeline.lanes import Lanes, Opening
+from engine.pipeline.links import Lanes, Opening
 from engine.pipeline.tensor_channel import MAX_MESSAGES_UNDER_WAY, TensorChannel
 from runtime.errors import DeadlineError, InternalError, PeerLostError
+from testing.inprocess_channel import InProcessChannel
 
 LIMIT = 1 << 16
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.attention.backend import AttentionGeometry
-from engine.batch import ForwardBatch, ForwardMode
+from engine.contracts.attention import AttentionGeometry
+from engine.core.batch import ForwardBatch, ForwardMode
 from engine.speculative.draft_attention import RoundAttention
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_device import DeviceRounds

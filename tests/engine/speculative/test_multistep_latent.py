@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.latent import LatentGeometry
-from engine.batch import ForwardBatch, ForwardMode
-from engine.rows import Row, build_batch
+from engine.contracts.latent import LatentGeometry
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.rows import Row, build_batch
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 from runtime.errors import InternalError, StalePlanError
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionGeometry
-from engine.attention.cpu import CpuAttention
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.backends.cpu.attention import CpuAttention
+from engine.contracts.attention import AttentionBackend, AttentionGeometry
+from engine.contracts.model import ForwardContext, StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecRow, TokenTree
+from engine.core.numerics import Numerics
+from engine.core.request import DrawnToken, SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheSpec
-from engine.model import ForwardContext, StageOutput
-from engine.numerics import Numerics
-from engine.request import DrawnToken, SamplingParams
-from engine.rows import Row, build_batch
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
-from engine.trees import SpecRow, TokenTree
 from runtime.errors import StalePlanError
 
 PAGE_SIZE, HIDDEN, VOCAB = 16, 8, 32

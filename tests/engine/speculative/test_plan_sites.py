@@ -17,25 +17,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.cpu import CpuAttention
-from engine.attention.tree import TreeAttention
-from engine.batch import FieldRule, ForwardBatch, ForwardMode
-from engine.model import ForwardContext, StageOutput
-from engine.numerics import Numerics
+from engine.backends.cpu.attention import CpuAttention
+from engine.backends.cpu.recurrent import CpuRecurrent
+from engine.backends.cpu.tree import TreeAttention
+from engine.contracts.model import ForwardContext, StageOutput
+from engine.core.batch import FieldRule, ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecRow
+from engine.core.numerics import Numerics
+from engine.core.rows import Row, build_batch
 from engine.pipeline.executor import StageExecutor
-from engine.recurrent.cpu import CpuRecurrent
-from engine.rows import Row, build_batch
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
-from engine.trees import SpecRow
 from runtime.errors import StalePlanError
-from tests.engine import test_batch
-from tests.engine.attention import test_device_latent as device_latent
-from tests.engine.attention import test_flashinfer as flashinfer
-from tests.engine.attention.test_latent import make as cpu_latent
-from tests.engine.graphs import test_draft as draft_graphs
+from tests.engine.backends import test_device_latent as device_latent
+from tests.engine.backends import test_flashinfer as flashinfer
+from tests.engine.backends.test_latent import make as cpu_latent
+from tests.engine.core import test_batch
 from tests.engine.graphs import test_runner as graphs
+from tests.engine.speculative import test_draft_graphs as draft_graphs
 from tests.engine.speculative import test_multistep_device
 from tests.engine.speculative import test_plan_marker as rounds
 from tests.support.attention import LAYER
@@ -123,15 +123,15 @@ def in_turn(*checks: Callable[[], None]) -> Callable[[], None]:
 
 
 CASES = {
-    "engine/attention/cpu.py": Case(paged, rounds.round_batch, run_kv),
-    "engine/attention/tree.py": Case(trees, tree_batch, run_kv, more=chains_are_planned_as_pages),
-    "engine/attention/flashinfer.py": Case(
+    "engine/backends/cpu/attention.py": Case(paged, rounds.round_batch, run_kv),
+    "engine/backends/cpu/tree.py": Case(trees, tree_batch, run_kv, more=chains_are_planned_as_pages),
+    "engine/backends/cuda/flashinfer.py": Case(
         flashinfer_backend, lambda: flashinfer.decode_batch(3, 4), run_flashinfer,
         more=in_turn(flashinfer.test_a_wrapper_that_was_planned_for_another_batch_is_never_run,
                      graphs.test_s1_3_what_was_planned_for_a_graph_is_not_run_eagerly)),
-    "engine/attention/cpu_latent.py": Case(
+    "engine/backends/cpu/latent.py": Case(
         lambda: latent.over_poison(cpu_latent), lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}), run_latent),
-    "engine/attention/device_latent.py": Case(
+    "engine/backends/cuda/latent.py": Case(
         device_latent.dense, lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}), run_latent,
         more=device_latent.test_a_wrapper_that_was_planned_for_another_batch_is_never_run),
     "engine/speculative/multistep.py": Case(
@@ -288,11 +288,11 @@ def test_s1_3_a_captured_forward_is_planned_before_it_and_never_by_it() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{path: (lambda case=case: check_backend(case)) for path, case in CASES.items()},  # type: ignore[misc]
-    "engine/attention/backend.py": lambda: check_backend(CASES["engine/attention/cpu.py"]),
-    "engine/attention/latent.py": lambda: check_backend(CASES["engine/attention/cpu_latent.py"]),
+    "engine/contracts/attention.py": lambda: check_backend(CASES["engine/backends/cpu/attention.py"]),
+    "engine/contracts/latent.py": lambda: check_backend(CASES["engine/backends/cpu/latent.py"]),
     "engine/pipeline/executor.py": check_executor,
-    "engine/graphs/draft.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
-    "engine/graphs/rounds.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
+    "engine/speculative/draft_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
+    "engine/speculative/round_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
     "engine/graphs/runner.py": in_turn(
         graphs.test_s1_3_a_replay_without_a_plan_of_its_own_is_refused,
         graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone),
@@ -392,7 +392,7 @@ def test_s1_11_a_site_that_is_taken_out_is_missed(site: Site, monkeypatch: pytes
 
 
 MARKER = [f.name for f in fields(ForwardBatch) if f.name.startswith("forward_metadata")]
-OPERATIONS = [name for name, function in functions(ROOT / "engine/batch.py").items()
+OPERATIONS = [name for name, function in functions(ROOT / "engine/core/batch.py").items()
               if function.returns is not None and "ForwardBatch" in ast.unparse(function.returns)]
 
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.core.draft_trees import TokenTree, ancestors, node_depths
 from engine.speculative.proposal import Proposal
-from engine.trees import TokenTree, ancestors, node_depths
 
 VOCAB = 40
 

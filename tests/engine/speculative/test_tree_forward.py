@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.cpu import CpuAttention
-from engine.attention.tree import TreeAttention
-from engine.batch import ForwardMode, SamplingRow
+from engine.backends.cpu.attention import CpuAttention
+from engine.backends.cpu.recurrent import CpuRecurrent
+from engine.backends.cpu.tree import TreeAttention
+from engine.backends.recurrent_tree import TreeRecurrent
+from engine.core.batch import ForwardMode, SamplingRow
+from engine.core.draft_trees import Kept, SpecInfo, SpecRow, TokenTree, ancestors
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.request import SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pools import StagePools
-from engine.numerics import Numerics
 from engine.pipeline.executor import StageExecutor
-from engine.recurrent.cpu import CpuRecurrent
-from engine.recurrent.tree import TreeRecurrent
-from engine.request import SamplingParams
-from engine.rows import Row, build_batch
-from engine.stages import LayerRange
-from engine.trees import Kept, SpecInfo, SpecRow, TokenTree, ancestors
 from models.loader import ModelDescription
 from tests.support.tiny_models import HYBRID, LLAMA, QWEN3, tiny
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.batch import ForwardBatch, ForwardMode
-from engine.request import DrawnToken, Request, SamplingParams
-from engine.rows import Row, build_batch, sampling_row
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo, SpecRow, TokenTree, ancestors
+from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.rows import Row, build_batch, sampling_row
 from engine.sampling.sampler import sample
 from engine.speculative.verify import Run, draw_runs, sampling_at
-from engine.trees import SpecInfo, SpecRow, TokenTree, ancestors
 
 VOCAB, PROMPT = 5, (1, 2, 3)
 PARAMS = st.sampled_from([

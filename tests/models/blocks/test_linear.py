@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.numerics import Numerics, padded_rows
+from engine.core.numerics import Numerics, padded_rows
 from models.blocks.linear import Linear
 
 DTYPES = [torch.float32, torch.bfloat16]

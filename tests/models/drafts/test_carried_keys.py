@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_latent import CpuLatentAttention
-from engine.attention.latent import LatentGeometry
-from engine.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.backends.cpu.latent import CpuLatentAttention
+from engine.contracts.latent import LatentGeometry
+from engine.contracts.model import ForwardContext, StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecRow, TokenTree
+from engine.core.numerics import Numerics
+from engine.core.request import DrawnToken, SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind
-from engine.model import ForwardContext, StageOutput
-from engine.numerics import Numerics
-from engine.request import DrawnToken, SamplingParams
-from engine.rows import Row, build_batch
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import CarriedKeys, DraftModel
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 from engine.speculative.verify import Run
-from engine.trees import SpecRow, TokenTree
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import read_model
 from tests.support.checkpoints import add_nextn, make_checkpoint

@@ -10,20 +10,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.cpu import CpuAttention
-from engine.batch import ForwardMode, SamplingRow
-from engine.model import StageOutput
-from engine.numerics import Numerics
-from engine.request import DrawnToken, SamplingParams
-from engine.rows import Row, build_batch
+from engine.backends.cpu.attention import CpuAttention
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecRow
+from engine.core.numerics import Numerics
+from engine.core.request import DrawnToken, SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
-from engine.trees import SpecRow
+from models.blocks.weights import RandomWeights
 from models.drafts.loader import DraftDescription, read_draft
-from models.weights import RandomWeights
 from tests.support.tiny_models import LLAMA, tiny
 
 HIDDEN, HEADS, KV_HEADS, DIM, WIDTH, VOCAB, LAST = 64, 4, 2, 32, 96, 256, 4

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.numerics import Numerics
-from models.config import RawConfig
+from engine.core.numerics import Numerics
+from models.blocks.config import RawConfig
 from models.drafts.eagle3 import aux_layer_ids
 from models.drafts.loader import read_draft
 from runtime.errors import ConfigError

@@ -11,20 +11,20 @@ from torch import Tensor
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
-from engine.attention.backend import AttentionGeometry
-from engine.attention.cpu import CpuAttention
-from engine.batch import ForwardMode, SamplingRow
-from engine.model import StageOutput
-from engine.numerics import Numerics
-from engine.request import DrawnToken, SamplingParams
-from engine.rows import Row, build_batch
+from engine.backends.cpu.attention import CpuAttention
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecRow
+from engine.core.numerics import Numerics
+from engine.core.request import DrawnToken, SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
-from engine.trees import SpecRow
+from models.blocks.weights import RandomWeights
 from models.drafts.loader import read_draft
-from models.weights import RandomWeights
 from runtime.errors import ConfigError
 from tests.support.checkpoints import spread_weights
 from tests.support.tiny_models import HYBRID, LLAMA, tiny

@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.batch import ForwardMode, SamplingRow
-from engine.model import StageOutput
-from engine.numerics import Numerics
-from engine.request import DrawnToken, SamplingParams
-from engine.rows import Row, build_batch
+from engine.assembly.cpu import CpuBackends
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecRow, TokenTree
+from engine.core.numerics import Numerics
+from engine.core.request import DrawnToken, SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.verify import Run
-from engine.trees import SpecRow, TokenTree
 from models.drafts.loader import read_draft
 from models.loader import read_model
-from pool.cpu_backends import CpuBackends
 from runtime.errors import ConfigError
 from tests.support.checkpoints import add_nextn, make_checkpoint, oracle
 from tests.support.drafters import CHAINS, TREES, Shape

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionGeometry
-from engine.attention.mask import TreeMask
-from engine.batch import ForwardBatch, ForwardMode
+from engine.backends.visibility import TreeMask
+from engine.contracts.attention import AttentionBackend, AttentionGeometry
+from engine.core.batch import ForwardBatch, ForwardMode
 from runtime.errors import InternalError, StalePlanError
 from tests.support.attention import LAYER, dense, feed, make_prompt, poisoned_pool
 from tests.support.batches import Row, make_batch

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.latent import LatentAttentionBackend, LatentGeometry
-from engine.attention.mask import TreeMask
-from engine.batch import ForwardBatch, ForwardMode
+from engine.backends.visibility import TreeMask
+from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import Kept, SpecInfo, SpecRow
 from engine.pipeline.executor import Commits
-from engine.trees import Kept, SpecInfo, SpecRow
 from runtime.errors import InternalError, StalePlanError
 
 LAYER = 3

@@ -1,0 +1,135 @@
+"""Recurrent layers on the CPU: state slots, ragged batches and the two forms of the gated delta rule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.gated_delta import chunked, normalise_heads, recurrent_step
+from engine.backends.recurrent_checks import check_mode, pool_of
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.numerics import Numerics, silu
+from engine.kernels.delta_rule import CHUNK
+from runtime.errors import InternalError
+
+
+@dataclass(frozen=True)
+class _RowLayout:
+    """Where ragged rows lie in padded form. R rows, T tokens.
+
+    counts       chunks per row
+    token_at     [T] int64, token to its place in [chunks * 64]
+    window_at    [T] int64, token to its place among the rows' inputs, each preceded by kernel - 1 old ones
+    history_at   [R, kernel - 1] int64, places of the old inputs
+    latest_at    [R, kernel - 1] int64, places of the last inputs, the next conv state
+    """
+
+    counts: tuple[int, ...]
+    token_at: Tensor
+    window_at: Tensor
+    history_at: Tensor
+    latest_at: Tensor
+
+
+class CpuRecurrent:
+    """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools [num_slots, Hv, dk, dv]
+    fp32, by layer id.
+
+    PREFILL rows must start on the 64-token grid: the chunked form gives the same bits under any cut on that grid and
+    under no other.
+    """
+
+    def __init__(self, *, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
+                 numerics: Numerics) -> None:
+        for layer_id, pool in state_pools.items():
+            if pool.dtype is not torch.float32:
+                raise InternalError(f"layer {layer_id}: recurrent state must be fp32, the pool is {pool.dtype}")
+        self._conv_pools = dict(conv_pools)
+        self._state_pools = dict(state_pools)
+        self._numerics = numerics
+
+    def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
+        """Depthwise causal convolution, then SiLU; see `RecurrentBackend.causal_conv`.
+
+        An explicit sum of kernel-many products in fp32, because library convolutions change bits with the length.
+        """
+        check_mode(batch)
+        pool = pool_of(self._conv_pools, layer_id, "conv")
+        if not x.shape[0]:
+            return x
+        history = _load(pool, batch)
+        kernel = weight.shape[1]
+        taps = weight.float().t()
+        if batch.mode is ForwardMode.DECODE:
+            window = torch.cat([history, x[:, None]], 1)
+            pool[batch.slot_ids.long()] = window[:, 1:]
+            return _convolve(window.float().unbind(1), taps).to(x.dtype)
+        layout = _row_layout(batch, kernel)
+        inputs = x.new_empty(len(x) + layout.history_at.numel(), x.shape[1])
+        inputs[layout.history_at.flatten()] = history.flatten(0, 1)
+        inputs[layout.window_at] = x
+        pool[batch.slot_ids.long()] = inputs[layout.latest_at]
+        wide, length = inputs.float(), len(inputs) - kernel + 1
+        out = _convolve([wide[tap : tap + length] for tap in range(kernel)], taps)
+        return out[layout.window_at - (kernel - 1)].to(x.dtype)
+
+    def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                         batch: ForwardBatch) -> Tensor:
+        """See `RecurrentBackend.gated_delta_rule`. q and k are normalised here, not by the caller."""
+        check_mode(batch)
+        pool = pool_of(self._state_pools, layer_id, "state")
+        if not v.shape[0]:
+            return v.float()
+        q, k = normalise_heads(q, k, v.shape[1])
+        v, state = v.float(), _load(pool, batch)
+        if batch.mode is ForwardMode.DECODE:
+            out, state = recurrent_step(q, k, v, g, beta, state)
+        else:
+            layout = _row_layout(batch, 1)
+            parts = [_to_chunks(part, layout) for part in (q, k, v, g[..., None], beta[..., None])]
+            out, state = chunked(parts[0], parts[1], parts[2], parts[3][..., 0], parts[4][..., 0], state, layout.counts)
+            out = out.transpose(1, 2).flatten(0, 1)[layout.token_at]
+        pool[batch.slot_ids.long()] = state
+        return out
+
+
+def _load(pool: Tensor, batch: ForwardBatch) -> Tensor:
+    """The rows' states; zero for a row that starts, whatever its slot holds."""
+    states = pool[batch.slot_ids.long()]
+    starting = [row for row, context_len in enumerate(batch.context_lens) if context_len == 0]
+    if starting:
+        states[starting] = 0.0
+    return states
+
+
+def _convolve(windows: "tuple[Tensor, ...] | list[Tensor]", taps: Tensor) -> Tensor:
+    total = windows[0] * taps[0]
+    for window, tap in zip(windows[1:], taps[1:], strict=True):
+        total = total + window * tap
+    return silu(total)
+
+
+def _row_layout(batch: ForwardBatch, kernel: int) -> _RowLayout:
+    lengths = torch.tensor(batch.query_lens, dtype=torch.long)
+    counts = tuple(-(-length // CHUNK) for length in batch.query_lens)
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    starts = torch.cumsum(lengths, 0) - lengths
+    offsets = torch.arange(len(rows)) - starts[rows]
+    chunk_starts = torch.tensor([sum(counts[:row]) for row in range(len(counts))], dtype=torch.long)
+    history_starts = starts + torch.arange(len(lengths)) * (kernel - 1)
+    steps = torch.arange(kernel - 1)
+    return _RowLayout(
+        counts=counts,
+        token_at=chunk_starts[rows] * CHUNK + offsets,
+        window_at=history_starts[rows] + kernel - 1 + offsets,
+        history_at=history_starts[:, None] + steps,
+        latest_at=(history_starts + lengths)[:, None] + steps,
+    )
+
+
+def _to_chunks(x: Tensor, layout: _RowLayout) -> Tensor:
+    """[T, H, d] to contiguous [chunks, H, 64, d], zero where a row's last chunk has no token."""
+    padded = x.new_zeros(sum(layout.counts) * CHUNK, *x.shape[1:])
+    padded[layout.token_at] = x
+    return padded.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()

@@ -1,0 +1,138 @@
+"""Recurrent layers on a CUDA device: the same contract as on the CPU, by Triton kernels."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.backends.recurrent_checks import check_mode, pool_of
+from engine.backends.recurrent_tree import kept_states, node_scratch
+from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
+from engine.core.draft_trees import SpecInfo
+from engine.kernels.device.conv import conv_prefill
+from engine.kernels.device.delta import Moves, conv_step, delta_step
+from engine.kernels.device.delta_chunks import delta_chunks
+from engine.kernels.device.tree import Trees, conv_tree, delta_tree
+from engine.memory.layout import NULL_INDEX
+from engine.memory.static import StaticInts, moved
+from runtime.errors import InternalError
+
+
+class DeviceRecurrent:
+    """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools [num_slots, Hv, dk, dv]
+    fp32, by layer id, all on one device. Also verifies trees of up to `max_nodes` nodes per row and commits them."""
+
+    def __init__(self, *, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
+                 max_nodes: int = 0) -> None:
+        self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
+        self._max_nodes = max_nodes
+        self._conv_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
+        self._state_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
+        self._prepared: tuple[ForwardBatch, Trees] | None = None
+        self._static: StaticInts | None = None
+        self._captured: dict[GraphBucket, Trees] = {}
+
+    def reserve(self, buckets: Sequence[GraphBucket]) -> None:
+        """Make the memory from which captured forwards read which states are theirs."""
+        rows, tokens = (max(counts) for counts in zip(*((b.num_rows, b.num_tokens) for b in buckets), strict=True))
+        if self._has_layers:
+            self._static = StaticInts({"slots": rows, "fresh": rows, "starts": rows + 1, "rows": tokens,
+                                       "parents": tokens, "targets": tokens}, self._device)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Prepare what a forward of the batch needs; of a padded one, in the memory that its captured forward reads."""
+        if not self._has_layers:
+            return
+        if batch.graph_bucket is None:
+            self._prepared = batch, self._rows_of(batch)
+        else:
+            self._captured[batch.graph_bucket] = self._rows_of(batch)
+
+    def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `RecurrentBackend.causal_conv`."""
+        pool, trees = pool_of(self._conv_pools, layer_id, "conv"), self._prepare(batch)
+        x = x.contiguous()
+        if batch.mode is ForwardMode.PREFILL:
+            return conv_prefill(x, weight, pool, trees.slots, trees.fresh, batch.query_lens)
+        if batch.mode is ForwardMode.DECODE:
+            return conv_step(x, weight, pool, pool, Moves(trees.slots, trees.slots, trees.fresh))
+        return conv_tree(x, weight, pool, self._conv_scratch[layer_id], trees)
+
+    def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                         batch: ForwardBatch) -> Tensor:
+        """See `RecurrentBackend.gated_delta_rule`."""
+        pool, trees = pool_of(self._state_pools, layer_id, "state"), self._prepare(batch)
+        q, k, v, g, beta = (part.contiguous() for part in (q, k, v, g, beta))
+        if batch.mode is ForwardMode.PREFILL:
+            return delta_chunks(q, k, v, g, beta, pool, trees.slots, trees.fresh, batch.query_lens)
+        if batch.mode is ForwardMode.DECODE:
+            return delta_step(q, k, v, g, beta, pool, pool, Moves(trees.slots, trees.slots, trees.fresh))
+        return delta_tree(q, k, v, g, beta, pool, self._state_scratch[layer_id], trees)
+
+    def commit(self, batch: ForwardBatch) -> None:
+        """Move the state of each row's last accepted node to its slot."""
+        moves = kept_states(batch, self._max_nodes)
+        if not moves or not self._state_pools:
+            return
+        device = next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
+        sources, slots = torch.tensor(moves).t().to(device)
+        for pools, scratch in ((self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch)):
+            for layer_id, pool in pools.items():
+                pool[slots] = scratch[layer_id][sources]
+
+    @property
+    def _has_layers(self) -> bool:
+        return bool(self._conv_pools or self._state_pools)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
+
+    def _prepare(self, batch: ForwardBatch) -> Trees:
+        """Made at the first recurrent layer of a forward, used by all; of a captured forward, before it."""
+        if batch.graph_bucket is not None:
+            return self._captured[batch.graph_bucket]
+        if self._prepared is None or self._prepared[0] is not batch:
+            self.prepare(batch)
+        assert self._prepared is not None
+        return self._prepared[1]
+
+    def _rows_of(self, batch: ForwardBatch) -> Trees:
+        """Where the batch brings no trees, only its slots and which of them start."""
+        values = {"slots": batch.slot_ids, "fresh": torch.tensor([context == 0 for context in batch.context_lens])}
+        if batch.mode is ForwardMode.VERIFY:
+            values |= self._nodes_of(batch)
+        else:
+            check_mode(batch)
+        if batch.graph_bucket is None:
+            values = {name: moved(tensor.long(), self._device) for name, tensor in values.items()}
+        else:
+            if self._static is None:
+                raise InternalError("no buckets were reserved")
+            self._static.refill(values)
+            values = {name: self._static[name][:len(tensor)] for name, tensor in values.items()}
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        return Trees(**{name: values.get(name, none) for name in ("slots", "fresh", "starts", "rows", "parents",
+                                                                  "targets")})
+
+    def _nodes_of(self, batch: ForwardBatch) -> dict[str, Tensor]:
+        """Scratch records are `max_nodes` per slot, by node. Padding has the null slot's, however many nodes it
+        brings."""
+        info = batch.spec_info
+        if not self._max_nodes:
+            raise InternalError("this pool keeps no states of tree nodes")
+        if not isinstance(info, SpecInfo):
+            raise InternalError("a VERIFY batch needs its trees")
+        starts, rows, parents, targets = [0], list[int](), list[int](), list[int]()
+        for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
+            count, first = len(spec.parents), starts[-1]
+            is_padding = batch.graph_bucket is not None and slot == NULL_INDEX
+            if count != batch.query_lens[row] or not (is_padding or 0 < count <= self._max_nodes):
+                raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {count}; at most "
+                                    f"{self._max_nodes} are verified at once")
+            rows += [row] * count
+            parents += [first + parent if parent >= 0 else -1 for parent in spec.parents]
+            targets += [slot * self._max_nodes + min(node, self._max_nodes - 1) for node in range(count)]
+            starts.append(first + count)
+        return {name: torch.tensor(values) for name, values in (
+            ("starts", starts), ("rows", rows), ("parents", parents), ("targets", targets))}

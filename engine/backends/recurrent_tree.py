@@ -1,0 +1,178 @@
+"""Recurrent layers over draft trees: one state per node, from its parent's, with the bits of plain decoding.
+
+A recurrence cannot be masked. The convolution sees only inputs, which are all known at once: every node is a decode row
+whose history is its own path. The delta rule runs level by level, in the one-step form, on states gathered from the
+parents. Every row keeps the states of its last verification until stage 0 tells which node was accepted last; that one
+moves to the slot.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.gated_delta import normalise_heads, recurrent_step
+from engine.contracts.recurrent import RecurrentBackend
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo, ancestors
+from runtime.errors import InternalError
+
+BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBackend]
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes of one depth: their places among all nodes in order of depth, and where among the last level's nodes
+    (the rows, at depth 0) their parents are [N], or None where each continues the one in its place."""
+
+    places: slice
+    parents: Tensor | None
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """A batch of trees. R rows, T nodes.
+
+    slots         [R] int64
+    scratch_rows  [T] int64, where the nodes' states are kept
+    nodes         a decode batch of one row per node over the scratch rows
+    levels        by depth
+    by_depth      [T] int64, the nodes' tokens in order of depth; None where they lie in this order
+    paths         per node its ancestors' tokens in the batch, itself last; and its row
+    """
+
+    slots: Tensor
+    scratch_rows: Tensor
+    nodes: ForwardBatch
+    levels: list[Level]
+    by_depth: Tensor | None
+    paths: list[tuple[int, list[int]]]
+
+    def history(self, length: int) -> Tensor:
+        """[T, length] int64: where the last `length` inputs before each node are in [R * length old ones, T new ones]
+        """
+        num_old = len(self.slots) * length
+        places = []
+        for row, path in self.paths:
+            before = [*range(row * length, (row + 1) * length), *(num_old + token for token in path[:-1])]
+            places.append(before[-length:])
+        return torch.tensor(places)
+
+
+class TreeRecurrent:
+    """A `RecurrentBackend` that adds trees to one over slots. It also commits what a verification accepted.
+
+    Scratch memory is `max_nodes` states per slot; it is touched only for slots that were verified.
+    """
+
+    def __init__(self, *, slots: RecurrentBackend, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
+                 max_nodes: int, backend_over: BackendOver) -> None:
+        """`slots` runs everything but trees over the pools; `backend_over` builds one of its kind over other pools."""
+        self._slots = slots
+        self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
+        self._max_nodes = max_nodes
+        self._conv_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
+        self._state_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
+        self._nodes = backend_over(self._conv_scratch, self._state_scratch)
+        self._planned: tuple[ForwardBatch, TreeLayout, dict[int, Tensor]] | None = None
+
+    def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `RecurrentBackend.causal_conv`."""
+        if batch.mode is not ForwardMode.VERIFY:
+            return self._slots.causal_conv(layer_id, x, weight, batch)
+        layout, histories = self._layout(batch)
+        length = weight.shape[1] - 1
+        if length not in histories:
+            histories[length] = layout.history(length)
+        inputs = torch.cat([self._conv_pools[layer_id][layout.slots].flatten(0, 1), x])
+        self._conv_scratch[layer_id][layout.scratch_rows] = inputs[histories[length]]
+        return self._nodes.causal_conv(layer_id, x, weight, layout.nodes)
+
+    def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                         batch: ForwardBatch) -> Tensor:
+        """See `RecurrentBackend.gated_delta_rule`."""
+        if batch.mode is not ForwardMode.VERIFY:
+            return self._slots.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
+        layout, _ = self._layout(batch)
+        q, k = normalise_heads(q, k, v.shape[1])
+        v, rows = v.float(), layout.scratch_rows
+        if layout.by_depth is not None:
+            q, k, v, g, beta, rows = (part[layout.by_depth] for part in (q, k, v, g, beta, rows))
+        outs, states, state = [], [], self._state_pools[layer_id][layout.slots]
+        for level in layout.levels:
+            at, before = level.places, state if level.parents is None else state[level.parents]
+            out, state = recurrent_step(q[at], k[at], v[at], g[at], beta[at], before)
+            outs.append(out)
+            states.append(state)
+        self._state_scratch[layer_id][rows] = torch.cat(states)
+        out = torch.cat(outs)
+        return out if layout.by_depth is None else torch.empty_like(out).index_copy_(0, layout.by_depth, out)
+
+    def commit(self, batch: ForwardBatch) -> None:
+        """Move the state of each row's last accepted node to its slot."""
+        moves = kept_states(batch, self._max_nodes)
+        if not moves:
+            return
+        sources, slots = torch.tensor(moves).t()
+        for pools, scratch in ((self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch)):
+            for layer_id, pool in pools.items():
+                pool[slots] = scratch[layer_id][sources]
+
+    def _layout(self, batch: ForwardBatch) -> tuple[TreeLayout, dict[int, Tensor]]:
+        """Made at the first recurrent layer of a forward, used by all."""
+        if self._planned is None or self._planned[0] is not batch:
+            self._planned = (batch, lay_out(batch, self._max_nodes), {})
+        return self._planned[1:]
+
+
+def kept_states(batch: ForwardBatch, max_nodes: int) -> list[tuple[int, int]]:
+    """(scratch record, slot) of the last node that each row kept of its previous verification."""
+    if not isinstance(batch.spec_info, SpecInfo):
+        return []
+    return [(slot * max_nodes + row.kept.nodes[-1], slot)
+            for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True) if row.kept is not None]
+
+
+def node_scratch(pool: Tensor, max_nodes: int) -> Tensor:
+    return torch.empty(pool.shape[0] * max_nodes, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
+
+
+def lay_out(batch: ForwardBatch, max_nodes: int) -> TreeLayout:
+    info = batch.spec_info
+    if not isinstance(info, SpecInfo):
+        raise InternalError("a VERIFY batch needs its trees")
+    by_depth: dict[int, list[tuple[int, int]]] = {}  # (token, place of its parent in the level before)
+    paths: list[tuple[int, list[int]]] = []
+    scratch_rows, positions = [], []
+    for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
+        if not 0 < len(spec.parents) == batch.query_lens[row] <= max_nodes:
+            raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {len(spec.parents)}; "
+                                f"at most {max_nodes} are verified at once")
+        first, places = len(paths), list[int]()
+        for node, (parent, depth) in enumerate(zip(spec.parents, info.depths[row], strict=True)):
+            level = by_depth.setdefault(depth, [])
+            places.append(len(level))
+            level.append((first + node, row if parent < 0 else places[parent]))
+            paths.append((row, [first + other for other in ancestors(spec.parents, node)]))
+            scratch_rows.append(slot * max_nodes + node)
+            positions.append(batch.context_lens[row] + depth)
+    levels, width, order = [], batch.num_rows, list[int]()
+    for _, nodes in sorted(by_depth.items()):
+        parents = [parent for _, parent in nodes]
+        in_place = parents == list(range(width))
+        levels.append(Level(slice(len(order), len(order) + len(nodes)), None if in_place else torch.tensor(parents)))
+        order += [token for token, _ in nodes]
+        width = len(nodes)
+    is_ordered = order == list(range(len(order)))
+    return TreeLayout(batch.slot_ids.long(), torch.tensor(scratch_rows), _node_batch(scratch_rows, positions), levels,
+                   None if is_ordered else torch.tensor(order), paths)
+
+
+def _node_batch(scratch_rows: list[int], positions: list[int]) -> ForwardBatch:
+    count = len(positions)
+    return ForwardBatch(
+        mode=ForwardMode.DECODE, request_ids=tuple(range(count)), query_lens=(1,) * count,
+        context_lens=tuple(positions), token_ids=None, positions=torch.tensor(positions),
+        page_tables=torch.zeros(count, 1, dtype=torch.int32), slot_ids=torch.tensor(scratch_rows, dtype=torch.int32),
+        sampling=(None,) * count)

@@ -1,0 +1,60 @@
+"""The contract of paged attention: plan once per batch, run once per layer.
+
+Maps one to one on FlashInfer's plan()/run(). A backend plans from the batch's host-side lengths and page tables,
+marks the batch, and refuses (`StalePlanError`) to run on a plan that is not its own, is for another geometry or does
+not cover the rows.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.core.batch import ForwardBatch
+from runtime.errors import StalePlanError
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """What distinguishes one plan from another on the same batch. `window`: how many tokens before itself a token sees;
+    None for all."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window: int | None = None
+
+
+class AttentionBackend(Protocol):
+    """Owns no pool: it is built over the stage's KV tensors and reads and writes them by layer id."""
+
+    def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
+        """Prepare gather tables, lengths and masks for the batch and mark it."""
+        ...
+
+    def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        """Write k, v of the new tokens to their pages, then attend.
+
+        q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim], rope applied. Returns [T, num_heads, head_dim].
+        Causal within a row, or by the custom mask of `batch.spec_info` in VERIFY and DRAFT modes.
+
+        Raises:
+            StalePlanError: the batch was not planned by this backend, or has more rows or tokens than the plan.
+        """
+        ...
+
+
+def check_covered(batch: ForwardBatch, num_planned: tuple[int, int], geometry: AttentionGeometry, q: Tensor, k: Tensor,
+                  v: Tensor) -> None:
+    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless they are the batch's,
+    and q, k and v theirs."""
+    if (batch.num_rows, batch.num_tokens) != num_planned:
+        raise StalePlanError(f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
+                             f"{batch.num_rows} and {batch.num_tokens}")
+    num_tokens = num_planned[1]
+    kv_shape = (num_tokens, geometry.num_kv_heads, geometry.head_dim)
+    if q.shape != (num_tokens, geometry.num_heads, geometry.head_dim) or not k.shape == v.shape == kv_shape:
+        raise StalePlanError(f"planned for {num_tokens} tokens of {geometry}, got q {tuple(q.shape)}, "
+                             f"k {tuple(k.shape)}, v {tuple(v.shape)}")

@@ -1,0 +1,232 @@
+"""The unit of one forward, and the marker that says what was planned for it.
+
+A `ForwardBatch` is complete when built. Its rows are requests; its tokens are the rows' new tokens, one row after the
+other. Attention metadata planned for it is recorded *on it* (`mark_forward_metadata_ready`), and
+`needs_forward_metadata_init` is the only question a forward path may ask. Whatever changes membership (`filter`,
+`split`, `merge`, `clone`) gives a batch without the marker.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.core.request import SamplingParams
+from runtime.grammar import Grammar
+
+
+class ForwardMode(StrEnum):
+    PREFILL = "prefill"  # prompt tokens, causal; a row may bring any number
+    DECODE = "decode"  # one token per row
+    VERIFY = "verify"  # a draft tree per row
+    DRAFT = "draft"  # the draft model's own steps
+    IDLE = "idle"  # no tokens; keeps collectives and pipelines in step
+    PREBUILT = "prebuilt"  # handed-over prompts joining without a forward
+
+
+class FieldRule(StrEnum):
+    """What an operation that changes membership does with a field. Every field of the batch declares one."""
+
+    CARRIED = "carried"  # the same for parent and child
+    RECOMPUTED = "recomputed"  # selected or rebuilt from the rows that stay
+    DROPPED = "dropped"  # starts empty in the child
+
+
+_CARRIED = {"rule": FieldRule.CARRIED}
+_RECOMPUTED = {"rule": FieldRule.RECOMPUTED}
+_DROPPED = {"rule": FieldRule.DROPPED}
+
+
+@dataclass(frozen=True)
+class GrammarRow:
+    """A row's grammar and the output tokens so far. `request_id` only helps to find again what was made of them."""
+
+    request_id: str
+    grammar: Grammar
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """What the last stage needs to draw one row's next token; it keeps nothing between steps.
+
+    `history` is (prompt ids, output ids) for rows whose penalties need it. `banned_token_ids` cannot be drawn (stop
+    tokens before min_tokens); from position `banned_before` on they may, which matters to the nodes of a draft tree.
+    """
+
+    params: SamplingParams
+    position: int  # absolute position of the token to be drawn; with the seed it keys the random number
+    num_top_logprobs: int | None = None
+    history: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    banned_before: int = 0
+    grammar: GrammarRow | None = None
+
+
+@dataclass(frozen=True)
+class ScoringRow:
+    """Known tokens of one row to be scored: token i of the row against `next_token_ids[i]`, which follows it."""
+
+    next_token_ids: tuple[int, ...]
+    num_top: int  # most likely alternatives to report with each
+
+
+@dataclass(frozen=True)
+class GraphBucket:
+    """A shape that forwards are captured for: batches of `mode`, of up to `max_rows` rows of up to `row_tokens` tokens,
+    padded to that. `is_masked`: the rows may be trees, which attention sees through a mask; else each row is causal."""
+
+    mode: ForwardMode
+    max_rows: int
+    row_tokens: int = 1
+    is_masked: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a padded batch. Where rows may be short, one more takes what they leave."""
+        return self.max_rows + (self.row_tokens > 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a padded batch."""
+        return self.max_rows * self.row_tokens
+
+    def __str__(self) -> str:
+        return f"{self.mode} of {self.max_rows} x {self.row_tokens} tokens{' in trees' * self.is_masked}"
+
+
+@dataclass
+class ForwardBatch:
+    """Rows of requests with their new tokens.
+
+    Legend: R rows, T tokens, P pages of the longest row. All tensors are on the CPU or on the stage's device,
+    contiguous; lengths are Python ints, because planning happens on the host.
+
+    request_ids        one key per row, stable over the request's life on this pool
+    query_lens         new tokens per row; sums to T
+    context_lens       tokens already in the cache per row, before this batch
+    token_ids          [T] int64, or None on stages that get hidden states
+    positions          [T] int64 absolute positions (context_len + offset; by depth for trees)
+    page_tables        [R, P] int32 page ids in position order, padded with the null page 0
+    slot_ids           [R] int32 state slots, 0 (the null slot) for models without recurrent state
+    sampling           per row, or None where no token is to be drawn (prompt not finished by this chunk)
+    scoring            per row, or None where no token is to be scored; empty where no row scores
+    spec_info          what a verify or draft forward needs beyond this; opaque here
+    graph_bucket       set where the rows are padded to a captured shape: planning then refreshes that capture's buffers
+    """
+
+    mode: ForwardMode = field(metadata=_CARRIED)
+    request_ids: tuple[int, ...] = field(metadata=_RECOMPUTED)
+    query_lens: tuple[int, ...] = field(metadata=_RECOMPUTED)
+    context_lens: tuple[int, ...] = field(metadata=_RECOMPUTED)
+    token_ids: Tensor | None = field(metadata=_RECOMPUTED)
+    positions: Tensor = field(metadata=_RECOMPUTED)
+    page_tables: Tensor = field(metadata=_RECOMPUTED)
+    slot_ids: Tensor = field(metadata=_RECOMPUTED)
+    sampling: tuple[SamplingRow | None, ...] = field(metadata=_RECOMPUTED)
+    scoring: tuple[ScoringRow | None, ...] = field(default=(), metadata=_RECOMPUTED)
+    spec_info: object | None = field(default=None, metadata=_DROPPED)
+    graph_bucket: GraphBucket | None = field(default=None, metadata=_DROPPED)
+    # The plan marker.
+    forward_metadata_ready: bool = field(default=False, metadata=_DROPPED)
+    forward_metadata_planned_bs: int | None = field(default=None, metadata=_DROPPED)
+    forward_metadata_planned_num_tokens: int | None = field(default=None, metadata=_DROPPED)
+    forward_metadata_replan_equivalent: bool = field(default=False, metadata=_DROPPED)
+    forward_metadata_planner: object | None = field(default=None, metadata=_DROPPED)
+    forward_metadata_plan: object | None = field(default=None, metadata=_DROPPED)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    def mark_forward_metadata_ready(
+        self, planner: object, *, plan: object | None = None, replan_equivalent: bool = False
+    ) -> None:
+        """Record that `planner` planned this batch with its present shapes.
+
+        `plan` is the planner's own frozen object, opaque here; a mark without one keeps what was planned before.
+        `replan_equivalent` declares that planning again after padding gives an equally valid plan; only then may a
+        forward re-plan. Without input ids the recorded token count is 0.
+        """
+        self.forward_metadata_ready = True
+        self.forward_metadata_planned_bs = self.num_rows
+        self.forward_metadata_planned_num_tokens = self._num_input_ids()
+        self.forward_metadata_replan_equivalent = replan_equivalent
+        self.forward_metadata_planner = planner
+        self.forward_metadata_plan = self.forward_metadata_plan if plan is None else plan
+
+    def needs_forward_metadata_init(self) -> bool:
+        """Whether a forward must plan first; the truth table of the design's section 3."""
+        if not self.forward_metadata_ready:
+            return True
+        if not self.forward_metadata_replan_equivalent:
+            return False
+        planned = (self.forward_metadata_planned_bs, self.forward_metadata_planned_num_tokens)
+        return (self.num_rows, self._num_input_ids()) != planned
+
+    def filter(self, rows: list[int]) -> "ForwardBatch":
+        """The batch of these rows, in this order, without a marker."""
+        starts = [0]
+        for length in self.query_lens:
+            starts.append(starts[-1] + length)
+        tokens = [i for row in rows for i in range(starts[row], starts[row + 1])]
+        token_index, row_index = torch.tensor(tokens, dtype=torch.long), torch.tensor(rows, dtype=torch.long)
+        return ForwardBatch(
+            mode=self.mode,
+            request_ids=tuple(self.request_ids[row] for row in rows),
+            query_lens=tuple(self.query_lens[row] for row in rows),
+            context_lens=tuple(self.context_lens[row] for row in rows),
+            token_ids=None if self.token_ids is None else self.token_ids[token_index],
+            positions=self.positions[token_index],
+            page_tables=self.page_tables[row_index],
+            slot_ids=self.slot_ids[row_index],
+            sampling=tuple(self.sampling[row] for row in rows),
+            scoring=tuple(self.scoring[row] for row in rows) if self.scoring else (),
+        )
+
+    def split(self, at: int) -> tuple["ForwardBatch", "ForwardBatch"]:
+        """Rows before `at`, and the rest; neither has a marker."""
+        return self.filter(list(range(at))), self.filter(list(range(at, self.num_rows)))
+
+    def clone(self) -> "ForwardBatch":
+        """The same rows without a marker."""
+        dropped: dict[str, Any] = {f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED}
+        return replace(self, **dropped)
+
+    def _num_input_ids(self) -> int:
+        return 0 if self.token_ids is None else self.token_ids.shape[0]
+
+
+def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
+    """The rows of both, without a marker. Both must have the same mode and agree on whether they carry token ids."""
+    if first.mode is not second.mode:
+        raise ValueError(f"cannot merge a {first.mode} batch with a {second.mode} batch")
+    if (first.token_ids is None) != (second.token_ids is None):
+        raise ValueError("cannot merge a batch that carries token ids with one that carries none")
+    width = max(first.page_tables.shape[1], second.page_tables.shape[1])
+    tables = [torch.nn.functional.pad(b.page_tables, (0, width - b.page_tables.shape[1])) for b in (first, second)]
+    ids = None
+    if first.token_ids is not None and second.token_ids is not None:
+        ids = torch.cat([first.token_ids, second.token_ids])
+    return ForwardBatch(
+        mode=first.mode,
+        request_ids=first.request_ids + second.request_ids,
+        query_lens=first.query_lens + second.query_lens,
+        context_lens=first.context_lens + second.context_lens,
+        token_ids=ids,
+        positions=torch.cat([first.positions, second.positions]),
+        page_tables=torch.cat(tables),
+        slot_ids=torch.cat([first.slot_ids, second.slot_ids]),
+        sampling=first.sampling + second.sampling,
+        scoring=_all_scoring(first) + _all_scoring(second) if first.scoring or second.scoring else (),
+    )
+
+
+def _all_scoring(batch: ForwardBatch) -> tuple[ScoringRow | None, ...]:
+    return batch.scoring or (None,) * batch.num_rows

@@ -1,0 +1,83 @@
+"""From scheduled rows to a complete `ForwardBatch`: the one place that lays out tokens, positions and page tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
+from engine.core.draft_trees import SpecInfo, SpecRow, node_depths
+from engine.core.request import Request
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's part of a batch: its new tokens, what is cached already, and where."""
+
+    key: int
+    token_ids: Sequence[int]
+    context_len: int
+    page_ids: Sequence[int]
+    slot_id: int
+    sampling: SamplingRow | None  # None: no token is drawn
+    spec: SpecRow | None = None  # on a pool that speculates; then every row has one
+    scoring: ScoringRow | None = None
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """In order, or by depth where the tokens are a tree."""
+        if self.spec is None or not self.spec.parents:
+            return range(self.context_len, self.context_len + len(self.token_ids))
+        return [self.context_len + depth for depth in node_depths(self.spec.parents)]
+
+
+def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
+    """A batch of these rows, in this order; page tables are as wide as the longest row needs."""
+    positions = [position for row in rows for position in row.positions]
+    token_ids = torch.tensor([token for row in rows for token in row.token_ids], dtype=torch.int64)
+    specs = tuple(row.spec for row in rows if row.spec is not None)
+    width = max((len(row.page_ids) for row in rows), default=1)
+    tables = [[*row.page_ids, *[0] * (width - len(row.page_ids))] for row in rows]
+    return ForwardBatch(
+        mode=mode,
+        request_ids=tuple(row.key for row in rows),
+        query_lens=tuple(len(row.token_ids) for row in rows),
+        context_lens=tuple(row.context_len for row in rows),
+        token_ids=token_ids,
+        positions=torch.tensor(positions, dtype=torch.int64),
+        page_tables=torch.tensor(tables, dtype=torch.int32).view(len(rows), width),
+        slot_ids=torch.tensor([row.slot_id for row in rows], dtype=torch.int32),
+        sampling=tuple(row.sampling for row in rows),
+        scoring=tuple(row.scoring for row in rows) if any(row.scoring is not None for row in rows) else (),
+        spec_info=SpecInfo(token_ids, specs) if specs else None,
+    )
+
+
+def sampling_row(request: Request, output_token_ids: Sequence[int]) -> SamplingRow:
+    """How the token after `output_token_ids` is drawn."""
+    params = request.sampling
+    history = (request.prompt_token_ids, tuple(output_token_ids)) if params.needs_history else None
+    banned = tuple(sorted(request.stop_token_ids)) if len(output_token_ids) < request.min_tokens else ()
+    position = len(request.prompt_token_ids) + len(output_token_ids)
+    banned_before = len(request.prompt_token_ids) + request.min_tokens if banned else 0
+    grammar = None
+    if request.grammar is not None:
+        grammar = GrammarRow(request.request_id, request.grammar, tuple(output_token_ids))
+    return SamplingRow(params, position, request.num_top_logprobs, history, banned, banned_before, grammar)
+
+
+def scoring_row(request: Request, start: int, end: int) -> ScoringRow | None:
+    """How the prompt tokens `start` to `end` are scored against those after them; None if nobody asked."""
+    if request.num_prompt_logprobs is None:
+        return None
+    return ScoringRow(request.prompt_token_ids[start + 1:end + 1], request.num_prompt_logprobs)
+
+
+def chunk_end(context_len: int, total: int, budget: int, grid: int) -> int:
+    """Where a prefill chunk that starts at `context_len` ends, given `budget` tokens: the end of the prompt, or the
+    last multiple of `grid` it reaches; `context_len` itself if it reaches none."""
+    if total - context_len <= budget:
+        return total
+    end = (context_len + budget) // grid * grid
+    return max(end, context_len)
+

@@ -1,0 +1,171 @@
+"""The chunked delta rule over rows of any length: 64 tokens at a time, chunks of a row one after the other.
+
+Formulas as in `engine/backends/gated_delta.py`. What needs no state all chunks do at once: inverting their triangular
+system, and its products with keys and values. The scan that follows is four products per chunk; more would not fit into
+registers. All run on tensor cores, whose operands have 11 bits where q has 8 (bf16), else three times as many.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.delta_rule import CHUNK
+
+_COLUMNS = 32
+# With fewer warps, or with loads in advance, a program's part of the products fits neither registers nor shared memory.
+OPTIONS = {"num_warps": 8, "num_stages": 1}
+
+
+@triton.jit
+def _heads_of_chunk(x, first, count, heads, head, width, C: tl.constexpr, W_BLOCK: tl.constexpr):
+    """Tokens first..first+count-1 of one head as fp32 [C, W_BLOCK], zero beyond."""
+    token = tl.arange(0, C)
+    channel = tl.arange(0, W_BLOCK)
+    inside = (token < count)[:, None] & (channel < width)[None, :]
+    at = ((first + token)[:, None] * heads + head) * width + channel[None, :]
+    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _unit(x):
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def _decays(g, first, count, heads, head, C: tl.constexpr):
+    """The running sum G of a chunk [C], and e^(G_i - G_j) for j <= i, else 0 [C, C]."""
+    token = tl.arange(0, C)
+    total = tl.cumsum(tl.load(g + (first + token) * heads + head, mask=token < count, other=0.0), 0)
+    lower = token[:, None] >= token[None, :]
+    return total, tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def chunk_inverse_kernel(k, g, beta, firsts, counts, inverses, num_k_heads, num_v_heads, DK: tl.constexpr,
+                         DK_BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """[N, Hv, C, C] = (I + strict_lower(diag(beta) K K^T * D))^-1, row by row; one program per (chunk, head)."""
+    chunk = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
+    token = tl.arange(0, C)
+    key = _unit(_heads_of_chunk(k, first, count, num_k_heads, head // (num_v_heads // num_k_heads), DK, C, DK_BLOCK))
+    _, decay = _decays(g, first, count, num_v_heads, head, C)
+    rate = tl.load(beta + (first + token) * num_v_heads + head, mask=token < count, other=0.0)
+    system = rate[:, None] * tl.dot(key, tl.trans(key), input_precision=PRECISION) * decay
+    system = tl.where(token[:, None] > token[None, :], system, 0.0)
+    inverse = tl.where(token[:, None] == token[None, :], 1.0, 0.0)
+    for row in range(1, C):
+        is_row = token == row
+        factors = tl.sum(tl.where(is_row[:, None], system, 0.0), 0)
+        inverse -= tl.where(is_row[:, None], tl.sum(factors[:, None] * inverse, 0)[None, :], 0.0)
+    at = (chunk * num_v_heads + head) * C * C + token[:, None] * C + token[None, :]
+    tl.store(inverses + at, inverse)
+
+
+@triton.jit
+def chunk_prepare_kernel(q, k, v, g, beta, inverses, firsts, counts, removals, additions, queries, faded, scores, lasts,
+                         num_k_heads, num_v_heads, scale, DK: tl.constexpr, DV: tl.constexpr, DK_BLOCK: tl.constexpr,
+                         DV_BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """What the scan reads, per chunk and value head; one program each. In [N, Hv, C, ...]: what a token's update takes
+    from the state by key (`removals`, DK_BLOCK) and what it adds by value (`additions`, DV); queries by decay since the
+    chunk's begin (`queries`, DK_BLOCK), keys by decay until its end (`faded`, DK_BLOCK); `scores` (C) of queries and
+    keys within. lasts [N, Hv]: the chunk's whole decay."""
+    chunk = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
+    k_head = head // (num_v_heads // num_k_heads)
+    token, channel = tl.arange(0, C), tl.arange(0, DK_BLOCK)
+    total, decay = _decays(g, first, count, num_v_heads, head, C)
+    grown = tl.exp(total)[:, None]
+    last = tl.sum(tl.where(token == C - 1, total, 0.0), 0)
+    rate = tl.load(beta + (first + token) * num_v_heads + head, mask=token < count, other=0.0)[:, None]
+    place = chunk * num_v_heads + head
+    square = (place * C + token)[:, None] * C + token[None, :]
+    wide = (place * C + token)[:, None] * DK_BLOCK + channel[None, :]
+    inverse = tl.load(inverses + square)
+    key = _unit(_heads_of_chunk(k, first, count, num_k_heads, k_head, DK, C, DK_BLOCK))
+    tl.store(faded + wide, key * tl.exp(last - total)[:, None])
+    tl.store(removals + wide, tl.dot(inverse, rate * grown * key, input_precision=PRECISION))
+    query = _unit(_heads_of_chunk(q, first, count, num_k_heads, k_head, DK, C, DK_BLOCK)) * scale
+    tl.store(queries + wide, grown * query)
+    tl.store(scores + square, tl.dot(query, tl.trans(key), input_precision=PRECISION) * decay)
+    for start in range(0, DV, DV_BLOCK):
+        column = start + tl.arange(0, DV_BLOCK)
+        at = ((first + token)[:, None] * num_v_heads + head) * DV + column[None, :]
+        value = tl.load(v + at, mask=(token < count)[:, None] & (column < DV)[None, :], other=0.0).to(tl.float32)
+        added = tl.dot(inverse, rate * value, input_precision=PRECISION)
+        tl.store(additions + (place * C + token)[:, None] * DV + column[None, :], added, mask=(column < DV)[None, :])
+    tl.store(lasts + place, tl.exp(last))
+
+
+@triton.jit
+def chunk_scan_kernel(removals, additions, queries, faded, scores, lasts, firsts, counts, row_chunks, states, slots,
+                      fresh, out, num_v_heads, DK: tl.constexpr, DV: tl.constexpr, DK_BLOCK: tl.constexpr,
+                      DV_BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """states [records, Hv, DK, DV], updated in place; one program per (row, value head, block of DV)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    token, channel = tl.arange(0, C), tl.arange(0, DK_BLOCK)
+    column = tl.program_id(2) * DV_BLOCK + tl.arange(0, DV_BLOCK)
+    cell = ((tl.load(slots + row).to(tl.int64) * num_v_heads + head) * DK + channel)[:, None] * DV + column[None, :]
+    inside = (channel < DK)[:, None] & (column < DV)[None, :]
+    old_rows = tl.where(tl.load(fresh + row) == 0, DK, 0)
+    in_old = (channel < old_rows)[:, None] & (column < DV)[None, :]
+    state = tl.load(states + cell, mask=in_old, other=0.0)
+    for chunk in range(tl.load(row_chunks + row), tl.load(row_chunks + row + 1)):
+        first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
+        place = tl.cast(chunk, tl.int64) * num_v_heads + head
+        wide = (place * C + token)[:, None] * DK_BLOCK + channel[None, :]
+        added = tl.load(additions + (place * C + token)[:, None] * DV + column[None, :], mask=(column < DV)[None, :],
+                        other=0.0)
+        update = added - tl.dot(tl.load(removals + wide), state, input_precision=PRECISION)
+        result = tl.dot(tl.load(queries + wide), state, input_precision=PRECISION)
+        inner = tl.load(scores + (place * C + token)[:, None] * C + token[None, :])
+        result += tl.dot(inner, update, input_precision=PRECISION)
+        at = ((first + token)[:, None] * num_v_heads + head) * DV + column[None, :]
+        tl.store(out + at, result, mask=(token < count)[:, None] & (column < DV)[None, :])
+        state = tl.load(lasts + place) * state + tl.dot(tl.trans(tl.load(faded + wide)), update,
+                                                        input_precision=PRECISION)
+    tl.store(states + cell, state, mask=inside)
+
+
+def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, fresh: Tensor,
+                 query_lens: tuple[int, ...]) -> Tensor:
+    """Rows of new tokens one after the other, each starting on the 64-token grid.
+
+    q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; states [records, Hv, dk, dv] fp32; slots [R] int64; fresh [R]
+    bool, True where the state is zero whatever the record holds. Returns [T, Hv, dv] fp32 and writes the new states.
+    Rows without tokens keep their state.
+    """
+    num_v_heads, dv = v.shape[1:]
+    num_k_heads, dk = q.shape[1:]
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    rows = [row for row, length in enumerate(query_lens) if length]
+    if not rows:
+        return out
+    firsts, counts, row_chunks, start = list[int](), list[int](), [0], 0
+    for length in (query_lens[row] for row in rows):
+        firsts += range(start, start + length, CHUNK)
+        counts += [min(CHUNK, length - done) for done in range(0, length, CHUNK)]
+        row_chunks.append(len(firsts))
+        start += length
+    first, count, bounds, chosen = (torch.tensor(values, dtype=torch.int32, device=v.device)
+                                    for values in (firsts, counts, row_chunks, rows))
+    dk_block = max(16, triton.next_power_of_2(dk))
+    inverses, scores, removals, queries, faded, additions = (
+        torch.empty(len(firsts), num_v_heads, CHUNK, width, dtype=torch.float32, device=v.device)
+        for width in (CHUNK, CHUNK, dk_block, dk_block, dk_block, dv))
+    lasts = torch.empty(len(firsts), num_v_heads, dtype=torch.float32, device=v.device)
+    precision = "tf32" if q.dtype is torch.bfloat16 else "tf32x3"
+    chunk_inverse_kernel[len(firsts), num_v_heads](k, g, beta, first, count, inverses, num_k_heads, num_v_heads, DK=dk,
+                                                   DK_BLOCK=dk_block, C=CHUNK, PRECISION=precision, **OPTIONS)
+    chunk_prepare_kernel[len(firsts), num_v_heads](
+        q, k, v, g, beta, inverses, first, count, removals, additions, queries, faded, scores, lasts, num_k_heads,
+        num_v_heads, dk ** -0.5, DK=dk, DV=dv, DK_BLOCK=dk_block, DV_BLOCK=_COLUMNS, C=CHUNK, PRECISION=precision,
+        **OPTIONS)
+    chunk_scan_kernel[len(rows), num_v_heads, triton.cdiv(dv, _COLUMNS)](
+        removals, additions, queries, faded, scores, lasts, first, count, bounds, states, slots[chosen], fresh[chosen],
+        out, num_v_heads, DK=dk, DV=dv, DK_BLOCK=dk_block, DV_BLOCK=_COLUMNS, C=CHUNK, PRECISION=precision,
+        **OPTIONS)
+    return out

@@ -1,0 +1,114 @@
+"""What kernels that numba compiles for the host share: how they are kept, called and fed.
+
+A kernel is a C function of one argument, the address of a record of sizes and addresses. Every thread of a team calls
+it, and they share the work by counting items up. It cannot raise, so it also counts what is done.
+"""
+
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+from numba import cfunc, types
+from numba.extending import intrinsic, overload
+from xxhash import xxh3_64_hexdigest
+
+from engine.kernels.host.team import Team
+from runtime.errors import InternalError
+
+STORED_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}  # numba knows no bf16, only its bits
+NUMBERS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}  # NaN stays NaN
+# Functions that kernels call become part of them. A called one would be a symbol that a process which has just compiled
+# it, and one that has loaded the kernel, resolve to code of different bits.
+PART = {**NUMBERS, "inline": "always"}
+NEXT, DONE = 0, 1  # the places of these fields in every record
+
+
+def has_kernels(*dtypes: torch.dtype) -> bool:
+    """Whether host kernels know all of these types."""
+    return all(dtype in STORED_AS for dtype in dtypes)
+
+
+def dense_tokens(x: torch.Tensor) -> torch.Tensor:
+    """x [T, D] or [T, heads, D] with each token's values side by side; a view of wider tokens stays one."""
+    if x.dim() not in (2, 3):
+        raise InternalError(f"tokens of shape {tuple(x.shape)} are neither [T, D] nor [T, heads, D]")
+    return x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2]) else x.contiguous()
+
+
+def record(*integers: str, **others: type) -> np.dtype:
+    """The arguments of a kernel: `next`, the first item that nobody has taken; `done`, how many are finished;
+    `num_items`; then the kernel's own, of which these are integers."""
+    return np.dtype([*((name, np.int64) for name in ("next", "done", "num_items", *integers)), *others.items()])
+
+
+def compile_kernel(work, arguments: np.dtype, name: str, source: str):
+    """The C function that `work`, a function made for this call, compiles to. Its code is kept for later processes by
+    the name and a digest of the file `source` and this one: nothing finds another version's."""
+    digest = xxh3_64_hexdigest(Path(source).read_bytes() + Path(__file__).read_bytes())
+    work.__qualname__ = f"{name}_{digest}"
+    options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **NUMBERS}
+    try:
+        return cfunc(**options, cache=True)(work)
+    except Exception:  # noqa: BLE001 - nowhere to keep it, a full disk, a damaged file: a fault of the code comes again
+        return cfunc(**options)(work)
+
+
+def launch(kernel, arguments: np.ndarray, team: Team) -> None:
+    """`arguments`: one record, with `next` and `done` 0. Raises InternalError if not all items were done, because there
+    was no memory for it."""
+    team.run(kernel.address, arguments.ctypes.data, num_parts=int(arguments["num_items"][0]))
+    done, wanted = int(arguments["done"][0]), int(arguments["num_items"][0])
+    if done != wanted:
+        raise InternalError(f"a kernel ended after {done} of {wanted} parts")
+
+
+def wide(x):
+    """x as fp32; bf16 comes as its bits."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(wide)
+def _wide(x):
+    if x == types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+def rounded(x, stored):
+    """fp32 as it is stored in that type: to the nearest, of two to the even one."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(rounded)
+def _rounded(x, stored):
+    if stored.dtype == types.uint16:
+        def to_bf16(x, stored):
+            bits = np.float32(x).view(np.uint32)
+            nearest = np.uint32(bits + np.uint32(0x7FFF) + np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1)))
+            return np.uint16(np.uint32(nearest >> np.uint32(16)) if x == x else np.uint32(0x7FC0))
+        return to_bf16
+    return lambda x, stored: np.float32(x)
+
+
+@intrinsic
+def pointer_to(typing, address, element):
+    """The address as a pointer to elements of that type."""
+    pointer = types.CPointer(element.dtype)
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(address, element), generate
+
+
+@intrinsic
+def count_up(typing, pointer, field):
+    """One more in this field of the arguments, whichever thread counts. Returns what was there before."""
+
+    def generate(context, builder, signature, arguments):
+        address = builder.bitcast(arguments[0], context.get_value_type(types.CPointer(types.int64)))
+        one = context.get_constant(types.int64, 1)
+        return builder.atomic_rmw("add", builder.gep(address, [arguments[1]]), one, "monotonic")
+
+    return types.int64(pointer, types.int64), generate

@@ -1,0 +1,89 @@
+"""Root-mean-square norms on the host in one pass over each row, where torch makes seven over all of them.
+
+A row's bits depend on the row alone.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray, njit
+from torch import Tensor
+
+from engine.kernels.host.compiled import (
+    DONE,
+    NEXT,
+    PART,
+    STORED_AS,
+    compile_kernel,
+    count_up,
+    launch,
+    pointer_to,
+    record,
+    rounded,
+    wide,
+)
+from engine.kernels.host.team import Team
+
+_ARGUMENTS = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", eps=np.float32)
+_ITEM_TOKENS = 16
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool) -> Tensor:
+    """x: [T, heads, D] or [T, D], dense within a token; weight: [D] or [heads, D], dense; each bf16 or fp32. With
+    `rounds_first` the unit row is rounded to x's type before it is multiplied, else after only. Returns a new tensor in
+    x's shape and type."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    if not len(x):
+        return out
+    arguments = np.zeros(1, _ARGUMENTS)
+    a = arguments[0]
+    a["num_tokens"], a["width"], a["num_heads"] = x.shape[0], x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    a["num_items"] = -(-x.shape[0] // _ITEM_TOKENS)
+    a["stride"], a["num_weights"], a["eps"] = x.stride(0), weight.numel() // x.shape[-1], eps
+    a["x"], a["weight"], a["out"] = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    launch(_compiled_for(x.dtype, weight.dtype, rounds_first), arguments, team)
+    return out
+
+
+@cache
+def _compiled_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):  # noqa: FBT001
+    stored, weighed = STORED_AS[dtype], STORED_AS[weight_dtype]
+
+    def work(pointer):
+        _take_tokens(pointer, stored, weighed, rounds_first)
+
+    name = f"rms_norm_{stored.__name__}_{weighed.__name__}_{'twice' if rounds_first else 'once'}"
+    return compile_kernel(work, _ARGUMENTS, name, __file__)
+
+
+@njit(**PART)
+def _take_tokens(pointer, stored, weighed, rounds_first):
+    """One thread's part: a few tokens at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    x = carray(pointer_to(a.x, stored), (a.num_tokens - 1) * a.stride + a.num_heads * a.width)
+    weight = carray(pointer_to(a.weight, weighed), (a.num_weights, a.width))
+    out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_heads, a.width))
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
+            for head in range(a.num_heads):
+                first = token * a.stride + head * a.width
+                row = x[first:first + a.width]
+                _norm(row, weight[head % a.num_weights], a.eps, out[token, head], stored, rounds_first)
+        count_up(pointer, DONE)
+
+
+@njit(**PART)
+def _norm(x, weight, eps, out, stored, rounds_first):
+    total = np.float32(0)
+    for place in range(len(x)):
+        total += wide(x[place]) * wide(x[place])
+    factor = np.float32(1) / np.sqrt(total / np.float32(len(x)) + eps)
+    for place in range(len(x)):
+        unit = wide(x[place]) * factor
+        if rounds_first:
+            unit = wide(rounded(unit, stored))
+        out[place] = rounded(unit * wide(weight[place]), stored)

@@ -1,0 +1,147 @@
+"""What a family declares: a decoder as a list of layers, each a token mixer and a feed-forward.
+
+A spec is plain data. It knows its cache needs without any weights, and it builds its block from them. So a family file
+only reads config fields into specs, and everything that is the same for all families lives in `decoder.py` and
+`blocks/`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.contracts.attention import AttentionBackend, AttentionGeometry
+from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
+from engine.contracts.model import ForwardContext
+from engine.core.batch import ForwardBatch
+from engine.memory.layout import CacheSpec
+from models.blocks.config import RawConfig
+from models.blocks.norm import NormSpec
+from models.blocks.rotary import RopeSpec, RotaryTable
+from models.blocks.weights import Weights
+from runtime.errors import InternalError
+
+
+@dataclass
+class StagePass:
+    """One forward of one stage: what its layers share. Made new for every forward, so that nothing of an earlier
+    batch can be read by mistake.
+
+    rotary         set by the stage's first layer
+    selected_keys  [T, n] int32 key positions, -1 where there are fewer; set by layers that select keys, read by those
+                   that share the selection; a draft's begins with what the steps of its round carry
+    """
+
+    batch: ForwardBatch
+    context: ForwardContext
+    rotary: RotaryTable | None = None
+    selected_keys: Tensor | None = None
+
+    def rotary_table(self) -> RotaryTable:
+        if self.rotary is None:
+            raise InternalError("the stage's first layer has not computed the rotary table")
+        return self.rotary
+
+    def paged_attention(self) -> AttentionBackend:
+        if self.context.attention is None:
+            raise InternalError("the stage was built without paged attention")
+        return self.context.attention
+
+    def latent_attention(self) -> LatentAttentionBackend:
+        if self.context.latent_attention is None:
+            raise InternalError("the stage was built without latent attention")
+        return self.context.latent_attention
+
+
+class Mixer(Protocol):
+    def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
+        """x: [T, hidden], normalised. Returns [T, hidden]."""
+        ...
+
+
+class FeedForward(Protocol):
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden], normalised. Returns [T, hidden]."""
+        ...
+
+
+class MixerSpec(Protocol):
+    """How a layer mixes tokens."""
+
+    @property
+    def weights_name(self) -> str:
+        """The key part of its tensors, below the layer's."""
+        ...
+
+    @property
+    def chunk_grid(self) -> int:
+        """Prefill chunks must end on multiples of this many tokens."""
+        ...
+
+    @property
+    def shares_selection(self) -> bool:
+        """Whether it attends to the keys that an earlier layer selected."""
+        ...
+
+    def attention_geometry(self, page_size: int) -> AttentionGeometry | LatentGeometry | None:
+        """Of the attention backend it runs on; None if it is no attention."""
+        ...
+
+    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]: ...
+
+    def build(self, weights: Weights, *, layer_id: int) -> Mixer: ...
+
+
+class FeedForwardSpec(Protocol):
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether what it starts depends on values that it reads back, so that no graph can hold it."""
+        ...
+
+    def build(self, weights: Weights) -> FeedForward: ...
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A whole model. `num_extra_layers` layers after the last (NextN drafts) may be in its files and are not its;
+    `draft_layer` is what such a layer is like, in families that may have them."""
+
+    vocab_size: int
+    hidden_size: int
+    max_context_tokens: int
+    norm: NormSpec
+    rope: RopeSpec
+    layers: tuple[LayerSpec, ...]
+    tied_head: bool
+    num_extra_layers: int = field(default=0)
+    draft_layer: LayerSpec | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def read_norm(raw: RawConfig, *, zero_centred: bool = False) -> NormSpec:
+    return NormSpec(eps=raw.number("rms_norm_eps", 1e-6), zero_centred=zero_centred)
+
+
+def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: RopeSpec, norm: NormSpec | None = None,
+                     draft_layer: LayerSpec | None = None) -> DecoderSpec:
+    """A decoder of these layers with the fields every config spells alike.
+
+    Raises:
+        ConfigError: a field is missing or out of range.
+    """
+    return DecoderSpec(
+        vocab_size=raw.integer("vocab_size"), hidden_size=raw.integer("hidden_size"),
+        max_context_tokens=raw.integer("max_position_embeddings"), norm=norm or read_norm(raw), rope=rope,
+        layers=layers, tied_head=raw.flag("tie_word_embeddings", default=False), draft_layer=draft_layer,
+        num_extra_layers=0 if draft_layer is None else raw.integer("num_nextn_predict_layers", 0, minimum=0),
+    )

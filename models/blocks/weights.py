@@ -1,0 +1,94 @@
+"""How blocks get their weights: by name below a key prefix, into fresh memory, wherever they come from.
+
+Blocks ask for exactly the tensors they need, with the shapes they need, while they are built. So a stage reads what its
+blocks ask for and nothing else, and a fused matrix is read straight into its rows.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.core.numerics import Numerics
+from engine.core.placement import HOST
+from models.blocks.linear import Linear
+
+
+class WeightSource(Protocol):
+    """Named tensors of one stage. Names are the checkpoint's without a leading `model.`."""
+
+    def has(self, name: str) -> bool: ...
+
+    def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
+        """Fill `out` (contiguous, of any dtype, anywhere) with a tensor, or for `item` = (i, n) with entry i of n.
+
+        A source notes a missing or wrong-shaped tensor and reports all of them at the end of the load.
+        """
+        ...
+
+
+class Weights:
+    """The tensors whose names start with `prefix`."""
+
+    def __init__(self, source: WeightSource, *, prefix: str, dtype: torch.dtype, numerics: Numerics,
+                 device: torch.device = HOST) -> None:
+        """`device`: where the tensors lie, and so where blocks over them compute."""
+        self._source = source
+        self._prefix = prefix
+        self._dtype = dtype
+        self._numerics = numerics
+        self.device = device
+
+    def at(self, part: str) -> "Weights":
+        return Weights(self._source, prefix=f"{self._prefix}{part}.", dtype=self._dtype, numerics=self._numerics,
+                       device=self.device)
+
+    def has(self, name: str) -> bool:
+        return self._source.has(self._prefix + name)
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None,
+               item: tuple[int, int] | None = None) -> Tensor:
+        """One tensor, or entry i of a stack of n for `item` = (i, n). `dtype` is the model's unless given."""
+        out = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
+        self._source.read(self._prefix + name, out, item=item)
+        return out
+
+    def linear(self, *names: str, rows: Sequence[int], in_features: int, bias: bool = False,
+               dtype: torch.dtype | None = None) -> Linear:
+        """One projection, or several with the same input fused into one: `rows[i]` output rows of `names[i]`."""
+        weight = torch.empty(sum(rows), in_features, dtype=dtype or self._dtype, device=self.device)
+        offsets = torch.empty(sum(rows), dtype=self._dtype, device=self.device) if bias else None
+        start = 0
+        for name, count in zip(names, rows, strict=True):
+            self._source.read(f"{self._prefix}{name}.weight", weight[start:start + count])
+            if offsets is not None:
+                self._source.read(f"{self._prefix}{name}.bias", offsets[start:start + count])
+            start += count
+        return self.linear_from(weight, offsets)
+
+    def linear_from(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A projection over a weight [out, in] that was read already."""
+        return Linear(weight, biases=() if bias is None else (bias,), numerics=self._numerics)
+
+
+class RandomWeights:
+    """Repeatable random tensors of any name and shape: benchmarks of a model's shape without its checkpoint. The
+    same on every device: they are drawn on the host."""
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+
+    def has(self, name: str) -> bool:
+        return ".experts." not in name or name.rsplit(".", 1)[1] == "weight"  # experts one by one, not stacked
+
+    def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
+        if "norm" in name:
+            out.fill_(1.0)
+            return
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ self._seed)
+        drawn = out if out.device == HOST else torch.empty(out.shape, dtype=out.dtype)
+        drawn.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
+        if drawn is not out:
+            out.copy_(drawn)

@@ -1,0 +1,230 @@
+"""A process of rank 1..n-1: joins the leader, serves its stage, and starts over when the leader is gone.
+
+Two threads: the engine thread owns the batch channel and the model, the event loop owns the Join stream. The leader's
+life is heard on that stream: when it drops, every session is closed, the batch channel is left, and the stage joins
+again with patience. A stage whose engine meets an error drops the stream itself: its leader may not know of it. A stage
+that is told to stop says so on the stream and serves on until its leader lets it go.
+
+It joins again only when nothing of the time before can touch its memory: the step that ran is over and every transfer
+has drained. The leader relies on that (`pool.pipeline.group`): it has given those pages away.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+import grpc
+
+from engine.core.batch import ForwardBatch
+from engine.pipeline.stages import FollowerStage
+from engine.sampling.sampler import Sampler
+from pool.pipeline.stage_channel import PoolChannel
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import Stage
+from protos import pipeline_pb2 as pb
+from protos import pipeline_pb2_grpc
+from runtime.client import open_channel
+from runtime.errors import DeadlineError, PeerLostError
+from runtime.security import ChannelSecurity
+from runtime.status import error_from_rpc
+from transfer.plan import codec
+from transfer.plan.terms import StageSessionEvent
+
+REJOIN_MIN_S, REJOIN_MAX_S = 0.2, 2.0
+SETTLE_S = 60.0  # for the longest step; transfers are cut much earlier
+GOODBYE_S = 3.0  # what a leader may take beyond the grace to hand requests back
+EVENT_LIMIT = 65536
+
+logger = logging.getLogger(__name__)
+
+
+class FollowerEngine:
+    """The engine thread of a follower: serves frames while the pool is formed, waits for orders otherwise.
+
+    `on_broken` is called from the thread when an error ended the serving: the pool has to form anew.
+    """
+
+    def __init__(self, stage: Stage, sampler: Sampler, channel: PoolChannel, *, rank: int, size: int,
+                 on_step: Callable[[float, ForwardBatch], None]) -> None:
+        self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, drafter=stage.drafter,
+                                       on_step=on_step)
+        self._channel = channel
+        self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
+        self._formed = False
+        self._stopping = False
+        self.on_broken: Callable[[], object] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def form(self, addresses: list[bytes], epoch: int) -> None:
+        """Connect the batch channel for a new pool epoch. Any thread."""
+        self._order(lambda: self._connect(addresses, epoch))
+
+    def leave(self) -> Future[None]:
+        """The pool is broken: serve nothing until it is formed again. Done when the step that runs is over. Any
+        thread."""
+        left: Future[None] = Future()
+        left.set_running_or_notify_cancel()  # nobody who waits can cancel it
+        self._order(lambda: self._leave(left))
+        return left
+
+    def stop(self, timeout_s: float = 10) -> None:
+        self._order(self._stop)
+        self._thread.join(timeout_s)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.put_nowait(order)
+        self._channel.wake()
+
+    def _connect(self, addresses: list[bytes], epoch: int) -> None:
+        self._channel.connect(addresses, epoch)
+        self._formed = True
+
+    def _leave(self, left: Future[None]) -> None:
+        self._formed = False
+        left.set_result(None)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                if not self._formed:
+                    self._orders.get()()
+                    continue
+                self._follower.step(1.0)
+                while not self._orders.empty():
+                    self._orders.get_nowait()()
+            except PeerLostError as error:
+                logger.warning("the pool broke: %s", error)
+                self._break()
+            except Exception:  # the edge of the thread: whatever it is, the pool must hear of it
+                logger.exception("stage step failed")
+                self._break()
+
+    def _break(self) -> None:
+        self._formed = False
+        self.on_broken()
+
+
+class Follower:
+    """Keeps the stage joined to its leader until cancelled."""
+
+    def __init__(self, config: WorkerConfig, stage: Stage, engine: FollowerEngine, channel_address: bytes,
+                 security: ChannelSecurity) -> None:
+        self._config = config
+        self._security = security
+        self._stage = stage
+        self._engine = engine
+        self._channel_address = channel_address
+        self._outbox: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
+        self._is_leaving = False
+        self._has_parted = asyncio.Event()
+        self.joined = False
+
+    def on_stage_event(self, event: StageSessionEvent) -> None:
+        """Event loop's thread: a report of the transfer agent for the leader."""
+        if self.joined:
+            self._outbox.put_nowait(pb.JoinRequest(session=codec.event_to_proto(event)))
+
+    async def leave(self, grace_s: float) -> None:
+        """Serve on until the leader says goodbye, because nothing runs any more. Not longer than the grace, and not at
+        all if the leader is gone."""
+        self._is_leaving = True
+        if not self.joined:
+            return
+        logger.info("leaving: waiting for the leader's goodbye")
+        self._outbox.put_nowait(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s + GOODBYE_S):
+                await self._has_parted.wait()
+
+    async def run(self, on_joined: Callable[[bool], None]) -> None:
+        """Join, serve, rejoin, until cancelled. `on_joined` hears of each change of membership.
+
+        Raises:
+            DeadlineError: something of the time before may still touch the stage's memory. Only the end of the process
+                can stop it.
+        """
+        events, delay = asyncio.get_running_loop(), REJOIN_MIN_S
+        self._engine.on_broken = lambda: events.call_soon_threadsafe(self._drop)
+        async with open_channel(self._config.leader, security=self._security) as channel:
+            stub = pipeline_pb2_grpc.PipelineStub(channel)
+            while True:
+                began_s = time.monotonic()
+                try:
+                    async for command in stub.Join(self._requests()):
+                        self._obey(command, on_joined)
+                    logger.info("the leader %s closed the pool", self._config.leader)
+                except grpc.aio.AioRpcError as error:
+                    logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
+                finally:
+                    left = self._part(on_joined)
+                if self._is_leaving:
+                    await events.create_future()  # nowhere to go but out
+                await self._settle(left)
+                delay = REJOIN_MIN_S if time.monotonic() - began_s > REJOIN_MAX_S else delay
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, REJOIN_MAX_S)
+
+    async def _requests(self) -> AsyncIterator[pb.JoinRequest]:
+        compatibility = self._stage.plan.compatibility
+        self._outbox = asyncio.Queue(EVENT_LIMIT)
+        yield pb.JoinRequest(hello=pb.StageHello(
+            rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
+            channel_address=self._channel_address, compatibility=compatibility.digest,
+            compatibility_text=compatibility.text))
+        self.joined = True
+        self._has_parted.clear()
+        while (request := await self._outbox.get()) is not None:
+            yield request
+
+    def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
+        match command.WhichOneof("command"):
+            case "formed":
+                self._engine.form(list(command.formed.channel_addresses), command.formed.pool_epoch)
+                on_joined(True)  # noqa: FBT003
+            case "open_session":
+                source = codec.source_from_proto(command.open_session.source)
+                landing = codec.landing_from_proto(command.open_session.landing)
+                if command.open_session.request_key:
+                    self._stage.agent.open_send(command.open_session.request_key, source, landing)
+                else:
+                    self._stage.agent.open_receive(source, landing)
+            case "close_session":
+                if command.close_session.request_key:
+                    self._stage.agent.close_request(command.close_session.request_key)
+                else:
+                    self._stage.agent.close(command.close_session.session_id)
+
+    def _drop(self) -> None:
+        """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""
+        if self.joined:
+            self._outbox.put_nowait(None)
+
+    def _part(self, on_joined: Callable[[bool], None]) -> Future[None]:
+        """Stop all that goes on; done when the step that runs is over."""
+        self.joined = False
+        on_joined(False)  # noqa: FBT003
+        self._has_parted.set()
+        self._stage.agent.close_all()
+        return self._engine.leave()
+
+    async def _settle(self, left: Future[None]) -> None:
+        """Wait until nothing of the time before can touch this stage's memory. Raises DeadlineError."""
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await asyncio.wrap_future(left)
+                # Again: the step that ran until now has told the agent of layers, under keys the next leader may use.
+                await asyncio.wrap_future(self._stage.agent.close_all())
+        except TimeoutError:
+            raise DeadlineError(f"this stage cannot join again: a step or a transfer of the time before has not ended "
+                                f"after {SETTLE_S:g} s") from None

@@ -1,0 +1,184 @@
+"""Stage 0 of a pool: runs the engine loop over whatever stages are joined, and says when it can serve.
+
+The event loop's thread owns membership, sessions and readiness; the engine thread owns scheduler, batch channel and
+model. A pool of one stage is formed from the start.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
+from engine.pipeline.stages import HeadStage, SingleStage
+from engine.sampling.sampler import Sampler
+from pool.pipeline.group import StageGroup
+from pool.pipeline.membership import PipelineService, StageLink
+from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import Stage, max_frame_bytes
+from runtime.errors import BatonError, PeerLostError
+from transfer.plan.terms import StageSessionEvent
+
+logger = logging.getLogger(__name__)
+
+ServingListener = Callable[[bool, str], None]
+WARM_UP_PAUSE_S = 1.0  # between two tries
+
+
+class Leader:
+    """Ties a scheduler to the stages of its pool. Satisfies `pool.membership.MembershipObserver`.
+
+    `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty` lets requests
+    finish for some seconds and hands the rest back to their routers.
+
+    When the engine finds the pipeline broken though no stage was lost, all stages are let go; they come back, and the
+    pool forms anew. A pool of one stage has nobody to do that with: `failure` says that the process has to end.
+    """
+
+    def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: Sampler, *,
+                 warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
+                 empty: Callable[[float], Awaitable[None]],
+                 observer: LoopObserver | None = None,
+                 on_frame: Callable[[int], object] = lambda num_bytes: None) -> None:
+        self._config = config
+        self._stage = stage
+        self._sampler = sampler
+        self._warm_up = warm_up
+        self._on_serving = on_serving
+        self._empty = empty
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._is_draining = False
+        self._epoch = 0  # of the present forming
+        self._dismissed: set[int] = set()
+        self._failure: BatonError | None = None
+        self.group = StageGroup(stage.agent, config.world_size)
+        self.loop = EngineLoop(scheduler, observer=observer)
+        self._channel: PoolChannel | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self.service: PipelineService | None = None
+        self.serving = False
+        self.reason = "starting"
+        if config.world_size > 1:
+            self._channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
+                                              on_sent=on_frame)
+            self.service = PipelineService(layers=stage.plan.ranges, compatibility=stage.plan.compatibility,
+                                           leader_channel=self._channel.address, observer=self,
+                                           check_channels=check_channels)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why this process can never serve again."""
+        return self._failure or self.loop.failure
+
+    def start(self) -> None:
+        """Start the engine; a pool of one stage begins to serve, a larger one waits for its stages."""
+        self.loop.start()
+        if self._channel is None:
+            single = SingleStage(self._stage.executor, self._sampler, self._stage.drafter)
+            on_lost = self._when_lost(self._fail)
+            self.loop.post(lambda: self.loop.attach(single, on_lost))
+            self._warming = asyncio.create_task(self._become_ready())
+        else:
+            self._set_serving(None, f"waiting for {self._config.world_size - 1} more stages to join")
+
+    def drain(self) -> None:
+        """Take no more requests; what runs goes on."""
+        self._is_draining = True
+        self._close("draining")
+
+    def stop(self) -> None:
+        for leaving in self._leaving.values():
+            leaving.cancel()
+        self._close("stopping")
+        self.loop.stop()
+        if self._channel is not None:
+            self._channel.close()
+
+    def pool_formed(self, epoch: int, links: list[StageLink]) -> None:
+        channel = self._channel
+        assert channel is not None, "a pool of one stage has nobody to form with"
+        self.group.pool_formed(links)
+        self._epoch = epoch
+        on_lost = self._when_lost(lambda error: self._form_anew(epoch, links, error))
+        addresses = [channel.address, *(link.channel_address for link in links)]
+        head = HeadStage(self._stage.executor, channel, size=self._config.world_size)
+
+        def attach() -> None:
+            self.loop.attach(head, on_lost)  # first: a connection that cannot be made is a broken pipeline, too
+            channel.connect(addresses, epoch)
+
+        self.loop.post(attach)
+        self._warming = asyncio.create_task(self._become_ready())
+
+    def stage_leaving(self, link: StageLink, grace_s: float) -> None:
+        self._close(f"stage {link.rank} of the pool is leaving")
+        self._leaving[link.rank] = asyncio.create_task(self._let_go(link, grace_s))
+
+    async def _let_go(self, link: StageLink, grace_s: float) -> None:
+        await self._empty(grace_s)
+        link.dismiss()
+
+    def stage_lost(self, rank: int) -> None:
+        leaving = self._leaving.pop(rank, None)
+        if leaving is not None:
+            leaving.cancel()
+        # Those it dismissed left; the leader of a pool that drains ends all their streams.
+        died = leaving is None and not self._is_draining and rank not in self._dismissed
+        self._dismissed.discard(rank)
+        what = f"stage {rank} of the pool {'died' if died else 'left'}"
+        logger.log(logging.WARNING if died else logging.INFO, what)
+        self._close(what)
+        if self._channel is not None:
+            self._channel.fail(rank, f"stage {rank} left the pool")
+        error = PeerLostError(f"stage {rank} of the {self._config.world_size}-stage pool died")
+        self.loop.post(lambda: self.loop.detach(error))
+        self.group.stage_lost(rank)
+
+    def stage_event(self, rank: int, event: StageSessionEvent) -> None:
+        self.group.stage_event(rank, event)
+
+    def unhealthy(self, reason: str) -> None:
+        """An invariant broke: say so loudly and take no more requests."""
+        logger.error("the pool is unhealthy: %s", reason)
+        self._close(reason)
+
+    def _when_lost(self, then: Callable[[BatonError], None]) -> LostListener:
+        """A listener for the engine's thread; `then` is called on the event loop's."""
+        events = asyncio.get_running_loop()
+        return lambda error: events.call_soon_threadsafe(then, error)
+
+    def _form_anew(self, epoch: int, links: list[StageLink], error: BatonError) -> None:
+        if epoch != self._epoch or not self.group.formed:
+            return  # because a stage was lost, which is known already
+        logger.warning("the pipeline broke: %s; its stages have to join again", error)
+        self._close(f"the pipeline broke: {error}")
+        for link in links:
+            self._dismissed.add(link.rank)
+            link.dismiss()
+
+    def _fail(self, error: BatonError) -> None:
+        self._close(str(error))
+        self._failure = error
+
+    def _close(self, reason: str) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+        self._set_serving(None, reason)
+
+    async def _become_ready(self) -> None:
+        while True:
+            try:
+                await self._warm_up()
+                break
+            except BatonError as error:
+                logger.warning("the warm-up failed: %s", error)
+                self._set_serving(None, f"warm-up failed: {error}")
+            await asyncio.sleep(WARM_UP_PAUSE_S)
+        self._set_serving(self._config.world_size, "")
+
+    def _set_serving(self, stages: int | None, reason: str) -> None:
+        if stages and (self._is_draining or self._leaving):
+            return  # a stage that joins now comes too late, or too early: what is taken now is handed back soon
+        self.serving, self.reason = stages is not None, reason
+        logger.info("serving with %d stages", stages) if stages else logger.info("not serving: %s", reason)
+        self._on_serving(self.serving, reason)

@@ -1,0 +1,145 @@
+"""Who is in a pool: stages 1..n-1 join stage 0 and stay joined as long as their stream lives.
+
+Leader side. A pool is *formed* when every rank has joined with the layers it should have; each forming gets a new
+epoch, and every stage reconnects its batch channel to it. A stage that is lost breaks the pool until it, or its
+successor, joins.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from engine.core.layer_range import LayerRange
+from pool.request.inbox import Inbox
+from protos import pipeline_pb2 as pb
+from protos import pipeline_pb2_grpc
+from runtime.errors import ConfigError
+from transfer.plan import codec
+from transfer.plan.compatibility import Compatibility, check_same
+from transfer.plan.terms import StageEndpoint, StageSessionEvent
+
+Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
+HELLO_TIMEOUT_S = 10.0
+OUTBOX_LIMIT = 65536
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StageLink:
+    """A joined stage: what it said of itself, and the commands on their way to it."""
+
+    rank: int
+    endpoint: StageEndpoint
+    channel_address: bytes
+    outbox: asyncio.Queue[pb.JoinResponse | None] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
+
+    def send(self, **command: Message) -> None:
+        """Queue one command. A stage that lets thousands pile up is as good as lost: asyncio.QueueFull says so."""
+        self.outbox.put_nowait(pb.JoinResponse(**command))  # type: ignore[arg-type]
+
+    def dismiss(self) -> None:
+        """Say goodbye: the stage's stream ends when all that was said before has gone out."""
+        self.outbox.put_nowait(None)
+
+    def wake(self) -> None:
+        """Whoever waits for a command is to look whether the stream goes on."""
+        with suppress(asyncio.QueueFull):  # then nobody waits
+            self.dismiss()
+
+
+class MembershipObserver(Protocol):
+    """What the leader does when the pool changes. Called on the event loop's thread."""
+
+    def pool_formed(self, epoch: int, links: list[StageLink]) -> None: ...
+
+    def stage_lost(self, rank: int) -> None: ...
+
+    def stage_event(self, rank: int, event: StageSessionEvent) -> None: ...
+
+    def stage_leaving(self, link: StageLink, grace_s: float) -> None:
+        """Dismiss it when nothing runs any more, at the latest after the grace."""
+        ...
+
+
+class PipelineService(pipeline_pb2_grpc.PipelineServicer):
+    """The Join service of a leader. `layers` is what each rank must own; `compatibility` what it must run."""
+
+    def __init__(self, *, layers: list[LayerRange], compatibility: Compatibility, leader_channel: bytes,
+                 observer: MembershipObserver, check_channels: Callable[[Sequence[bytes]], object]) -> None:
+        """`check_channels` raises ConfigError for channel addresses, in rank order, that are not of one pool."""
+        self._layers = layers
+        self._compatibility = compatibility
+        self._leader_channel = leader_channel
+        self._observer = observer
+        self._check_channels = check_channels
+        self._links: dict[int, StageLink] = {}
+        self._epoch = 0  # of the latest forming; above those of any earlier life of this leader, which stages remember
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        return [rank for rank in range(1, len(self._layers)) if rank not in self._links]
+
+    async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
+                   context: Context) -> AsyncIterator[pb.JoinResponse]:
+        link = self._welcome(await Inbox[pb.JoinRequest, None](request_iterator).first_message(HELLO_TIMEOUT_S))
+        reader = asyncio.create_task(self._read(link, request_iterator))
+        reader.add_done_callback(lambda ended: link.wake())
+        try:
+            while not reader.done() and (response := await link.outbox.get()) is not None:
+                yield response
+        finally:
+            reader.cancel()
+            self._lose(link)
+
+    async def _read(self, link: StageLink, requests: AsyncIterator[pb.JoinRequest]) -> None:
+        async for request in requests:
+            if self._links.get(link.rank) is not link:
+                return
+            match request.WhichOneof("event"):
+                case "session":
+                    self._observer.stage_event(link.rank, codec.event_from_proto(request.session))
+                case "leaving":
+                    self._observer.stage_leaving(link, request.leaving.grace_s)
+
+    def _welcome(self, request: pb.JoinRequest) -> StageLink:
+        hello = request.hello
+        endpoint = codec.endpoint_from_proto(hello.endpoint)
+        if not 1 <= hello.rank < len(self._layers):
+            raise ConfigError(f"rank {hello.rank} is outside 1..{len(self._layers) - 1} of this pool", field="rank")
+        if endpoint.layers != self._layers[hello.rank]:
+            raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
+                              f"{self._layers[hello.rank]}", field="partition")
+        check_same(self._compatibility, hello.compatibility, hello.compatibility_text)
+        others = {rank: link.channel_address for rank, link in self._links.items() if rank != hello.rank}
+        joined = sorted({0: self._leader_channel, **others, hello.rank: hello.channel_address}.items())
+        self._check_channels([address for _, address in joined])
+        previous = self._links.pop(hello.rank, None)
+        if previous is not None:
+            self._observer.stage_lost(hello.rank)
+        link = StageLink(hello.rank, endpoint, hello.channel_address)
+        self._links[hello.rank] = link
+        logger.info("stage %d joined with layers %s", hello.rank, endpoint.layers)
+        if not self.missing_ranks:
+            self._form()
+        return link
+
+    def _form(self) -> None:
+        self._epoch = max(self._epoch + 1, int(time.time() * 1e3))
+        links = [self._links[rank] for rank in range(1, len(self._layers))]
+        addresses = [self._leader_channel, *(link.channel_address for link in links)]
+        for link in links:
+            link.send(formed=pb.PoolFormed(pool_epoch=self._epoch, channel_addresses=addresses))
+        self._observer.pool_formed(self._epoch, links)
+
+    def _lose(self, link: StageLink) -> None:
+        if self._links.get(link.rank) is link:
+            del self._links[link.rank]
+            self._observer.stage_lost(link.rank)

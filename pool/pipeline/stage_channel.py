@@ -1,0 +1,190 @@
+"""The batch channel of a pool: frames over UCX, and the one place that chooses how tensors travel.
+
+Each stage says in its address what it computes on; all see the same addresses when the pool forms, and so choose alike.
+"""
+
+import json
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Self
+
+import torch
+import torch.distributed
+
+from engine.pipeline.channel import Packet
+from engine.pipeline.links import LaneBackend, Lanes
+from engine.pipeline.rendezvous import MeetingHost, MeetingPlace
+from engine.pipeline.tensor_channel import TensorChannel
+from pool.stage.config import WorkerConfig
+from runtime.config import parse_address
+from runtime.errors import ConfigError, PeerLostError
+from transfer.ucx.settings import TransportProfile
+from transfer.ucx.stage_channel import UcxStageChannel
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+BUNDLE_OVERHEAD = 1 << 12  # head and table of a packet's tensors
+
+
+@dataclass(frozen=True)
+class StageAddress:
+    """What a stage's neighbours need to reach it. `lanes` names the backend its tensors could travel by beside their
+    frames, empty when they cannot, for the reason in `why`; `is_demanded`: or not at all. Port and token are those of
+    stage 0's meeting place."""
+
+    rank: int
+    frames: bytes
+    lanes: str = ""
+    device_id: str = ""
+    why: str = ""
+    is_demanded: bool = False
+    port: int = 0
+    token: str = ""
+
+    def pack(self) -> bytes:
+        """As it travels: length, JSON, the frame channel's address."""
+        values = asdict(self)
+        del values["frames"]
+        text = json.dumps(values).encode()
+        return _LENGTH.pack(len(text)) + text + self.frames
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """Raises PeerLostError when it was not made by `pack`."""
+        try:
+            (length,) = _LENGTH.unpack_from(data, 0)
+            end = _LENGTH.size + length
+            return cls(frames=data[end:], **json.loads(data[_LENGTH.size:end]))
+        except (struct.error, ValueError, TypeError) as error:
+            raise PeerLostError(f"{len(data)} bytes that are not the address of a stage") from error
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which backend's lanes tensors travel by; none: within the frames."""
+
+    lanes: str
+    reason: str
+
+
+def choose(stages: Sequence[StageAddress]) -> Choice:
+    """By the addresses of stages, in rank order. Raises ConfigError when lanes are demanded and cannot be."""
+    choice = _choose(stages)
+    demanding = [stage for stage in stages if stage.is_demanded]
+    if demanding and not choice.lanes:
+        raise ConfigError(f"stage {demanding[0].rank} demands stage_channel nccl, but {choice.reason}",
+                          field="stage_channel")
+    return choice
+
+
+def check_channels(addresses: Sequence[bytes]) -> None:
+    """Whether the stages that are there can be of one pool, in rank order. Raises ConfigError."""
+    choose([StageAddress.unpack(address) for address in addresses])
+
+
+def _choose(stages: Sequence[StageAddress]) -> Choice:
+    owners: dict[str, int] = {}
+    for stage in stages:
+        if not stage.lanes:
+            return Choice("", f"stage {stage.rank} {stage.why}")
+        if stage.lanes != stages[0].lanes:
+            return Choice("", f"stage {stage.rank} has {stage.lanes}, stage {stages[0].rank} {stages[0].lanes}")
+        owner = owners.setdefault(stage.device_id, stage.rank)
+        if owner != stage.rank:
+            return Choice("", f"stages {owner} and {stage.rank} share device {stage.device_id}")
+    return Choice(stages[0].lanes, "every stage has a device of its own")
+
+
+class PoolChannel:
+    """A `StageChannel` that can be formed anew. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
+
+    def __init__(self, frames: UcxStageChannel, *, rank: int, max_bytes: int, backend: LaneBackend | None = None,
+                 why: str = "", is_demanded: bool = False, leader_host: str = "127.0.0.1",
+                 ports: tuple[int, int] | None = None,
+                 on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
+        """`backend` makes lanes; without one `why` says the reason. Stage 0 listens at `leader_host` for those who open
+        lanes, the others find it there. Raises ConfigError when it cannot listen."""
+        self._frames = frames
+        self._rank = rank
+        self._backend = backend
+        self._leader_host = leader_host
+        self._channel = TensorChannel(frames, max_bytes=max_bytes, on_sent=on_sent)
+        self._meeting = MeetingHost(leader_host, ports) if backend is not None and rank == 0 else None
+        address = StageAddress(rank, frames.address, why=why, is_demanded=is_demanded)
+        if backend is not None:
+            address = replace(address, lanes=backend.name, device_id=backend.device_id)
+        if self._meeting is not None:
+            address = replace(address, port=self._meeting.place.port, token=self._meeting.place.token)
+        self.address = address.pack()
+
+    def connect(self, addresses: Sequence[bytes], pool_epoch: int) -> None:
+        """Form the pool: `addresses` by rank, this stage's own included. Ends the epoch before.
+
+        Raises:
+            PeerLostError: an address is not usable here.
+            ConfigError: lanes are demanded and cannot be.
+            InternalError: the epoch is not newer than the present one.
+        """
+        stages = [StageAddress.unpack(address) for address in addresses]
+        choice = choose(stages)
+        self._frames.connect([stage.frames for stage in stages], pool_epoch)
+        lanes = None
+        if choice.lanes and self._backend is not None:
+            place = self._meeting.place if self._meeting is not None else MeetingPlace(
+                self._leader_host, stages[0].port, stages[0].token)
+            lanes = Lanes(self._backend, place, epoch=pool_epoch, rank=self._rank, size=len(stages))
+        self._channel.use(lanes)
+        logger.info("tensors go to the next stage %s: %s",
+                    f"beside their frames, by {choice.lanes}" if choice.lanes else "within their frames, over UCX",
+                    choice.reason)
+
+    def fail(self, rank: int, reason: str) -> None:
+        """The membership says this stage is gone: its owner's waits end with PeerLostError. From any thread."""
+        self._frames.fail(rank, reason)
+
+    def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
+        self._channel.send(rank, packet, timeout_s=timeout_s)
+
+    def receive(self, rank: int, *, timeout_s: float) -> Packet | None:
+        return self._channel.receive(rank, timeout_s=timeout_s)
+
+    def wake(self) -> None:
+        self._channel.wake()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: int,
+                      on_sent: Callable[[int], object]) -> PoolChannel:
+    """The channel of this stage, which computes on `device`.
+
+    Raises:
+        ConfigError: UCX cannot work here, or NCCL is demanded and this stage cannot use it.
+    """
+    backend, why = _lane_backend(config, device)
+    frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + BUNDLE_OVERHEAD,
+                             profile=TransportProfile(config.transport), binding=config.binding, on_sent=on_sent)
+    host = parse_address(config.listen if config.rank == 0 else config.leader).host
+    return PoolChannel(frames, rank=config.rank, max_bytes=max_bytes, backend=backend, why=why,
+                       is_demanded=config.stage_channel == "nccl", leader_host=host, ports=config.binding.ports,
+                       on_sent=on_sent)
+
+
+def _lane_backend(config: WorkerConfig, device: torch.device) -> tuple[LaneBackend | None, str]:
+    """What carries this stage's tensors beside their frames, or why nothing does."""
+    if config.stage_channel == "ucx":
+        return None, "was told to use UCX (--stage-channel)"
+    if device.type != "cuda" or not torch.distributed.is_nccl_available():
+        why = f"computes on {device.type}" if device.type != "cuda" else f"has torch {torch.__version__} without NCCL"
+        if config.stage_channel == "nccl":
+            raise ConfigError(f"stage_channel nccl needs a CUDA device and NCCL, this stage {why}",
+                              field="stage_channel")
+        return None, why
+    from engine.pipeline.nccl_link import NcclBackend  # its import fails where torch has no NCCL
+
+    index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
+    return NcclBackend(torch.device("cuda", index)), ""

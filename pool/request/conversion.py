@@ -1,0 +1,103 @@
+"""Requests and tokens between the wire and the engine. The router has checked requests; what a worker could trip over
+is checked again here, because anybody can reach its port."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from engine.core.request import DrawnToken, Request, SamplingParams
+from protos import types_pb2 as pb
+from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
+
+MAX_TOP_LOGPROBS = 20
+
+
+def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_context_tokens: int) -> Request:
+    """Raises InvalidRequestError naming every field that this pool could not serve."""
+    violations = list(_violations(message, vocab_size, max_context_tokens))
+    if violations:
+        raise InvalidRequestError(*violations)
+    return Request(
+        request_id=message.request_id, prompt_token_ids=tuple(message.prompt_token_ids), max_tokens=message.max_tokens,
+        sampling=_sampling(message.sampling), min_tokens=message.min_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        grammar=_grammar(message.structured_output) if message.HasField("structured_output") else None,
+        priority=message.priority, speculates=message.speculate or not message.HasField("speculate"))
+
+
+def _grammar(message: pb.StructuredOutput) -> Grammar | None:
+    kind = message.WhichOneof("grammar")
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(message, kind))
+
+
+async def check_grammar(request: Request, grammars: Grammars | None) -> None:
+    """Before any work on a request: its grammar is compiled, off the event loop.
+
+    Raises:
+        InvalidRequestError: it is no grammar, or the model has no tokenizer to follow one with.
+        CapacityError: too many others wait to be compiled.
+    """
+    if request.grammar is None:
+        return
+    if grammars is None:
+        raise request.grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
+    await grammars.check(request.grammar)
+
+
+def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:
+    """The tokens of one step: several where drafted ones were accepted."""
+    return pb.TokenChunk(token_ids=[token.token_id for token in tokens], logprobs=_logprobs_to_proto(tokens))
+
+
+def scores_to_proto(first_position: int, tokens: Sequence[DrawnToken]) -> pb.PromptLogprobs:
+    """Scored tokens of a prompt, the first of them at `first_position`."""
+    return pb.PromptLogprobs(first_position=first_position, token_ids=[token.token_id for token in tokens],
+                             logprobs=_logprobs_to_proto(tokens))
+
+
+def _logprobs_to_proto(tokens: Sequence[DrawnToken]) -> Iterator[pb.TokenLogprobs]:
+    for token in tokens:
+        if token.logprobs is not None:
+            top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in token.logprobs.top]
+            yield pb.TokenLogprobs(logprob=token.logprobs.logprob, top=top)
+
+
+def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: int) -> list[FieldViolation]:
+    prompt, found = message.prompt_token_ids, []
+    if not prompt:
+        found.append(FieldViolation("prompt_token_ids", "must not be empty"))
+    for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", message.stop_token_ids),
+                       ("sampling.logit_bias", message.sampling.logit_bias)):
+        if ids and max(ids) >= vocab_size:
+            found.append(FieldViolation(field, f"token id {max(ids)} is outside the vocabulary of {vocab_size}"))
+    if message.max_tokens < 1:
+        found.append(FieldViolation("max_tokens", "must be at least 1"))
+    if len(prompt) + message.max_tokens > max_context_tokens:
+        found.append(FieldViolation("prompt_token_ids", f"{len(prompt)} tokens and max_tokens {message.max_tokens} "
+                                                        f"are over the context limit of {max_context_tokens}"))
+    for field, count in (("num_top_logprobs", message.num_top_logprobs),
+                         ("num_prompt_logprobs", message.num_prompt_logprobs)):
+        if count > MAX_TOP_LOGPROBS:
+            found.append(FieldViolation(field, f"must be at most {MAX_TOP_LOGPROBS}"))
+    output = message.structured_output
+    if len((output.json_schema or output.regex).encode()) > MAX_GRAMMAR_BYTES:
+        found.append(FieldViolation("structured_output", f"must have at most {MAX_GRAMMAR_BYTES} bytes"))
+    return [*found, *_sampling_violations(message.sampling)]
+
+
+def _sampling_violations(sampling: pb.SamplingParams) -> Iterator[FieldViolation]:
+    for descriptor, value in sampling.ListFields():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield FieldViolation(f"sampling.{descriptor.name}", f"must be a finite number, got {value}")
+    if sampling.temperature < 0:
+        yield FieldViolation("sampling.temperature", f"must not be negative, got {sampling.temperature}")
+
+
+def _sampling(message: pb.SamplingParams) -> SamplingParams:
+    """Absent fields keep the engine's defaults; zero is zero."""
+    names = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+             "seed")
+    given = {name: value for descriptor, value in message.ListFields() if (name := descriptor.name) in names}
+    return SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())))

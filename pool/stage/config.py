@@ -1,0 +1,75 @@
+"""What a prefill or decode process is told at start. Flags and one TOML file fill it; it never changes after."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from runtime.config import AddressField
+from runtime.errors import ConfigError
+from runtime.security import TlsConfig
+from transfer.ucx.binding import UcxBinding, parse_ports
+
+TransportName = Literal["auto", "shm", "tcp", "cuda"]
+StageChannelName = Literal["auto", "ucx", "nccl"]
+
+
+class WorkerConfig(TlsConfig):
+    """One process of a pool: its place, its memory, its limits."""
+
+    model: Path = Field(description="directory of the checkpoint (config.json, *.safetensors)")
+    model_name: str = Field(default="", description="name clients know the model by; default: the directory's name")
+    listen: AddressField = Field(default="127.0.0.1:0", description="HOST:PORT of the gRPC server; port 0: any")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
+    metrics_host: str = Field(default="127.0.0.1", description="address /metrics is served on")
+    announce: Path | None = Field(default=None, description="file to write addresses to once listening (JSON)")
+    rank: int = Field(default=0, ge=0, description="this process's pipeline stage; 0 leads the pool")
+    world_size: int = Field(default=1, ge=1, le=64, description="number of pipeline stages of the pool")
+    leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server; needed by the other stages")
+    partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')
+    page_size: int = Field(default=64, ge=1, le=4096,
+                           description="tokens per cache page; divides 64 or is a multiple of it")
+    num_pages: int = Field(default=0, ge=0, description="cache pages, the null page included; 0: from --memory-mb")
+    memory_mb: int = Field(default=256, ge=1,
+                           description="cache memory per stage in MiB, on its device, when --num-pages is 0")
+    max_running: int = Field(default=16, ge=1, le=4096, description="requests that hold memory at the same time")
+    max_queued: int = Field(default=256, ge=1, le=65536, description="requests that may wait (prefill)")
+    chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
+    numerics: Literal["exact", "fast"] = Field(default="exact", description="exact: the same bits from every topology")
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$",
+                        description="what layers and cache memory are on: cpu, cuda or cuda:N (with numerics fast)")
+    cuda_graphs: bool = Field(default=True, description="replay decode and verify steps as captured graphs, where "
+                                                        "device is cuda")
+    threads: int = Field(default=1, ge=1, le=256, description="compute threads of this process")
+    transport: TransportName = Field(default="auto", description="UCX profile: shm within a host, tcp between hosts, "
+                                                                          "cuda between devices of one host")
+    transport_interface: str = Field(
+        default="", description="network devices UCX listens on, as eth0 or mlx5_0:1,eth0; default: all")
+    transport_ports: str = Field(default="", description="TCP ports UCX listens in, as 7300-7363; default: any")
+    stage_channel: StageChannelName = Field(
+        default="auto", description="how tensors go from stage to stage: nccl between devices, ucx through host "
+                                    "memory; auto: nccl when every stage has a device of its own")
+    draft: Path | None = Field(default=None, description="directory of a draft model; a decode pool then speculates")
+    spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
+    spec_steps: int = Field(default=3, ge=1, le=16, description="tokens drafted ahead at most")
+    spec_draft_tokens: int = Field(default=3, ge=1, le=128, description="drafted tokens verified per step and request")
+    spec_prompt: bool = Field(default=True, description="the draft's state of the prompt is handed over between pools "
+                                                        "that both have --draft; no: it never is")
+    spec_adaptive: bool = Field(default=True, description="shorten drafts, or draft nothing, while that yields more")
+    drain_s: float = Field(default=10.0, ge=0, description="how long SIGTERM lets running requests finish")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
+    log_style: Literal["human", "json"] = Field(default="human", description="for people or for machines")
+    otel_endpoint: str = Field(default="", description="URL of an OTLP collector over gRPC; empty: no traces")
+
+    @field_validator("transport_ports")
+    @classmethod
+    def _checked_ports(cls, text: str) -> str:
+        try:
+            return text and "{}-{}".format(*parse_ports(text))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @property
+    def binding(self) -> UcxBinding:
+        """Where UCX listens. Raises ConfigError."""
+        return UcxBinding.parse(self.transport_interface, self.transport_ports)

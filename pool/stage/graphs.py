@@ -1,0 +1,68 @@
+"""Which forwards of a stage run as captured graphs."""
+
+import logging
+
+import torch
+
+from engine.assembly.backend_set import Capturable, StageBackends
+from engine.contracts.model import StageModel
+from engine.graphs.buckets import decode_buckets, extend_buckets, verify_buckets
+from engine.graphs.runner import StageGraphs
+from engine.speculative.config import SpeculationConfig
+from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.draft_graphs import DraftGraphs
+from engine.speculative.draft_model import DraftModel
+from engine.speculative.round_graphs import RoundGraphs
+from engine.speculative.tree_expander import Growth
+from models.loader import ModelDescription
+from pool.stage.config import WorkerConfig
+from pool.stage.speculation import CapturedDraft, SpeculationPlan
+
+logger = logging.getLogger(__name__)
+
+
+def build_graphs(config: WorkerConfig, description: ModelDescription, model: StageModel, backends: StageBackends,
+                 speculation: SpeculationConfig | None) -> StageGraphs | None:
+    """Capture the steps of up to `max_running` rows; of a pool that speculates also their verification. None where
+    there is nothing to capture on, or nothing is to be captured.
+
+    Raises:
+        ConfigError: a forward could not be captured; the message names its bucket.
+    """
+    parts = backends.capturable
+    if parts is None or not config.cuda_graphs:
+        return None
+    if description.counts_on_host:
+        logger.info("no graphs: how many tokens each expert got is read on the host")
+        return None
+    buckets = decode_buckets(config.max_running)
+    if speculation is not None:
+        buckets += verify_buckets(config.max_running, speculation.max_nodes, is_masked=speculation.topk > 1)
+    graphs = StageGraphs(model=model, attention=parts.attention, recurrent=parts.recurrent, buckets=buckets,
+                         capture=parts.capture, device=parts.device)
+    graphs.capture_all()
+    return graphs
+
+
+def build_draft_graphs(config: WorkerConfig, parts: Capturable | None, plan: SpeculationPlan, model: DraftModel,
+                       attention: DraftAttention) -> CapturedDraft:
+    """Capture the forwards by which the draft follows up to `max_running` rows, and the whole rounds in which it grows
+    their trees. Nothing and raises as `build_graphs`."""
+    if parts is None or attention.capturable is None or not config.cuda_graphs or plan.draft.target.counts_on_host:
+        return CapturedDraft()
+    (cache, *_) = model.cache_specs(config.page_size)
+    width, dtype = plan.draft.hidden_size, getattr(torch, cache.dtype)
+    follows = DraftGraphs(
+        model=model, attention=attention.capturable, context=attention.on_pages, capture=parts.capture,
+        buckets=extend_buckets(config.max_running, plan.config.max_nodes), width=width, dtype=dtype,
+        device=parts.device)
+    follows.capture_all()
+    if attention.capturable_round is None or plan.config.steps < 2:
+        return CapturedDraft(follows)
+    growth = Growth(model=model, rounds=attention.round, context=attention.in_round, topk=plan.config.topk)
+    rounds = RoundGraphs(
+        growth=growth, rounds=attention.capturable_round, max_rows=config.max_running, steps=plan.config.steps,
+        topk=min(plan.config.topk, model.vocab_size), capture=parts.capture, width=width, dtype=dtype,
+        device=parts.device)
+    rounds.capture_all()
+    return CapturedDraft(follows, rounds)

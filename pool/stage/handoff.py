@@ -1,0 +1,55 @@
+"""How a stage's pools meet the transfer plane: as host bytes, or through pinned buffers where they are on a device."""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.core.placement import HOST
+from engine.memory.layout import PoolGeometry
+from engine.memory.pools import StagePools
+from engine.memory.staging import CopyQueue, CudaCopies, DevicePools, PinnedStaging
+from pool.stage.layer_observer import LayerMark
+from runtime.clock import SystemClock
+from transfer.agent.agent import TransferAgent
+from transfer.plan.copy_plan import MAX_RUN_BYTES
+from transfer.plan.terms import StageSessionEvent
+from transfer.transport.device import DeviceTransport, Route
+from transfer.transport.protocol import Transport
+
+STAGING_BYTES = 64 << 20
+MIN_BUFFERS = 4
+
+
+def build_agent(pools: StagePools, device: torch.device, transport: Transport, *, incarnation: str,
+                on_event: Callable[[StageSessionEvent], None], route: Route = Route.PINNED) -> TransferAgent:
+    """The agent of a stage, not started. `transport` moves host bytes, and with a direct `route` the device's as well.
+    Raises ConfigError when memory cannot be pinned."""
+    if device != HOST:
+        return build_device_agent(pools, CudaCopies(device), transport, incarnation=incarnation, on_event=on_event,
+                                  route=route, pinned=True)
+    return TransferAgent(memory=pools, transport=transport, clock=SystemClock(), incarnation=incarnation,
+                         on_event=on_event)
+
+
+def build_device_agent(pools: StagePools, copies: CopyQueue, transport: Transport, *, incarnation: str,
+                       on_event: Callable[[StageSessionEvent], None], pinned: bool,
+                       route: Route = Route.PINNED) -> TransferAgent:
+    """For pools that only `copies` reach. Its thread enters the device before it does anything else."""
+    clock, buffer_bytes = SystemClock(), max_message_bytes(pools.geometry)
+    staging = PinnedStaging(copies, num_buffers=max(MIN_BUFFERS, STAGING_BYTES // buffer_bytes),
+                            buffer_bytes=buffer_bytes, pinned=pinned)
+    return TransferAgent(memory=DevicePools(pools), clock=clock, incarnation=incarnation, on_event=on_event,
+                         transport=DeviceTransport(transport, staging, clock, route=route),
+                         on_thread_start=staging.enter_thread)
+
+
+def max_message_bytes(geometry: PoolGeometry) -> int:
+    """Of one item of a handoff from or to these pools."""
+    return max([MAX_RUN_BYTES, *(spec.record_bytes for spec in geometry.local_specs())])
+
+
+def layer_mark(device: torch.device) -> LayerMark | None:
+    """Where the device's queue of work is now; None on the host, where what was computed is done."""
+    if device == HOST:
+        return None
+    return lambda: torch.cuda.current_stream(device).record_event()

@@ -1,0 +1,144 @@
+"""What a pool measures, from the loop's and the scheduler's figures. Any thread; instruments lock themselves."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter
+
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.memory.layout import PoolGeometry, travelling
+from protos import worker_pb2 as pb
+from runtime.errors import BatonError
+from runtime.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
+
+BUBBLE_WINDOW_S = 1.0
+
+
+@dataclass(frozen=True)
+class PoolCensus:
+    """Requests that hold memory by what they hold it for, the pages of those whose bytes are on their way, and the age
+    of the request that waits longest."""
+
+    leases: Mapping[str, int]
+    num_pages_held: int
+    oldest_s: float
+
+
+@dataclass(frozen=True)
+class StageCounts:
+    """What a stage counts itself, since its start: plans by path, forwards by kind."""
+
+    plans: Callable[[], Mapping[str, int]] = dict
+    forwards: Callable[[], Mapping[str, int]] = dict
+
+
+@dataclass(frozen=True)
+class StageMeters:
+    """The forwards of one stage and the frames it passes on."""
+
+    metrics: StageMetrics
+    rank: int
+    counts: StageCounts = field(default_factory=StageCounts)
+    _counted: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
+        """The stage ran its layers on one batch."""
+        self._add_new(self.metrics.plans, "plans", self.counts.plans())
+        self._add_new(self.metrics.forwards, "forwards", self.counts.forwards())
+        self.metrics.step_s.labels(str(self.rank)).observe(seconds)
+        self.metrics.batch_rows.observe(batch.num_rows)
+        self.metrics.batch_tokens.observe(batch.num_tokens)
+
+    def on_frame(self, num_bytes: int) -> None:
+        """A frame went to the next stage."""
+        self.metrics.link_bytes.labels(str(self.rank)).inc(num_bytes)
+
+    def _add_new(self, counter: Counter, name: str, counts: Mapping[str, int]) -> None:
+        """Add what came since the last time, by label."""
+        for label, count in counts.items():
+            counter.labels(label).inc(count - self._counted.get((name, label), 0))
+            self._counted[name, label] = count
+
+
+@dataclass
+class LeaderMeters:
+    """The instrument sets of a leader and how they move."""
+
+    stage: StageMeters
+    work: LeaderMetrics
+    pool: PoolMetrics
+    handoff: HandoffMetrics
+    geometry: PoolGeometry
+    _waited_s: float = 0.0
+    _window_began_s: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, compatibility: str = "",
+               counts: StageCounts | None = None) -> Self:
+        stage = StageMeters(StageMetrics.create(registry), 0, counts or StageCounts())
+        meters = cls(stage, LeaderMetrics.create(registry), PoolMetrics.create(registry),
+                     HandoffMetrics.create(registry), geometry)
+        num_pages, num_slots = geometry.num_pages - 1, max(0, geometry.num_slots - 1)
+        meters.pool.pages_total.set(num_pages)
+        meters.pool.slots_total.set(num_slots)
+        meters.pool.cache_config.info({"page_size": str(geometry.page_size), "num_pages": str(num_pages),
+                                       "num_slots": str(num_slots)})
+        meters.pool.compat.info({"hash": compatibility})
+        return meters
+
+    def on_launch(self, seconds: float, batch: ForwardBatch) -> None:
+        """Stage 0 ran its layers on one batch and passed it on."""
+        self.stage.on_forward(seconds, batch)
+
+    def on_frame(self, num_bytes: int) -> None:
+        self.stage.on_frame(num_bytes)
+
+    def on_step(self, seconds: float, batch: ForwardBatch) -> None:
+        """One batch came back to stage 0, `seconds` after it was launched."""
+        self.work.step_s.observe(seconds)
+        if batch.mode is ForwardMode.PREFILL:
+            self.work.prompt_tokens.inc(batch.num_tokens)
+        self.work.output_tokens.inc(sum(row is not None for row in batch.sampling))
+
+    def on_wait(self, seconds: float) -> None:
+        """Stage 0 had batches in flight and nothing to launch for this long."""
+        self._waited_s += seconds
+        now = time.monotonic()
+        if now - self._window_began_s >= BUBBLE_WINDOW_S:
+            self.work.idle_ratio.set(min(1.0, self._waited_s / (now - self._window_began_s)))
+            self._waited_s, self._window_began_s = 0.0, now
+
+    def on_load(self, load: pb.WorkerLoad) -> None:
+        self.work.queue_depth.set(load.queued_requests)
+        self.work.running.set(load.running_requests)
+        if not load.running_requests:
+            self.work.idle_ratio.set(0)  # without work there is nothing to wait for
+        num_pages = self.geometry.num_pages - 1
+        self.pool.pages_used.set(num_pages - load.pages_free)
+        self.pool.usage_ratio.set(1 - load.pages_free / num_pages)
+        self.pool.slots_used.set(max(0, self.geometry.num_slots - 1 - load.slots_free))
+        self.handoff.sessions.set(load.open_sessions)
+
+    def on_census(self, census: PoolCensus, *, num_draining: int) -> None:
+        for state, count in census.leases.items():
+            self.pool.leases.labels(state).set(count)
+        self.pool.leases.labels("draining").set(num_draining)
+        self.pool.pages_held.set(census.num_pages_held)
+        self.work.queue_oldest_s.set(census.oldest_s)
+
+    def handshake_failed(self, error: BatonError) -> None:
+        """A session failed before every stage was ready for it."""
+        self.handoff.handshake_failures.labels(error.reason.lower()).inc()
+
+    def on_handoff(self, num_tokens: int, seconds: float, *, with_draft: bool = False) -> None:
+        """A prompt of this length has crossed, `with_draft` or not: count its bytes by kind, over all stages."""
+        self.handoff.transfer_s.observe(seconds)
+        for kind, num_bytes in self._bytes_by_kind(num_tokens, with_draft=with_draft):
+            self.handoff.bytes_moved.labels(kind).inc(num_bytes)
+
+    def _bytes_by_kind(self, num_tokens: int, *, with_draft: bool) -> Iterable[tuple[str, int]]:
+        num_pages = -(-num_tokens // self.geometry.page_size)
+        for spec in travelling(self.geometry.specs, with_draft=with_draft):
+            yield spec.kind.value, spec.record_bytes * (num_pages if spec.kind.is_paged else 1)

@@ -1,0 +1,114 @@
+"""The parts of a stage that speculate: trees on every stage, the draft on the last."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.assembly.backend_set import Backends
+from engine.core.batch import ForwardBatch
+from engine.memory.layout import CacheKind, CacheSpec
+from engine.memory.pools import StagePools
+from engine.pipeline.executor import LayerObserver
+from engine.speculative.config import SpeculationConfig
+from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.draft_graphs import DraftGraphs
+from engine.speculative.draft_handoff import HandedEnds
+from engine.speculative.draft_model import DraftModel
+from engine.speculative.drafter import Drafter
+from engine.speculative.eagle import EagleDrafter, PromptDrafter
+from engine.speculative.round_graphs import RoundGraphs
+from models.drafts.loader import DraftDescription, read_draft
+from models.loader import ModelDescription
+from pool.stage.config import WorkerConfig
+
+
+@dataclass(frozen=True)
+class CapturedDraft:
+    """What of a draft runs as captured graphs: following what was accepted, and growing trees behind it."""
+
+    follows: DraftGraphs | None = None
+    rounds: RoundGraphs | None = None
+
+
+CaptureDraft = Callable[[DraftModel, DraftAttention], CapturedDraft]
+
+
+@dataclass(frozen=True)
+class SpeculationPlan:
+    """What follows from the draft's config and the flags; the same on every stage."""
+
+    config: SpeculationConfig
+    draft: DraftDescription
+    handed: bool  # the draft's cache of the prompt and where it stands behind it are part of the handoff
+
+    @property
+    def first_layer(self) -> int:
+        """The draft's layers follow the target's where the two are counted together."""
+        return self.draft.target.facts.num_layers
+
+    def handed_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
+        """The draft's caches and its end of the prompt as further layers of the last stage, if they travel."""
+        if not self.handed:
+            return ()
+        cache = self.draft.cache_specs(page_size)
+        topk = min(self.config.topk, self.draft.vocab_size)
+        end = (CacheSpec(0, CacheKind.TOPK_P, (topk,), "float32", 4),
+               CacheSpec(0, CacheKind.TOPK_INDEX, (topk,), "int64", 8),
+               CacheSpec(0, CacheKind.DRAFT_HIDDEN, (self.draft.hidden_size,), cache[0].dtype, cache[0].item_bytes))
+        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True) for spec in (*cache, *end))
+
+    @property
+    def capture_layers(self) -> frozenset[int]:
+        return self.draft.capture_layers
+
+    def budget_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
+        """What verification caches beside `specs`, as if layers of the target did: a state per node for every slot,
+        and the draft's pages on the last stage unless they are counted as handed over."""
+        last = max(spec.layer_id for spec in specs)
+        states = (replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape))
+                  for spec in specs if not spec.kind.is_paged)
+        own = () if self.handed else self.draft.cache_specs(page_size)
+        return (*states, *(replace(spec, layer_id=last) for spec in own))
+
+
+def plan_speculation(config: WorkerConfig, target: ModelDescription) -> SpeculationPlan | None:
+    """None without a draft.
+
+    Raises:
+        ConfigError: the flags contradict each other, or the folder is not a draft of this target.
+    """
+    if config.draft is None:
+        return None
+    flags = SpeculationConfig(config.draft, config.spec_topk, config.spec_steps, config.spec_draft_tokens)
+    return SpeculationPlan(flags, read_draft(config.draft, target), config.spec_prompt)
+
+
+def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
+                  capture: CaptureDraft = lambda model, attention: CapturedDraft()) -> EagleDrafter:
+    """Loads the draft. Its cache is that of the stage's extra layers, or its own of as many pages as the target's."""
+    model = plan.draft.load(numerics=backends.numerics, device=backends.device)
+    geometry, device = pools.geometry, backends.device
+    own: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
+    for spec in model.cache_specs(geometry.page_size):
+        own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
+            torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype), device=device))
+    attention = backends.of_draft(model.attention_geometry(geometry.page_size), own)
+    ends = HandedEnds(*(pools.of_kind(kind)[plan.first_layer] for kind in
+                        (CacheKind.TOPK_P, CacheKind.TOPK_INDEX, CacheKind.DRAFT_HIDDEN))) if plan.handed else None
+    captured = capture(model, attention)
+    return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps, handed=ends,
+                        graphs=captured.follows, rounds=captured.rounds)
+
+
+def prompt_drafter(plan: SpeculationPlan, drafter: EagleDrafter, observer: LayerObserver | None) -> Drafter:
+    """For prefill pools: `observer` is told of the draft's layers as of any others."""
+    layers = sorted({plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)})
+
+    def on_followed(batch: ForwardBatch) -> None:
+        if observer is not None:
+            for layer_id in layers:
+                observer(batch, layer_id)
+
+    return PromptDrafter(drafter, on_followed)

@@ -1,0 +1,186 @@
+"""One stage as a process holds it: model, pools, backends and transfer agent, built for its layers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from engine.assembly.backend_set import Backends, StageBackends, StageCaches, build_executor
+from engine.contracts.model import ModelFacts, StageModel
+from engine.core.layer_range import LayerRange, get_pp_indices
+from engine.core.numerics import Numerics
+from engine.core.placement import HOST
+from engine.memory.budget import PoolBudget, plan_pools
+from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_slot
+from engine.memory.pools import StagePools
+from engine.pipeline.executor import LayerObserver, StageExecutor
+from engine.speculative.drafter import Drafter
+from engine.speculative.eagle import EagleDrafter
+from models.loader import ModelDescription, read_model
+from pool.stage.backends import choose_backends
+from pool.stage.config import WorkerConfig
+from pool.stage.graphs import build_draft_graphs, build_graphs
+from pool.stage.handoff import build_agent, layer_mark
+from pool.stage.layer_observer import LayerMark
+from pool.stage.metrics import StageCounts
+from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
+from pool.stage.warmup import run_every_kind
+from runtime.clock import SystemClock
+from runtime.errors import ConfigError
+from runtime.grammar import MAX_GRAMMAR_BYTES, Grammars, load_grammars
+from transfer.agent.agent import TransferAgent
+from transfer.plan.compatibility import Compatibility, compatibility
+from transfer.plan.terms import StageSessionEvent
+from transfer.transport.device import Route
+from transfer.ucx.settings import TransportProfile
+from transfer.ucx.transport import UcxTransport
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What follows from checkpoint and configuration alone; the same on every stage but for `geometry.layers`. A draft
+    whose cache is handed over counts as further layers of the last stage, in `ranges` and `geometry`."""
+
+    description: ModelDescription
+    ranges: list[LayerRange]
+    geometry: PoolGeometry
+    compatibility: Compatibility
+    max_context_tokens: int
+    max_held: int  # requests that hold memory at the same time
+    speculation: SpeculationPlan | None = None
+
+    @property
+    def model_layers(self) -> LayerRange:
+        """The target's layers of this stage."""
+        return self.geometry.layers.intersect(LayerRange(0, self.description.facts.num_layers))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
+
+
+def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False) -> StagePlan:
+    """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
+
+    `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
+    look at the draft only to hand over its cache of the prompt.
+    """
+    description = read_model(config.model)
+    facts = description.facts
+    size = config.world_size
+    ranges = [get_pp_indices(facts.num_layers, rank, size, config.partition or None) for rank in range(size)]
+    specs = description.cache_specs(config.page_size)
+    speculation = plan_speculation(config, description) if speculates or config.spec_prompt else None
+    extra: tuple[CacheSpec, ...] = ()
+    if speculation is not None:
+        extra = speculation.budget_specs(specs, config.page_size) if speculates else ()
+        handed = speculation.handed_specs(config.page_size)
+        specs, ranges[-1] = (*specs, *handed), LayerRange(
+            ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed}))
+    held = config.max_running if max_held is None else max_held
+    sizes = _pool_sizes(config, facts, ranges, (*specs, *extra), held)
+    geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
+    context = min(facts.max_context_tokens, (sizes.num_pages - 1) * config.page_size)
+    return StagePlan(description, ranges, geometry,
+                     compatibility(revision=facts.revision, specs=specs, page_size=config.page_size,
+                                   draft_revision="" if speculation is None else speculation.draft.revision),
+                     context, held, speculation)
+
+
+def _pool_sizes(config: WorkerConfig, facts: ModelFacts, ranges: list[LayerRange],
+                specs: tuple[CacheSpec, ...], max_held: int) -> PoolBudget:
+    """As many pages as were asked for, or as the memory budget allows."""
+    if config.num_pages:
+        if config.num_pages < 2:
+            raise ConfigError("num_pages must be at least 2: the null page and one to use", field="num_pages")
+        return PoolBudget(config.num_pages, max_held + 1 if bytes_per_slot(specs) else 0)
+    return plan_pools(specs, ranges, budget_bytes=config.memory_mb << 20, page_size=config.page_size,
+                      max_context_tokens=facts.max_context_tokens, num_requests=max_held)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The parts of a running stage."""
+
+    plan: StagePlan
+    pools: StagePools
+    executor: StageExecutor
+    agent: TransferAgent
+    drafter: Drafter | None = None  # on the last stage of a pool that speculates
+    counts: StageCounts = field(default_factory=StageCounts)
+    grammars: Grammars | None = None  # on the first stage, which checks them, and on the last, which draws
+    device: torch.device = HOST
+
+
+def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
+                on_event: Callable[[StageSessionEvent], None],
+                observe_layers: Callable[[TransferAgent, LayerMark | None], LayerObserver | None],
+                speculates: bool = False) -> Stage:
+    """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` is what hears of each layer
+    that is done: the agent on the sending side, nobody on the receiving one."""
+    torch.set_num_threads(config.threads)
+    backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
+    pools = StagePools(plan.geometry, device=str(backends.device))
+    speculation = plan.speculation
+    model, runs_on = _load_layers(plan, pools, backends, speculates=speculates)
+    profile = TransportProfile(config.transport)
+    transport = UcxTransport(profile=profile, clock=SystemClock(), binding=config.binding)
+    agent = build_agent(pools, backends.device, transport, incarnation=incarnation, on_event=on_event,
+                        route=Route.DIRECT if profile.reaches_devices else Route.PINNED)
+    agent.start()
+    observer = observe_layers(agent, layer_mark(backends.device))
+    # Only who is told of layers one by one, a prefill pool, has no steps to capture.
+    graphs = None if observer is not None else build_graphs(
+        config, plan.description, model, runs_on, speculation.config if speculation is not None else None)
+    executor = build_executor(model, runs_on, backends.device, observer, graphs)
+    drafter: EagleDrafter | None = None
+    reader: Drafter | None = None
+    if speculation is not None and config.rank == config.world_size - 1:
+        capture = partial(build_draft_graphs, config, runs_on.capturable if speculates else None, speculation)
+        drafter = reader = build_drafter(speculation, pools, backends, capture)
+        if not speculates:
+            reader = prompt_drafter(speculation, drafter, observer)
+    return Stage(plan, pools, executor, agent, reader, _counts(executor, drafter),
+                 _grammars(config, plan.description.facts), backends.device)
+
+
+def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, *,
+                 speculates: bool) -> tuple[StageModel, StageBackends]:
+    """The target's layers of this stage and what they run on, ready for every kind of batch."""
+    description, page_size, speculation = plan.description, plan.geometry.page_size, plan.speculation
+    capture_layers = speculation.capture_layers if speculation is not None else frozenset()
+    max_nodes = speculation.config.max_nodes if speculation is not None and speculates else 0
+    model = description.load_stage(plan.model_layers, numerics=backends.numerics, device=backends.device,
+                                   capture_layers=capture_layers)
+    runs_on = backends.of_stage(
+        StageCaches.of_layers(pools, plan.model_layers), description.attention_geometry(page_size),
+        description.latent_geometry(page_size), max_nodes=max_nodes)
+    if backends.device != HOST:
+        run_every_kind(build_executor(model, runs_on, backends.device, None), description.facts,
+                       capture_layers=capture_layers, max_nodes=max_nodes)
+    return model, runs_on
+
+
+def _counts(executor: StageExecutor, drafter: EagleDrafter | None) -> StageCounts:
+    return StageCounts(lambda: {"target": executor.num_plans, **(drafter.num_plans if drafter is not None else {})},
+                       lambda: executor.num_forwards)
+
+
+def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:
+    if config.rank not in (0, config.world_size - 1):
+        return None
+    return load_grammars(config.model, facts.eos_token_ids)
+
+
+def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
+    """An upper bound for a batch between stages: hidden states (and three captured ones) and selected keys of a full
+    chunk with its scores, tables of all rows, and per row everything sampling may carry (three token histories of the
+    context, biases, bans, a grammar)."""
+    facts = plan.description.facts
+    tokens = max(config.chunk_tokens, plan.max_held * (1 + plan.num_draft_tokens))
+    latent = plan.description.latent_geometry(config.page_size)
+    per_token = 4 * facts.hidden_size * 4 + 50 * 8 + 4 * (0 if latent is None else latent.max_selected)
+    per_row = MAX_GRAMMAR_BYTES + 8 * (3 * plan.max_context_tokens + 2 * 1024 + 64 + 64)
+    per_row += 4 * (plan.geometry.num_pages + 1)
+    return tokens * per_token + plan.max_held * per_row + (1 << 16)

@@ -1,0 +1,75 @@
+"""Says SERVING only when a token went the whole way: admission, prefill, handoff, decode.
+
+Lost with the last pair of workers, and earned again by another warm-up.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+
+from protos import generation_pb2, types_pb2
+from router.request.flow import Flow, Services
+from router.request.output import Output
+from router.request.timeline import Timeline
+from router.request.validate import AdmissibleRequest
+from runtime.clock import SystemClock
+from runtime.errors import BatonError
+from runtime.metrics import RouterMetrics
+from runtime.server import Health
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "baton.v1.Generation"
+RETRY_PAUSE_S = 0.5
+# One token by prefill, one by decode, from a prompt that every vocabulary has.
+WARM_UP_PROMPT, WARM_UP_TOKENS = (0, 0, 0, 0), 2
+
+
+class Readiness:
+    """Keeps the health of the public service true; `run` until cancelled."""
+
+    def __init__(self, services: Services, health: Health, warm_up_s: float,
+                 names: Sequence[str] = (SERVICE,)) -> None:
+        """`names` are the services that work when a token goes through."""
+        self._names = names
+        self._directory = services.directory
+        # The warm-up is no client's request and must not show in what clients experience.
+        self._services = replace(services, metrics=RouterMetrics.create(CollectorRegistry()))
+        self._health = health
+        self._warm_up_s = warm_up_s
+
+    async def run(self) -> None:
+        while True:
+            await self._directory.until(lambda: None if self._directory.pair_problem() else True)
+            if not await self._warm_up():
+                await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            for name in self._names:
+                await self._health.set_serving(name)
+            logger.info("ready")
+            problem = await self._directory.until(lambda: self._directory.pair_problem() or None)
+            for name in self._names:
+                await self._health.set_not_serving(name)
+            logger.warning("not ready", extra={"reason": problem})
+
+    async def _warm_up(self) -> bool:
+        engine = types_pb2.EngineRequest(
+            request_id=f"warm-up-{uuid.uuid4().hex}", prompt_token_ids=WARM_UP_PROMPT, max_tokens=WARM_UP_TOKENS,
+            sampling=types_pb2.SamplingParams(temperature=0, seed=0, top_p=1, repetition_penalty=1))
+        finishes: list[generation_pb2.GenerateResponse] = []
+
+        async def emit(response: generation_pb2.GenerateResponse) -> None:
+            if response.HasField("finish"):
+                finishes.append(response)
+
+        flow = Flow(AdmissibleRequest(engine, (), wants_text=False), Output(engine, (), None), emit,
+                    Timeline(SystemClock(), self._services.metrics), self._services, self._warm_up_s)
+        try:
+            await flow.run()
+        except BatonError as error:
+            logger.warning("the warm-up failed", extra={"reason": str(error)})
+        return bool(finishes)

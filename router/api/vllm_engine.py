@@ -1,0 +1,146 @@
+"""`vllm.grpc.engine.VllmEngine`: the contract that gateways speak to vLLM, answered by this router.
+
+Every request goes the way of `baton.v1.Generation`; only the words differ (`router.api.vllm_translate`). What Baton
+does not have is refused with UNIMPLEMENTED, by name.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import time
+import zipfile
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import Message
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from protos import generation_pb2 as pb
+from router.api.generation import GenerationService
+from router.api.vllm_translate import Answer, error_for_vllm, request_from_vllm
+from router.text.tokenise import read_json
+from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
+from runtime.version import VERSION
+
+Context = grpc.aio.ServicerContext[Any, Any]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json",
+                   "generation_config.json", "special_tokens_map.json")
+TOKENIZER_CHUNK_BYTES = 1 << 20
+
+
+class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
+    """Beside `generation`, over the same requests."""
+
+    def __init__(self, generation: GenerationService, model_dir: Path) -> None:
+        self._generation = generation
+        self._model_dir = model_dir
+        self._started_s = time.monotonic()
+        self._last_received_s = 0.0
+        self._zipping = asyncio.Lock()
+        self._zipped: tuple[bytes, str] | None = None
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> AsyncIterator[vllm.GenerateResponse]:
+        self._last_received_s = time.time()
+        try:
+            wanted, answer = request_from_vllm(request), Answer(request)
+            async with contextlib.aclosing(self._generation.Generate(wanted, context)) as responses:
+                async for response in responses:
+                    for ours in answer.add(response):
+                        yield ours
+        except InvalidRequestError as error:
+            raise error_for_vllm(error) from None
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        await self._generation.Abort(pb.AbortRequest(request_ids=request.request_ids), context)
+        return vllm.AbortResponse()
+
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
+        problem = self._generation.problem()
+        return vllm.HealthCheckResponse(healthy=not problem, message=problem or "serving")
+
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
+        info = await self._generation.GetModelInfo(pb.GetModelInfoRequest(), context)
+        config = read_json(self._model_dir / "config.json")
+        text_config = config.get("text_config", config)
+        return vllm.GetModelInfoResponse(
+            model_path=str(self._model_dir), is_generation=True, max_context_length=info.max_context_tokens,
+            vocab_size=info.vocab_size, served_model_name=info.model,
+            tokenizer_path=str(self._model_dir) if info.has_tokenizer else "", model_type=config.get("model_type", ""),
+            architectures=[info.architecture], eos_token_ids=info.eos_token_ids,
+            pad_token_id=text_config.get("pad_token_id") or 0, bos_token_id=text_config.get("bos_token_id") or 0,
+            max_req_input_len=info.max_context_tokens - 1)
+
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
+        load = await self._generation.GetLoad(pb.GetLoadRequest(), context)
+        return vllm.GetServerInfoResponse(
+            active_requests=self._generation.num_active, server_type="vllm-grpc",
+            last_receive_timestamp=self._last_received_s, uptime_seconds=time.monotonic() - self._started_s,
+            data_parallel_size=1, max_num_seqs=load.max_running_requests, block_size=load.page_size,
+            constrained_decoding_start="first_token")
+
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
+        if request.dp_rank:
+            raise UnsupportedError(FieldViolation("dp_rank", "there is one rank, 0"))
+        load = await self._generation.GetLoad(pb.GetLoadRequest(), context)
+        waiting = load.waiting_requests + load.queued_requests
+        return vllm.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(), version=VERSION, dp_rank_count=1, loads=[vllm.SchedulerLoad(
+                num_running_reqs=load.running_requests, num_waiting_reqs=waiting,
+                num_total_reqs=load.running_requests + waiting, num_used_tokens=load.kv_tokens_used,
+                max_total_num_tokens=load.kv_tokens_total, token_usage=load.kv_utilization,
+                utilization=load.utilization, max_running_requests=load.max_running_requests,
+                num_waiting_uncached_tokens=load.queued_tokens)])
+
+    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest,
+                           context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        data, digest = await self._tokenizer()
+        for start in range(0, len(data), TOKENIZER_CHUNK_BYTES):
+            is_last = start + TOKENIZER_CHUNK_BYTES >= len(data)
+            yield common_pb2.GetTokenizerChunk(data=data[start:start + TOKENIZER_CHUNK_BYTES],
+                                               sha256=digest if is_last else "")
+
+    async def _tokenizer(self) -> tuple[bytes, str]:
+        """The archive and its digest, made once, on a thread: the files may have tens of megabytes."""
+        async with self._zipping:
+            if self._zipped is None:
+                self._zipped = await asyncio.to_thread(_zipped, self._model_dir)
+            return self._zipped
+
+    async def SubscribeKvEvents(self, request: Message, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
+        _refuse("SubscribeKvEvents", "pages are not shared between requests, so there are no events")
+        yield common_pb2.KvEventBatch()
+
+    async def Embed(self, request: Message, context: Context) -> vllm.EmbedResponse:
+        _refuse("Embed", "this server generates")
+
+    async def FlushCache(self, request: Message, context: Context) -> common_pb2.FlushCacheResponse:
+        _refuse("FlushCache", "nothing is cached between requests")
+
+    async def StartProfile(self, request: Message, context: Context) -> common_pb2.ProfileResponse:
+        _refuse("StartProfile", "there is no profiler to control")
+
+    async def StopProfile(self, request: Message, context: Context) -> common_pb2.ProfileResponse:
+        _refuse("StopProfile", "there is no profiler to control")
+
+
+def _refuse(method: str, reason: str) -> NoReturn:
+    raise UnsupportedError(FieldViolation(method, f"is not offered: {reason}"))
+
+
+def _zipped(folder: Path) -> tuple[bytes, str]:
+    """The tokenizer's files, the same bytes for the same files, and their SHA-256. Raises UnsupportedError without a
+    tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        _refuse("GetTokenizer", "the model has no tokenizer")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                archive.writestr(zipfile.ZipInfo(name), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
+    data = buffer.getvalue()
+    return data, hashlib.sha256(data).hexdigest()

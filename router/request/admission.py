@@ -1,0 +1,144 @@
+"""Holds requests back until a pair of workers could take them soon.
+
+The queue is bounded and ordered by priority, then arrival; its head waits for everybody behind it, so nobody starves.
+When no pair is left at all, waiting has a short grace (a worker that restarts is back within it), then requests are
+refused at once.
+"""
+
+import asyncio
+import bisect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from router.request.validate import AdmissibleRequest
+from router.workers.directory import Directory, Placement
+from runtime.clock import Clock
+from runtime.errors import CapacityError, UnavailableError
+from runtime.metrics import RouterMetrics
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """`max_waiting` requests at once, each for at most `max_wait_s`; `pairless_grace_s` while no pair is usable."""
+
+    max_waiting: int = 1024
+    max_wait_s: float = 60.0
+    pairless_grace_s: float = 4.0
+
+
+@dataclass(order=True)
+class _Waiter:
+    priority: int
+    arrival: int
+    since_s: float = field(compare=False)
+    request: AdmissibleRequest = field(compare=False)
+    placed: asyncio.Future[Placement] = field(compare=False)
+
+
+class Admission:
+    """The router's only queue. `run` must run beside it."""
+
+    def __init__(self, directory: Directory, limits: AdmissionLimits, metrics: RouterMetrics, clock: Clock) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._metrics = metrics
+        self._clock = clock
+        self._waiting: list[_Waiter] = []
+        self._arrivals = 0
+        self._pairless_since_s = clock.now()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def run(self) -> None:
+        """Place waiters whenever something changed; fail them when there has been no pair for too long."""
+        while True:
+            self._pump()
+            timeout_s = None
+            if self._directory.pair_problem():
+                timeout_s = max(0.0, self._pairless_since_s + self._limits.pairless_grace_s - self._clock.now())
+                if timeout_s == 0:
+                    self._fail_all()
+                    timeout_s = self._limits.pairless_grace_s
+            else:
+                self._pairless_since_s = self._clock.now()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._directory.changed()
+
+    @asynccontextmanager
+    async def pair_for(self, request: AdmissibleRequest) -> AsyncIterator[Placement]:
+        """A pair of workers, booked until the block ends.
+
+        Raises:
+            CapacityError: the queue is full, or the wait was too long.
+            UnavailableError: there is no pair, and there was none for a while.
+        """
+        placement = await self._wait(request)
+        try:
+            yield placement
+        finally:
+            placement.release()
+
+    async def _wait(self, request: AdmissibleRequest) -> Placement:
+        waiter = self._enter(request)
+        self._pump()
+        placement: Placement | None = None
+        try:
+            async with asyncio.timeout(self._limits.max_wait_s):
+                placement = await waiter.placed
+            return placement
+        except TimeoutError:
+            raise CapacityError(f"no pair of workers had room for {self._limits.max_wait_s:g} s",
+                                resource="workers") from None
+        finally:
+            if placement is None:
+                self._abandon(waiter)
+            self._note_depth()
+
+    def _abandon(self, waiter: _Waiter) -> None:
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+        # Placed in the very moment it gave up: nobody else would release that.
+        placed = waiter.placed
+        if placed.done() and not placed.cancelled() and placed.exception() is None:
+            placed.result().release()
+
+    def _enter(self, request: AdmissibleRequest) -> _Waiter:
+        problem = self._directory.pair_problem()
+        if problem and self._clock.now() - self._pairless_since_s >= self._limits.pairless_grace_s:
+            raise UnavailableError(problem)
+        if len(self._waiting) >= self._limits.max_waiting:
+            raise CapacityError(f"{self._limits.max_waiting} requests are waiting, which is the limit",
+                                resource="router queue")
+        self._arrivals += 1
+        waiter = _Waiter(request.engine.priority, self._arrivals, self._clock.now(), request,
+                         asyncio.get_running_loop().create_future())
+        bisect.insort(self._waiting, waiter)
+        return waiter
+
+    def _pump(self) -> None:
+        while self._waiting:
+            placement = self._directory.place(self._waiting[0].request.engine.prompt_token_ids)
+            if placement is None:
+                break
+            waiter = self._waiting.pop(0)
+            if waiter.placed.done():  # cancelled, and has not run since
+                placement.release()
+            else:
+                waiter.placed.set_result(placement)
+        self._note_depth()
+
+    def _fail_all(self) -> None:
+        problem = self._directory.pair_problem()
+        for waiter in self._waiting:
+            if not waiter.placed.done():
+                waiter.placed.set_exception(UnavailableError(problem))
+        self._waiting.clear()
+
+    def _note_depth(self) -> None:
+        self._metrics.queue_depth.set(len(self._waiting))
+        now = self._clock.now()
+        self._metrics.queue_oldest_s.set(max((now - waiter.since_s for waiter in self._waiting), default=0.0))

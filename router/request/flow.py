@@ -1,0 +1,307 @@
+"""One request, from admission to its end.
+
+Life of a request:
+
+ 1. `Admission` holds it back until a compatible pair could take it soon, and books both workers.
+ 2. `Prefill.Run` opens. The worker queues the request; `started` says that its turn has come, with the terms of what
+    it will send.
+ 3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with a `Landing`, or refuses
+    and the next pool is asked; when all refuse, they are asked again while prefill computes.
+ 4. The landing goes to prefill, which starts to send.
+ 5. `first_token` comes from prefill and goes to the client at once, and to decode.
+ 6. `committed` comes from decode when everything landed and was checked: the prefill stream is half-closed and its
+    worker lets go.
+ 7. Tokens come from decode and go to the client, until `finished`, or until the text contains a stop string: then
+    closing the streams is the abort.
+
+Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new one's terms go to
+the same reservation, which lands again under its next epoch, and its first token must be the one already sent. When
+a decode pool is lost or drains after it landed, the request moves (`router.request.migration`): another pair starts
+over at 2, the tokens already sent are computed again over there without being drawn or sent again, and the stream goes
+on. Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through `_serve`'s end,
+where both streams are closed and both bookings released.
+
+One task owns the state; each stream has a reader task, and a search for another worker has one. Their task group ends
+with the request.
+"""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+
+from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
+from router.request.admission import Admission
+from router.request.answer import Answer, Emit
+from router.request.decode_stream import DecodeLeg
+from router.request.migration import Migrations
+from router.request.output import Output
+from router.request.prefill_rate import PrefillPace
+from router.request.prefill_stream import PrefillLeg
+from router.request.stream_base import Event, FlowLimits, Leg
+from router.request.task_group import task_scope
+from router.request.timeline import Timeline
+from router.request.validate import AdmissibleRequest
+from router.request.worker_stream import Ended
+from router.workers.directory import Directory, Placement
+from router.workers.worker import Role
+from runtime.errors import BatonError, DeadlineError, InternalError, PeerLostError
+from runtime.metrics import RouterMetrics
+from runtime.tracing import begin
+
+INBOX_EVENTS = 64
+
+
+@dataclass(frozen=True)
+class Services:
+    """What all requests of a router share."""
+
+    admission: Admission
+    directory: Directory
+    limits: FlowLimits
+    metrics: RouterMetrics
+    pace: PrefillPace
+
+
+class Flow:
+    """Drives one request. `run` may be called once.
+
+    `emit` may wait for chunks, so that a slow client slows its workers; it must take a finish at once.
+    """
+
+    def __init__(self, request: AdmissibleRequest, output: Output, emit: Emit, timeline: Timeline,
+                 services: Services, time_limit_s: float) -> None:
+        self._request = request
+        self._answer = Answer(self.request_id, output, emit, timeline)
+        self._timeline = timeline
+        self._services = services
+        self._time_limit_s = time_limit_s
+        self._ends_at = asyncio.get_running_loop().time() + time_limit_s
+        self._time_scope = asyncio.timeout_at(self._ends_at)
+        self._is_running = False
+        self._is_aborted = False
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue(INBOX_EVENTS)
+        self._first_token: types_pb2.TokenChunk | None = None
+        self._migrations = Migrations(services.directory, services.limits, services.metrics)
+        self._is_committed = False
+        self._finish: generation_pb2.GenerateFinish | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.engine.request_id
+
+    def abort(self) -> None:
+        """End it now, with FINISH_REASON_ABORTED. Idempotent."""
+        self._is_aborted = True
+        if self._is_running and not self._time_scope.expired():
+            self._time_scope.reschedule(asyncio.get_running_loop().time())
+
+    async def run(self) -> None:
+        """Emit chunks and then exactly one finish, or raise the one BatonError that the client gets.
+
+        Raises:
+            DeadlineError: the time limit passed first.
+        """
+        try:
+            async with self._time_scope:
+                await self._run()
+        except TimeoutError:
+            await self._out_of_time()
+        except asyncio.CancelledError:
+            self._timeline.ended("cancelled")
+            raise
+        finally:
+            self._timeline.ended("failed")  # if nothing else was said before
+
+    async def _run(self) -> None:
+        self._is_running = True
+        if self._is_aborted:
+            self.abort()
+        held_back = begin("baton.router.admit", request_id=self.request_id)
+        try:
+            async with self._services.admission.pair_for(self._request) as placement:
+                held_back.end()
+                self._timeline.placed()
+                self._check_time()
+                with self._services.metrics.running.track_inprogress():
+                    await self._serve(placement)
+        finally:
+            held_back.end()
+            self._is_running = False
+
+    def _check_time(self) -> None:
+        """Raises DeadlineError if even the best pace seen lately could not give the first token in time. Prompts that
+        queue at the worker do not count: this one may go before them."""
+        num_tokens = len(self._request.engine.prompt_token_ids)
+        least_s = self._services.pace.least_s(num_tokens)
+        left_s = self._ends_at - asyncio.get_running_loop().time()
+        if least_s > left_s:
+            raise DeadlineError(f"prefill of {num_tokens} prompt tokens takes at least {least_s:.2g} s; the deadline "
+                                f"leaves {max(left_s, 0.0):.2g} s")
+
+    async def _out_of_time(self) -> None:
+        if self._answer.has_ended:
+            return
+        if not self._is_aborted:
+            raise DeadlineError(f"the request did not end within its {self._time_limit_s:g} s") from None
+        await self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
+
+    async def _serve(self, placement: Placement) -> None:
+        async with task_scope() as group:
+            self._leg = Leg(self._request.engine, self._services.directory, self._services.limits, self._inbox, group,
+                            self._ends_at)
+            self._start(placement)
+            try:
+                while self._finish is None:
+                    await self._handle(await self._next_event())
+                await self._end(self._finish)
+                if self._answer.stopped is None:
+                    await self._linger()
+            finally:
+                self._prefill.close()
+                self._decode.close()
+                self._migrations.ended()
+
+    def _start(self, placement: Placement) -> None:
+        """Give the request to this pair, with what its client has already."""
+        self._is_committed = False
+        self._prefill = PrefillLeg.open(self._leg, placement.prefill)
+        self._decode = DecodeLeg(self._leg, placement.decode, self._answer.token_ids[1:])
+
+    async def _next_event(self) -> Event:
+        """What a worker said; saying nothing when it owes an answer is an event too."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self._decode.due_at):
+                    return await self._inbox.get()
+            except TimeoutError:
+                if self._decode.excused():
+                    continue
+                if self._decode.lacks_first_token:
+                    return Ended(self._prefill.stream, self._prefill.overdue())
+                return Ended(self._decode.stream, self._decode.overdue())
+
+    async def _handle(self, event: Event) -> None:
+        if event.stream is self._prefill.stream:
+            if isinstance(event, Ended):
+                self._prefill_ended(event.error)
+            elif isinstance(event.message, prefill_pb2.RunResponse):
+                await self._prefill_said(event.message)
+        elif event.stream is self._decode.stream:
+            if isinstance(event, Ended):
+                await self._decode_ended(event.error)
+            elif isinstance(event.message, decode_pb2.DecodeResponse):
+                await self._decode_said(event.message)
+        # Otherwise a stream that was given up: nobody wants to know.
+
+    async def _prefill_said(self, response: prefill_pb2.RunResponse) -> None:
+        timings = self._timeline.timings
+        match response.WhichOneof("event"):
+            case "started":
+                timings.prefill_queue_s = response.started.queue_s
+                self._timeline.reserving()
+                try:
+                    self._decode.offer(response.started.terms)
+                except PeerLostError as error:
+                    await self._decode_ended(error)
+            case "first_token":
+                timings.prefill_s = response.first_token.prefill_s
+                self._prefill.computed()
+                self._services.pace.observe(len(self._request.engine.prompt_token_ids), timings.prefill_s)
+                await self._take_first_token(response.first_token.token)
+                self._let_prefill_go()
+            case "scored":
+                await self._answer.scores(response.scored)
+            case "sent":
+                if not self._is_committed:
+                    self._decode.expect_commit()
+
+    async def _take_first_token(self, token: types_pb2.TokenChunk) -> None:
+        if self._first_token is None:
+            self._first_token = token
+            self._decode.first_token(token)
+            await self._tell(token)
+        elif list(token.token_ids) == list(self._first_token.token_ids):
+            self._decode.first_token(token)
+        else:
+            raise InternalError(f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
+                                f"{list(self._first_token.token_ids)}")
+
+    def _prefill_ended(self, error: BatonError | None) -> None:
+        if self._is_committed and self._first_token is not None:
+            return  # its part was done
+        error = error or PeerLostError(f"prefill worker {self._prefill.address} ended its stream too early")
+        if self._is_committed:
+            raise error  # nothing to hand over any more, but nobody can say the first token
+        self._decode.source_lost()
+        self._prefill.move_on(error, self._decode.compatibility)
+        self._timeline.retried(Role.PREFILL, error.reason)
+
+    async def _decode_said(self, response: decode_pb2.DecodeResponse) -> None:
+        match response.WhichOneof("event"):
+            case "landing":
+                if self._decode.landed(response.landing):
+                    self._timeline.reserved()
+                    self._prefill.deliver_to(response.landing)
+            case "committed":
+                self._is_committed = True
+                self._decode.committed()
+                self._migrations.resumed()
+                self._timeline.committed()
+                self._timeline.timings.transfer_exposed_s = response.committed.transfer_exposed_s
+                self._let_prefill_go()
+            case "tokens":
+                self._timeline.decoded()
+                await self._tell(response.tokens)
+            case "finished":
+                self._finished(response.finished)
+
+    async def _decode_ended(self, error: BatonError | None) -> None:
+        error = error or PeerLostError(f"decode worker {self._decode.address} ended its stream too early")
+        if self._decode.has_landed:
+            await self._decode_lost(error)
+        else:
+            self._decode.move_on(error)
+        self._timeline.retried(Role.DECODE, error.reason)
+
+    async def _decode_lost(self, error: BatonError) -> None:
+        """The pool that held the state is gone, or gave up on it: go on with another pair."""
+        self._prefill.close()
+        self._decode.close()
+        self._start(await self._migrations.another_pair(self._decode.booking, error,
+                                                        self._request.engine.prompt_token_ids))
+
+    def _let_prefill_go(self) -> None:
+        if not self._is_committed or self._first_token is None:
+            return
+        if self._prefill.has_first_token:
+            self._prefill.stream.half_close()
+        else:
+            self._prefill.close()  # it replaces a worker that died with everything delivered
+
+    def _finished(self, finished: decode_pb2.DecodeFinished) -> None:
+        timings = self._timeline.timings
+        timings.decode_queue_s, timings.decode_s = finished.queue_s, finished.decode_s
+        self._finish = self._finish or generation_pb2.GenerateFinish(
+            reason=finished.reason,
+            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None)
+
+    async def _tell(self, tokens: types_pb2.TokenChunk) -> None:
+        await self._answer.tokens(tokens)
+        self._finish = self._answer.stopped or self._finish
+
+    async def _end(self, finish: generation_pb2.GenerateFinish) -> None:
+        """Text that was held back, and the finish."""
+        if self._answer.stopped is not None:
+            # The workers would go on: closing is the abort.
+            self._prefill.close()
+            self._decode.close()
+        await self._answer.rest()
+        await self._answer.finish(self._answer.stopped or finish)
+
+    async def _linger(self) -> None:
+        """Let both workers end their streams with OK, as they are about to; the client has its finish already."""
+        streams = [stream for stream in (self._prefill.stream, self._decode.stream) if stream is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._services.limits.linger_s):
+                while not all(stream.has_ended for stream in streams):
+                    await self._inbox.get()

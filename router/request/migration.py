@@ -1,0 +1,86 @@
+"""When a request may go on with another pair of workers, and which.
+
+The new pair runs the prompt again, and the new pool computes the tokens that the client has already without drawing
+them. Draws are keyed by seed and position, so what follows is what would have followed. A pair must serve the same
+weights in the same way: its compatibility digest fits that of the lost pool.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.request.stream_base import RETRY_PAUSE_S, FlowLimits
+from router.workers.directory import Directory, Placement
+from router.workers.worker import Booking
+from runtime.errors import BatonError, DrainingError, PeerLostError, RequestAborted, UnavailableError
+from runtime.metrics import RouterMetrics
+
+
+class Departure(StrEnum):
+    """Why a pool gave a request up, as metrics name it."""
+
+    LOST = "lost"
+    DRAINED = "drained"
+
+
+@dataclass
+class Migrations:
+    """The moves of one request. A request that loses pool after pool may be what kills them, so losses are bounded;
+    pools that drain hand requests back on purpose, and do not count."""
+
+    directory: Directory
+    limits: FlowLimits
+    metrics: RouterMetrics
+    num_lost: int = 0
+    _under_way: Departure | None = None
+
+    async def another_pair(self, lost: Booking, error: BatonError, prompt_token_ids: Sequence[int]) -> Placement:
+        """A pair in place of the one whose pool is gone, rather not with the same pool.
+
+        Raises:
+            BatonError: nobody else could do better, or no pair came up in time; PeerLostError if the pool is gone.
+        """
+        self.ended()
+        if not isinstance(error, UnavailableError | RequestAborted):
+            raise error
+        self._under_way = Departure.DRAINED if isinstance(error, DrainingError) else Departure.LOST
+        self.num_lost += self._under_way is Departure.LOST
+        placement = None
+        if self.num_lost <= self.limits.migrations:
+            lost.lost(str(error))  # it gets nothing until it reports again
+            await asyncio.sleep(RETRY_PAUSE_S)
+            placement = await self._search(lost, prompt_token_ids)
+        if placement is None:
+            raise PeerLostError(str(error))
+        return placement
+
+    def resumed(self) -> None:
+        """The new pool has everything it needs."""
+        self._count("resumed")
+
+    def ended(self) -> None:
+        """The request is over, or moves once more. Idempotent."""
+        self._count("failed")
+
+    def _count(self, outcome: str) -> None:
+        if self._under_way is not None:
+            self.metrics.migrations.labels(self._under_way.value, outcome).inc()
+        self._under_way = None
+
+    async def _search(self, lost: Booking, prompt_token_ids: Sequence[int]) -> Placement | None:
+        """Longer while there is a pair that is only full."""
+        loop, compatibility = asyncio.get_running_loop(), lost.compatibility
+        began = loop.time()
+        while True:
+            placement = self.directory.place_again(prompt_token_ids, compatibility, lost.worker.address)
+            if placement is not None:
+                return placement
+            is_full = self.directory.has_pair(compatibility)
+            patience_s = self.limits.capacity_wait_s if is_full else self.limits.peer_wait_s
+            if loop.time() >= began + patience_s:
+                return None
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(began + patience_s):
+                    await self.directory.changed()

@@ -1,0 +1,291 @@
+"""Is this request possible? Every field is checked against the limits of the protos and of the model before any work.
+
+All violations are reported at once, each with the path of its field and the limit. What passes becomes an
+`AdmissibleRequest`: tokenised, every default resolved, ready for the workers.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from protos import generation_pb2, types_pb2
+from router.text.model_facts import ModelFacts
+from router.text.tokenise import Message, Tokeniser
+from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelError
+from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 16
+MAX_PRIORITY = 100
+MAX_CHAT_MESSAGES = 4096
+MAX_SHOWN_CHARACTERS = 128  # of a text that is quoted in an error
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 64
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """The values a sampling field may have. NaN is in no interval."""
+
+    low: float
+    high: float
+    low_is_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.low_is_open else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.low_is_open:
+            return f"must be above {self.low:g} and at most {self.high:g}"
+        return f"must be between {self.low:g} and {self.high:g}"
+
+
+SAMPLING_INTERVALS = {
+    "temperature": _Interval(0, 100),
+    "top_p": _Interval(0, 1, low_is_open=True),
+    "min_p": _Interval(0, 1),
+    "frequency_penalty": _Interval(-2, 2),
+    "presence_penalty": _Interval(-2, 2),
+    "repetition_penalty": _Interval(0, 10, low_is_open=True),
+}
+LOGIT_BIAS_INTERVAL = _Interval(-100, 100)
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0,
+                     "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class AdmissibleRequest:
+    """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none."""
+
+    engine: types_pb2.EngineRequest
+    stop_strings: tuple[str, ...]
+    wants_text: bool
+    num_choices: int = 1
+
+
+async def admissible(request: generation_pb2.GenerateRequest, facts: ModelFacts, tokeniser: Tokeniser | None,
+                     draw_seed: Callable[[], int], grammars: Grammars | None = None) -> AdmissibleRequest:
+    """The request in the workers' terms. `draw_seed` gives the seed of a request that brings none; without `grammars`
+    structured output cannot be had.
+
+    Raises:
+        UnknownModelError: it asks for another model.
+        InvalidRequestError: with every violation found.
+        CapacityError: too many grammars wait to be compiled.
+    """
+    if request.model not in ("", facts.name):
+        raise UnknownModelError(FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is"))
+    violations = [*_identity(request), *_prompt(request, facts, tokeniser), *_sampling(request.sampling, facts),
+                  *_stop(request, facts, tokeniser), *_structured_output(request)]
+    if violations:
+        raise InvalidRequestError(*violations)
+    if (grammar := grammar_of(request)) is not None:
+        if grammars is None:
+            raise grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
+        await grammars.check(grammar)
+    prompt = await _prompt_token_ids(request, tokeniser)
+    violations = list(_context(request, facts, len(prompt)))
+    if violations:
+        raise InvalidRequestError(*violations)
+    return _resolve(request, facts, prompt, draw_seed)
+
+
+def _identity(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolation]:
+    size = len(request.request_id.encode())
+    if size > MAX_REQUEST_ID_BYTES:
+        yield FieldViolation("request_id", f"has {size} bytes, the limit is {MAX_REQUEST_ID_BYTES}")
+    if abs(request.priority) > MAX_PRIORITY:
+        yield FieldViolation("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {request.priority}")
+    for name in ("num_top_logprobs", "num_prompt_logprobs"):
+        if (count := getattr(request, name)) > MAX_TOP_LOGPROBS:
+            yield FieldViolation(name, f"must be at most {MAX_TOP_LOGPROBS}, got {count}")
+    if request.HasField("n") and not 1 <= request.n <= MAX_CHOICES:
+        yield FieldViolation("n", f"must be between 1 and {MAX_CHOICES}, got {request.n}")
+
+
+def _prompt(request: generation_pb2.GenerateRequest, facts: ModelFacts,
+            tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        yield FieldViolation("prompt", "one of text, token_ids and chat must be given")
+    elif kind == "token_ids":
+        yield from _prompt_ids(request.token_ids.ids, facts)
+    elif tokeniser is None:
+        yield FieldViolation(kind, "the model has no tokenizer, the prompt must be given as token_ids")
+    elif kind == "chat":
+        yield from _chat(request.chat, facts, tokeniser)
+    elif not request.text:
+        yield FieldViolation("text", "must not be empty")
+    else:
+        yield from _fits("text", len(request.text), facts, tokeniser)
+
+
+def _prompt_ids(ids: Sequence[int], facts: ModelFacts) -> Iterable[FieldViolation]:
+    if not ids:
+        yield FieldViolation("token_ids.ids", "must not be empty")
+    elif len(ids) >= facts.max_context_tokens:
+        yield _too_long("token_ids", len(ids), facts)
+    elif max(ids) >= facts.vocab_size:
+        index, token_id = next((i, token_id) for i, token_id in enumerate(ids) if token_id >= facts.vocab_size)
+        yield FieldViolation(f"token_ids.ids[{index}]", _not_in_vocabulary(token_id, facts))
+
+
+def _chat(chat: generation_pb2.ChatMessages, facts: ModelFacts, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
+    if not tokeniser.has_chat_template:
+        yield FieldViolation("chat", "the model has no chat template")
+    if not chat.messages:
+        yield FieldViolation("chat.messages", "must not be empty")
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        yield FieldViolation("chat.messages", f"has {len(chat.messages)} entries, the limit is {MAX_CHAT_MESSAGES}")
+        return
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            yield FieldViolation(f"chat.messages[{index}].role", "must not be empty")
+    yield from _fits("chat.messages", sum(len(message.role) + len(message.content) for message in chat.messages), facts,
+                     tokeniser)
+
+
+def _fits(field: str, num_characters: int, facts: ModelFacts, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
+    if num_characters > tokeniser.longest_token * facts.max_context_tokens:
+        yield FieldViolation(field, f"has {num_characters} characters, which cannot fit into the context limit of "
+                                    f"{facts.max_context_tokens} tokens")
+
+
+def _sampling(sampling: types_pb2.SamplingParams, facts: ModelFacts) -> Iterable[FieldViolation]:
+    for name, interval in SAMPLING_INTERVALS.items():
+        if sampling.HasField(name) and (value := getattr(sampling, name)) not in interval:
+            yield FieldViolation(f"sampling.{name}", f"{interval}, got {value:g}")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+        yield FieldViolation("sampling.logit_bias",
+                             f"has {len(sampling.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS_ENTRIES}")
+        return
+    for token_id, bias in sorted(sampling.logit_bias.items()):
+        if token_id >= facts.vocab_size:
+            yield FieldViolation(f"sampling.logit_bias[{token_id}]", _not_in_vocabulary(token_id, facts))
+        if bias not in LOGIT_BIAS_INTERVAL:
+            yield FieldViolation(f"sampling.logit_bias[{token_id}]", f"{LOGIT_BIAS_INTERVAL}, got {bias:g}")
+
+
+def _stop(request: generation_pb2.GenerateRequest, facts: ModelFacts,
+          tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
+    stop = request.stop
+    if stop.HasField("max_tokens"):
+        if stop.max_tokens < 1:
+            yield FieldViolation("stop.max_tokens", "must be at least 1, got 0")
+        elif stop.min_tokens > stop.max_tokens:
+            yield FieldViolation("stop.min_tokens", f"must be at most max_tokens ({stop.max_tokens}), "
+                                                    f"got {stop.min_tokens}")
+    yield from _stop_strings(request, tokeniser)
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        yield FieldViolation("stop.stop_token_ids",
+                             f"has {len(stop.stop_token_ids)} entries, the limit is {MAX_STOP_TOKEN_IDS}")
+        return
+    for index, token_id in enumerate(stop.stop_token_ids):
+        if token_id >= facts.vocab_size:
+            yield FieldViolation(f"stop.stop_token_ids[{index}]", _not_in_vocabulary(token_id, facts))
+
+
+def _stop_strings(request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
+    strings = request.stop.stop_strings
+    if strings and request.skip_text:
+        yield FieldViolation("stop.stop_strings", "cannot be found when skip_text is set")
+    elif strings and tokeniser is None:
+        yield FieldViolation("stop.stop_strings", "cannot be found, the model has no tokenizer")
+    if len(strings) > MAX_STOP_STRINGS:
+        yield FieldViolation("stop.stop_strings", f"has {len(strings)} entries, the limit is {MAX_STOP_STRINGS}")
+    for index, string in enumerate(strings[:MAX_STOP_STRINGS]):
+        if not string:
+            yield FieldViolation(f"stop.stop_strings[{index}]", "must not be empty")
+        elif (size := len(string.encode())) > MAX_STOP_STRING_BYTES:
+            yield FieldViolation(f"stop.stop_strings[{index}]",
+                                 f"has {size} bytes, the limit is {MAX_STOP_STRING_BYTES}")
+
+
+def _structured_output(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolation]:
+    if not request.HasField("structured_output"):
+        return
+    grammar = grammar_of(request)
+    if grammar is None:
+        yield FieldViolation("structured_output", "one of json_schema and regex must be given")
+        return
+    if not grammar.text:
+        yield FieldViolation(grammar.field, "must not be empty")
+    if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
+        yield FieldViolation(grammar.field, f"has {size} bytes, the limit is {MAX_GRAMMAR_BYTES}")
+    if request.stop.min_tokens:
+        yield FieldViolation("stop.min_tokens", "cannot be combined with structured_output, which says itself when the "
+                                                "text is over")
+    if request.stop.ignore_eos:
+        yield FieldViolation("stop.ignore_eos", "cannot be combined with structured_output, which ends with an "
+                                                "end-of-sequence token")
+
+
+def grammar_of(request: generation_pb2.GenerateRequest) -> Grammar | None:
+    """What the output must follow."""
+    kind = request.structured_output.WhichOneof("grammar")
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(request.structured_output, kind))
+
+
+async def _prompt_token_ids(request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None) -> list[int]:
+    if tokeniser is None or request.HasField("token_ids"):
+        return list(request.token_ids.ids)
+    if request.HasField("text"):
+        return await tokeniser.encode_text(request.text)
+    return await tokeniser.encode_chat([Message(message.role, message.content) for message in request.chat.messages])
+
+
+def _context(request: generation_pb2.GenerateRequest, facts: ModelFacts, num_tokens: int) -> Iterable[FieldViolation]:
+    kind = request.WhichOneof("prompt") or "prompt"
+    room = facts.max_context_tokens - num_tokens
+    if num_tokens == 0:
+        yield FieldViolation(kind, "must give at least one token")
+    elif room < 1:
+        yield _too_long(kind, num_tokens, facts)
+    elif request.stop.min_tokens > room:
+        yield FieldViolation("stop.min_tokens", f"must be at most {room}, what the context limit of "
+                                                f"{facts.max_context_tokens} tokens leaves after the prompt, "
+                                                f"got {request.stop.min_tokens}")
+
+
+def _resolve(request: generation_pb2.GenerateRequest, facts: ModelFacts, prompt: list[int],
+             draw_seed: Callable[[], int]) -> AdmissibleRequest:
+    stop, room = request.stop, facts.max_context_tokens - len(prompt)
+    eos = () if stop.ignore_eos else facts.eos_token_ids
+    engine = types_pb2.EngineRequest(
+        request_id=request.request_id,
+        prompt_token_ids=prompt,
+        sampling=_resolved_sampling(request.sampling, draw_seed),
+        max_tokens=min(stop.max_tokens, room) if stop.HasField("max_tokens") else room,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=sorted({*stop.stop_token_ids, *eos}),
+        num_top_logprobs=request.num_top_logprobs if request.HasField("num_top_logprobs") else None,
+        num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
+        structured_output=request.structured_output if request.HasField("structured_output") else None,
+        priority=request.priority,
+        speculate=request.speculate if request.HasField("speculate") else None,
+    )
+    return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
+                             num_choices=request.n if request.HasField("n") else 1)
+
+
+def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], int]) -> types_pb2.SamplingParams:
+    sampling = types_pb2.SamplingParams(**SAMPLING_DEFAULTS)  # type: ignore[arg-type]
+    sampling.MergeFrom(given)
+    if not given.HasField("seed"):
+        sampling.seed = draw_seed()
+    return sampling
+
+
+def _too_long(field: str, num_tokens: int, facts: ModelFacts) -> FieldViolation:
+    return FieldViolation(field, f"has {num_tokens} tokens; the context limit of {facts.max_context_tokens} tokens "
+                                 "must leave room for at least one more")
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]!r}..."
+
+
+def _not_in_vocabulary(token_id: int, facts: ModelFacts) -> str:
+    return f"{token_id} is not in the vocabulary of {facts.vocab_size} tokens"

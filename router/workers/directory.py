@@ -1,0 +1,257 @@
+"""Which workers there are, which can be used, and who gets the next request.
+
+Workers are named to the router or found (`router.workers.discovery`). Each is watched over one `Worker.Watch` stream.
+A worker is usable while that stream is alive, says that it serves, and describes the router's model. A prefill and a
+decode worker are a pair if their compatibility digests fit. Choosing a worker books the request on it; whoever books
+must release.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TypeVar
+
+from protos import generation_pb2
+from router.text.model_facts import ModelFacts
+from router.workers.discovery import DiscoveryOptions
+from router.workers.policy import Draw, Policy, choose
+from router.workers.watch import watch_worker
+from router.workers.worker import Booking, Role, Worker
+from router.workers.worker_set import Roster, open_source
+from runtime.access import PeerRole
+from runtime.client import open_channel
+from runtime.metrics import RouterMetrics
+from runtime.pairing import may_pair
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+
+T = TypeVar("T")
+
+
+class Room(StrEnum):
+    """Whether a worker that seems full may be chosen."""
+
+    NEEDED = "needed"
+    ANY = "any"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A pair of workers for one request. The decode pool reserves only when prefill starts."""
+
+    prefill: Booking
+    decode: Booking
+
+    def release(self) -> None:
+        self.prefill.release()
+        self.decode.release()
+
+
+@dataclass(frozen=True)
+class DirectoryOptions:
+    """Targets (`router.discovery`), and how often workers report."""
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    policy: Policy = Policy.LEAST_LOAD
+    watch_interval_s: float = 0.25
+    decode_lookahead: int = 2
+    security: ChannelSecurity = PLAIN_CHANNEL
+    discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
+
+
+class Directory:
+    """Workers of one model. Build inside a running event loop; `run` watches until it is cancelled."""
+
+    def __init__(self, options: DirectoryOptions, facts: ModelFacts, metrics: RouterMetrics,
+                 rng: random.Random) -> None:
+        self._options = options
+        self._facts = facts
+        self._metrics = metrics
+        self._rng = rng
+        self._turns = dict.fromkeys(Role, 0)
+        self._changed = asyncio.Event()
+        sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
+                   for role, targets in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode))}
+        self._roster = Roster(sources, self._worker, self._watch)
+        # Affinity is about prompts; a decode pool has nothing to remember of them.
+        affine = options.policy is Policy.PREFIX_AFFINITY
+        self._policies = {Role.PREFILL: options.policy, Role.DECODE: Policy.LEAST_LOAD if affine else options.policy}
+        self._count_workers()
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return self._roster.workers
+
+    async def run(self) -> None:
+        """Find and watch every worker."""
+        await self._roster.run()
+
+    def _worker(self, role: Role, address: str) -> Worker:
+        channel = open_channel(address, security=self._options.security.to(PeerRole(role.value)))
+        return Worker(role, address, channel, self._on_change, self._options.decode_lookahead)
+
+    def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
+        return watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng)
+
+    async def changed(self) -> None:
+        """Return at the next change of any worker or booking."""
+        await self._changed.wait()
+
+    async def until(self, attempt: Callable[[], T | None]) -> T:
+        """Call `attempt` now and after every change, until it gives something."""
+        while (result := attempt()) is None:
+            await self.changed()
+        return result
+
+    @property
+    def max_context_tokens(self) -> int:
+        """What every worker of this model that was heard of so far can hold, prompt plus completion."""
+        stated = [worker.max_context_tokens for worker in self.workers]
+        return min([self._facts.max_context_tokens, *(limit for limit in stated if limit is not None)])
+
+    @property
+    def revision(self) -> str:
+        """Digest of the weights, as the workers of a pair state it; empty while there is none."""
+        pair = self.pair_problem() == ""
+        return next((w.info.revision for w in self._usable(Role.DECODE) if pair and w.info is not None), "")
+
+    def pair_problem(self) -> str:
+        """Why no prefill and decode worker can serve together; empty if some can."""
+        for role in Role:
+            if not self._usable(role):
+                reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
+                return f"no {role} worker is usable ({'; '.join(reasons) or 'none found'})"
+        if any(self._fits(digest, Role.DECODE) for digest in self._digests(Role.PREFILL)):
+            return ""
+        prefill, decode = (next(iter(self._usable(role))).info for role in Role)
+        assert prefill is not None
+        assert decode is not None
+        return ("prefill and decode workers do not fit together: prefill has "
+                f"{prefill.compatibility_text or prefill.compatibility}, decode has "
+                f"{decode.compatibility_text or decode.compatibility}")
+
+    def place(self, prompt_token_ids: Sequence[int]) -> Placement | None:
+        """Book a compatible pair that could take the request now or soon; None if there is none."""
+        num_tokens = len(prompt_token_ids)
+        pools = [worker for worker in self._usable(Role.DECODE) if worker.as_candidate(num_tokens).has_room]
+        return self._book_pair(self._usable(Role.PREFILL), pools, prompt_token_ids)
+
+    def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
+                     tried: frozenset[str]) -> Booking | None:
+        """A prefill worker for a request that lost its own; one that was tried only if there is no other."""
+        fitting = self._fitting(Role.PREFILL, compatibility)
+        others = [worker for worker in fitting if worker.address not in tried]
+        chosen = self._choose(others or fitting, prompt_token_ids)
+        return None if chosen is None else self._book(chosen, prompt_token_ids)
+
+    def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
+                    tried: frozenset[str]) -> Booking | None:
+        """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
+        chosen = self._choose(self._fitting(Role.DECODE, compatibility), prompt_token_ids, tried, Room.ANY)
+        return None if chosen is None else self._book(chosen, prompt_token_ids)
+
+    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str) -> Placement | None:
+        """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
+        again and there is no other."""
+        sources, pools = self._fitting(Role.PREFILL, compatibility), self._usable(Role.DECODE)
+        others = [worker for worker in pools if worker.address != lost]
+        return (self._book_pair(sources, others, prompt_token_ids)
+                or self._book_pair(sources, pools, prompt_token_ids))
+
+    def has_pair(self, compatibility: str) -> bool:
+        """Whether workers of both roles that fit are alive, with room or without."""
+        return self._fits(compatibility, Role.PREFILL) and self._fits(compatibility, Role.DECODE)
+
+    def has_decode(self, compatibility: str) -> bool:
+        """Whether a decode pool that fits is alive, with room or without."""
+        return self._fits(compatibility, Role.DECODE)
+
+    def status(self) -> list[generation_pb2.WorkerStatus]:
+        """Every worker, for people."""
+        return [self._status_of(worker) for worker in self.workers]
+
+    def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker],
+                   prompt_token_ids: Sequence[int]) -> Placement | None:
+        """A source with room and one of the pools, full or not. Both are chosen before either is booked: a booking that
+        is given back wakes whoever waits for room, and two of those would wake each other for ever."""
+        digests = {pool.compatibility for pool in pools}
+        fed = [worker for worker in sources if any(may_pair(worker.compatibility, digest) for digest in digests)]
+        prefill = self._choose(fed, prompt_token_ids)
+        if prefill is None:
+            return None
+        fitting = [pool for pool in pools if may_pair(prefill.compatibility, pool.compatibility)]
+        decode = self._choose(fitting, prompt_token_ids, room=Room.ANY)
+        if decode is None:
+            return None
+        return Placement(self._book(prefill, prompt_token_ids), self._book(decode, prompt_token_ids))
+
+    def _book(self, worker: Worker, prompt_token_ids: Sequence[int]) -> Booking:
+        self._metrics.decisions.labels(self._policies[worker.role].value, "chosen").inc()
+        self._turns[worker.role] += 1
+        return worker.book(len(prompt_token_ids))
+
+    def _choose(self, workers: Sequence[Worker], prompt_token_ids: Sequence[int], tried: frozenset[str] = frozenset(),
+                room: Room = Room.NEEDED) -> Worker | None:
+        """Whom the policy of their role would pick; nothing is booked."""
+        if not workers:
+            return None
+        role, by_address = workers[0].role, {worker.address: worker for worker in workers}
+        policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt_token_ids)
+        with self._metrics.pick_s.time():
+            candidates = [worker.as_candidate(len(prompt_token_ids)) for worker in by_address.values()]
+            if room is Room.ANY:
+                candidates = [replace(candidate, has_room=True) for candidate in candidates]
+            chosen = choose(policy, candidates, draw, tried=tried)
+        if chosen is None:
+            self._metrics.decisions.labels(policy.value, "full").inc()
+            return None
+        return by_address[chosen.address]
+
+    def _fitting(self, role: Role, compatibility: str) -> list[Worker]:
+        return [worker for worker in self._usable(role) if may_pair(worker.compatibility, compatibility)]
+
+    def _usable(self, role: Role) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role is role and worker.is_usable]
+
+    def _digests(self, role: Role) -> set[str]:
+        return {worker.compatibility for worker in self._usable(role)}
+
+    def _fits(self, digest: str, role: Role) -> bool:
+        return any(may_pair(digest, other) for other in self._digests(role))
+
+    def _on_change(self) -> None:
+        self._roster.sweep()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._count_workers()
+
+    def _count_workers(self) -> None:
+        for role in Role:
+            usable = len(self._usable(role))
+            total = sum(worker.role is role for worker in self.workers)
+            self._metrics.workers.labels(role.value, "usable").set(usable)
+            self._metrics.workers.labels(role.value, "unusable").set(total - usable)
+
+    def _status_of(self, worker: Worker) -> generation_pb2.WorkerStatus:
+        reason = worker.problem or worker.unlisted or self._unpaired(worker)
+        status = generation_pb2.WorkerStatus(
+            role=worker.role, address=worker.address, serving=worker.is_usable, reason=reason,
+            queued_requests=worker.load.queued_requests, running_requests=worker.load.running_requests,
+            pages_free=worker.load.pages_free, slots_free=worker.load.slots_free,
+            open_sessions=worker.load.open_sessions)
+        if worker.info is not None:
+            status.incarnation = worker.info.incarnation
+            status.stages.extend(worker.info.stages)
+            status.pages_total = worker.info.pages_total
+            status.slots_total = worker.info.slots_total
+        return status
+
+    def _unpaired(self, worker: Worker) -> str:
+        other = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+        if self._fits(worker.compatibility, other):
+            return ""
+        others = [peer.info.compatibility_text for peer in self.workers if peer.role is other and peer.info is not None]
+        mine = "" if worker.info is None else f": it has {worker.info.compatibility_text}"
+        return f"no usable {other} worker fits it{mine}" + "".join(f"; there {text}" for text in others)

@@ -1,0 +1,86 @@
+"""Follows one worker's reports for as long as the router runs; at most one stream and one reconnect at a time."""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from protos import worker_pb2, worker_pb2_grpc
+from router.text.model_facts import ModelFacts
+from router.workers.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
+MIN_SILENCE_S = 2.0  # a worker that owes reports for this long, and for this many intervals, is lost
+SILENT_INTERVALS = 5
+_LOOKS = 8  # how often a silence is looked at before it is over
+
+
+async def watch_worker(worker: Worker, facts: ModelFacts, interval_s: float, rng: random.Random) -> None:
+    """Keep `worker` up to date until cancelled."""
+    backoff_s = FIRST_BACKOFF_S
+    while True:
+        reason = await _follow(worker, facts, interval_s)
+        if worker.is_usable:
+            logger.warning("worker lost", extra={"worker": worker.address, "reason": reason})
+            backoff_s = FIRST_BACKOFF_S
+        worker.lost(reason)
+        await asyncio.sleep(backoff_s * rng.uniform(0.8, 1.2))
+        backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+
+async def _run_out(patience: asyncio.Timeout, heard: asyncio.Event, silence_s: float) -> None:
+    """End `patience` after that long without a word. Looks several times meanwhile, so that a process that was held up
+    itself, and could not listen, counts that as one look, and reads what came in before the next."""
+    looks = 0
+    while looks < _LOOKS:
+        await asyncio.sleep(silence_s / _LOOKS)
+        looks = 0 if heard.is_set() else looks + 1
+        heard.clear()
+    patience.reschedule(asyncio.get_running_loop().time())
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Beside the block, and no longer."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _follow(worker: Worker, facts: ModelFacts, interval_s: float) -> str:
+    """Apply reports until they end; the reason why they did."""
+    silence_s = max(MIN_SILENCE_S, SILENT_INTERVALS * interval_s)
+    call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(worker_pb2.WatchRequest(interval_s=interval_s))
+    heard = asyncio.Event()
+    try:
+        async with asyncio.timeout(None) as patience, _background(_run_out(patience, heard, silence_s)):
+            async for response in call:
+                heard.set()
+                if not _apply(worker, facts, response):
+                    return "it reported load before it said what it is"
+    except TimeoutError:
+        return f"no report for {silence_s:g} s"
+    except grpc.aio.AioRpcError as error:
+        return f"cannot be reached: {error.details() or error.code().name}"
+    finally:
+        call.cancel()
+    return "it ended its reports"
+
+
+def _apply(worker: Worker, facts: ModelFacts, response: worker_pb2.WatchResponse) -> bool:
+    if response.HasField("info"):
+        logger.info("worker found", extra={"worker": worker.address, "incarnation": response.info.incarnation})
+        worker.introduced(response.info, facts)
+    elif worker.info is None:
+        return False
+    elif response.HasField("load"):
+        worker.reported(response.load)
+    return True

@@ -1,0 +1,222 @@
+"""One worker as the router knows it: what it said about itself, and what the router has given it since.
+
+Reports are always a little old. A `Booking` is the router's own count of what it gave away; estimates add the bookings
+made since the last report to what that report said, so that a burst does not all land on one worker.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import grpc
+
+from protos import worker_pb2
+from router.text.model_facts import ModelFacts
+from router.workers.policy import Candidate
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(eq=False)  # two claims of the same size are two claims
+class Booking:
+    """A request's claim on a worker, from the choice to `release`. A new incarnation of the worker owes it nothing.
+    `incarnation` and `compatibility` are those of the worker that was chosen."""
+
+    worker: "Worker"
+    incarnation: str
+    compatibility: str
+    num_tokens: int  # of the prompt
+    num_pages: int  # the prompt and one token
+    has_landed: bool = False
+    is_reported: bool = False
+
+    @property
+    def is_outlived(self) -> bool:
+        """Whether the worker has started anew since."""
+        return self.worker.incarnation != self.incarnation
+
+    def lost(self, reason: str) -> None:
+        """The worker that was chosen cannot be reached. That says nothing about one that has started anew."""
+        if not self.is_outlived:
+            self.worker.lost(reason)
+
+    def landed(self) -> None:
+        """The worker has reserved; its next report shows it."""
+        if not self.has_landed:
+            self.has_landed = True
+            self.worker.on_change()
+
+    def release(self) -> None:
+        """Idempotent."""
+        self.worker.release(self)
+
+
+@dataclass
+class _Claims:
+    """Sums over the bookings of one worker."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def ahead_of(self, report: "_Claims", reported: "_Claims") -> "_Claims":
+        """An estimate of what is there now: the report, plus what changed here since; never less than our own."""
+        return _Claims(max(self.requests, reported.requests + self.requests - report.requests),
+                       max(self.tokens, reported.tokens + self.tokens - report.tokens))
+
+
+@dataclass
+class Worker:
+    """Mutable state of one address; only discovery, its watch and its requests write it."""
+
+    role: Role
+    address: str
+    channel: grpc.aio.Channel
+    on_change: Callable[[], None]
+    decode_lookahead: int = 2  # requests a full decode pool may have coming, so that it does not run dry
+    info: worker_pb2.WorkerInfo | None = None
+    load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
+    mismatch: str = ""  # why what it said about itself makes it useless here; empty if it does not
+    problem: str = "not reached yet"  # why it cannot be used; empty if it can
+    is_listed: bool = True
+    _bookings: list[Booking] = field(default_factory=list)
+    _outlived: list[Booking] = field(default_factory=list)  # of earlier incarnations: claims no more
+    _streams: list[object] = field(default_factory=list)
+    _claims_at_report: _Claims = field(default_factory=_Claims)
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.problem and self.is_listed
+
+    @property
+    def unlisted(self) -> str:
+        """Why a worker that serves gets nothing new; empty if it is listed."""
+        return "" if self.is_listed else f"discovery does not name it any more; {len(self._streams)} streams go on"
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a request needs its channel."""
+        return bool(self._bookings or self._outlived or self._streams)
+
+    def listed(self) -> None:
+        """Discovery names it. Idempotent."""
+        if not self.is_listed:
+            self.is_listed = True
+            self.on_change()
+
+    def delisted(self) -> None:
+        """Discovery does not name it any more; what runs there goes on. Idempotent."""
+        if self.is_listed:
+            self.is_listed = False
+            self.on_change()
+
+    def attach(self, stream: object) -> None:
+        """A stream uses its channel, from now to `detach`."""
+        self._streams.append(stream)
+
+    def detach(self, stream: object) -> None:
+        """Idempotent."""
+        if stream in self._streams:
+            self._streams.remove(stream)
+            self.on_change()
+
+    @property
+    def incarnation(self) -> str:
+        return self.info.incarnation if self.info is not None else ""
+
+    @property
+    def compatibility(self) -> str:
+        return self.info.compatibility if self.info is not None else ""
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The longest sequence it can hold when it is empty; None before it said so, and if it is useless anyway."""
+        if self.info is None or self.mismatch:
+            return None
+        return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
+
+    def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelFacts) -> None:
+        """Its facts arrived. Claims on an earlier incarnation died with it."""
+        if info.incarnation != self.incarnation:
+            self._outlived += self._bookings
+            self._bookings.clear()
+            self._claims_at_report = _Claims()
+        self.info = info
+        self.load = worker_pb2.WorkerLoad()
+        self.mismatch = _mismatch(info, self.role, facts)
+        self.problem = self.mismatch or "no load report yet"
+        self.on_change()
+
+    def reported(self, load: worker_pb2.WorkerLoad) -> None:
+        """A load report arrived; `introduced` came before."""
+        self.load = load
+        self._claims_at_report = self._claims()
+        for booking in self._bookings:
+            booking.is_reported = booking.has_landed
+        not_serving = "" if load.serving else load.reason or "not serving"
+        self.problem = self.mismatch or not_serving
+        self.on_change()
+
+    def lost(self, reason: str) -> None:
+        """It cannot be reached; its next report makes it usable again."""
+        self.problem = reason
+        self.on_change()
+
+    def book(self, num_tokens: int) -> Booking:
+        booking = Booking(self, self.incarnation, self.compatibility, num_tokens, self._pages(num_tokens))
+        self._bookings.append(booking)
+        return booking
+
+    def release(self, booking: Booking) -> None:
+        for bookings in (self._bookings, self._outlived):
+            if booking in bookings:
+                bookings.remove(booking)
+                self.on_change()
+
+    def as_candidate(self, num_tokens: int) -> Candidate:
+        """This worker for a policy that places a prompt of `num_tokens`."""
+        if self.role is Role.PREFILL:
+            now = self._estimate(self.load.queued_requests, self.load.queued_tokens)
+            limit = self.info.max_queued_requests if self.info is not None else 0
+            return Candidate(self.address, now.tokens, has_room=not limit or now.requests < limit)
+        now = self._estimate(self.load.running_requests + self.load.queued_requests, 0)
+        return Candidate(self.address, self._used_share(now.requests), has_room=self._decode_room(now, num_tokens))
+
+    def _decode_room(self, now: _Claims, num_tokens: int) -> bool:
+        coming = [booking for booking in self._bookings if not booking.has_landed]
+        if len(coming) < self.decode_lookahead or self.info is None:
+            return True
+        unreported = [booking for booking in self._bookings if not booking.is_reported]
+        pages = sum(booking.num_pages for booking in unreported) + self._pages(num_tokens)
+        slots_fit = not self.info.slots_total or len(unreported) < self.load.slots_free
+        return now.requests < self.info.max_running_requests and pages <= self.load.pages_free and slots_fit
+
+    def _used_share(self, num_requests: int) -> float:
+        if self.info is None:
+            return 0.0
+        pages_used = self.info.pages_total - self.load.pages_free
+        pages_used += sum(booking.num_pages for booking in self._bookings if not booking.is_reported)
+        return max(num_requests / max(self.info.max_running_requests, 1), pages_used / max(self.info.pages_total, 1))
+
+    def _claims(self) -> _Claims:
+        return _Claims(len(self._bookings), sum(booking.num_tokens for booking in self._bookings))
+
+    def _estimate(self, reported_requests: int, reported_tokens: int) -> _Claims:
+        return self._claims().ahead_of(self._claims_at_report, _Claims(reported_requests, reported_tokens))
+
+    def _pages(self, num_tokens: int) -> int:
+        page_size = max(self.info.page_size, 1) if self.info is not None else 1
+        return -(-(num_tokens + 1) // page_size)
+
+
+def _mismatch(info: worker_pb2.WorkerInfo, role: Role, facts: ModelFacts) -> str:
+    """Why a worker must not serve this router's model; empty if it may."""
+    if info.role != role:
+        return f"it is a {info.role} worker, configured as {role}"
+    expected = {"architecture": facts.architecture, "vocab_size": facts.vocab_size, "num_layers": facts.num_layers}
+    for name, value in expected.items():
+        if getattr(info, name) != value:
+            return f"it serves another model: {name} is {getattr(info, name)}, the router's is {value}"
+    return ""

@@ -1,0 +1,259 @@
+"""A transport inside one process, with faults on request: what the UCX transport does, made visible and repeatable.
+
+It copies at the moment the receiver takes the message, as a rendezvous does, so the source memory is read late and the
+destination is written late; both ends' operations stay pending until then.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+
+from engine.memory.layout import Buffer
+from runtime.clock import Clock
+from runtime.errors import BatonError, HandoffError, PeerLostError
+from transfer.transport.matching import Matcher
+from transfer.transport.protocol import Berth, Operation, OperationState, Peer, host_bytes
+from transfer.transport.wakeup import Wakeup
+
+
+class Fault(StrEnum):
+    """What becomes of one message."""
+
+    NONE = "none"
+    DROP = "drop"  # the sender believes it went out; it never arrives
+    DELAY = "delay"  # taken by its receive, but the bytes are written only after `MemoryNetwork.release`
+    FLIP = "flip"  # one bit of one byte in the middle changes on the way
+    DUPLICATE = "duplicate"  # arrives twice
+    DIE = "die"  # the sending process dies instead of sending it
+
+
+FaultHook = Callable[[int, int], Fault]
+"""(tag, num_bytes) of a message about to leave -> its fault."""
+
+
+class MemoryPeer:
+    """A connection from one transport of a network to another."""
+
+    def __init__(self, address: bytes) -> None:
+        self.address = address
+        self.alive = True
+
+
+class _Message:
+    """On its way from `send` to a matched receive. `operation` is the sender's; a duplicate has its own `copy`."""
+
+    def __init__(self, sender: "MemoryTransport", operation: Operation, fault: Fault,
+                 copy: bytes | None = None) -> None:
+        self.sender = sender
+        self.operation = operation
+        self.fault = fault
+        self.copy = copy
+
+
+class MemoryNetwork:
+    """Connects the transports of one process. `fault` may be set at any time; None delivers everything."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.fault: FaultHook | None = None
+        self.delaying = True
+        self._transports: dict[bytes, MemoryTransport] = {}
+        self._next_address = 0
+
+    def transport(self, clock: Clock) -> "MemoryTransport":
+        """A new transport on this network."""
+        with self.lock:
+            address = b"memory-%d" % self._next_address
+            self._next_address += 1
+            self._transports[address] = MemoryTransport(self, address, clock)
+            return self._transports[address]
+
+    def find(self, address: bytes) -> "MemoryTransport | None":
+        return self._transports.get(address)
+
+    def remove(self, address: bytes) -> None:
+        """The process at this address is gone; everyone connected to it notices."""
+        with self.lock:
+            self._transports.pop(address, None)
+            for transport in self._transports.values():
+                transport.peer_gone(address)
+
+    def release(self) -> None:
+        """Let delayed messages, and all later ones, be written."""
+        with self.lock:
+            self.delaying = False
+            for transport in self._transports.values():
+                transport.wake()
+
+
+class MemoryTransport:
+    """See `Transport`. All state is under the network's lock; that makes it simple, not fast."""
+
+    def __init__(self, network: MemoryNetwork, address: bytes, clock: Clock) -> None:
+        self.address = address
+        self._network = network
+        self._matcher: Matcher[_Message] = Matcher(clock)
+        self._inbox: deque[_Message] = deque()
+        self._delayed: list[tuple[Operation, _Message]] = []
+        self._sending: set[Operation] = set()
+        self._ended: list[Operation] = []
+        self._peers: dict[bytes, MemoryPeer] = {}
+        self._num_pending = 0
+        self._wakeup = Wakeup()
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending
+
+    def connect(self, address: bytes) -> MemoryPeer:
+        with self._network.lock:
+            peer = self._peers.get(address)
+            if peer is None or not peer.alive:
+                if self._network.find(address) is None:
+                    raise PeerLostError(f"no transport at {address!r}")
+                peer = self._peers[address] = MemoryPeer(address)
+            return peer
+
+    def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        operation = Operation(peer, tag, host_bytes(buffer))
+        with self._network.lock:
+            self._num_pending += 1
+            target = self._network.find(peer.address)
+            fault = self._network.fault(tag, buffer.nbytes) if self._network.fault else Fault.NONE
+            if fault is Fault.DIE:
+                self.die()
+            if not peer.alive or target is None or fault is Fault.DIE:
+                self._end(operation, OperationState.FAILED, PeerLostError(f"{peer.address!r} is gone"))
+            elif fault is Fault.DROP:
+                self._end(operation, OperationState.DONE)
+            else:
+                self._sending.add(operation)
+                target.accept(_Message(self, operation, fault))
+                if fault is Fault.DUPLICATE:
+                    target.accept(_Message(self, operation, Fault.NONE, bytes(operation.content)))
+        return operation
+
+    def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
+        operation = Operation(peer, tag, buffer if isinstance(buffer, Berth) else host_bytes(buffer))
+        with self._network.lock:
+            self._num_pending += 1
+            if not peer.alive:
+                self._end(operation, OperationState.FAILED, PeerLostError(f"{peer.address!r} is gone"))
+                return operation
+            message = self._matcher.post(operation)
+            if message is not None:
+                self._take(operation, message)
+        return operation
+
+    def cancel_receive(self, operation: Operation) -> None:
+        with self._network.lock:
+            if self._matcher.cancel(operation):
+                self._end(operation, OperationState.CANCELLED)
+
+    def retire(self, prefix: int) -> None:
+        with self._network.lock:
+            self._discard(self._matcher.retire(prefix))
+
+    def close_peer(self, peer: Peer) -> None:
+        with self._network.lock:
+            self.peer_gone(peer.address)
+            self._peers.pop(peer.address, None)
+
+    def progress(self) -> list[Operation]:
+        with self._network.lock:
+            while self._inbox:
+                message = self._inbox.popleft()
+                operation, discarded = self._matcher.arrive(message.operation.tag, message)
+                self._discard(discarded)
+                if operation is not None:
+                    self._take(operation, message)
+            for operation, message in self._matcher.fed():
+                self._take(operation, message)
+            if self._delayed and not self._network.delaying:
+                delayed, self._delayed = self._delayed, []
+                for operation, message in delayed:
+                    self._write(operation, message)
+            self._discard(self._matcher.expire())
+            ended, self._ended = self._ended, []
+            self._num_pending -= len(ended)
+            return ended
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._inbox and not self._ended:
+            self._wakeup.wait(timeout_s)
+
+    def wake(self) -> None:
+        self._wakeup.set()
+
+    def close(self) -> None:
+        with self._network.lock:
+            for address in list(self._peers):
+                self.peer_gone(address)
+            self._network.remove(self.address)
+            self._discard([*self._inbox, *self._matcher.clear()[1]])
+            self._inbox.clear()
+            self._wakeup.close()
+
+    def die(self) -> None:
+        """As SIGKILL: nothing that was sent arrives any more, peers notice."""
+        for address in list(self._peers):
+            self.peer_gone(address)
+        self._network.remove(self.address)
+
+    def accept(self, message: _Message) -> None:
+        """Called by the sending transport, under the network's lock."""
+        self._inbox.append(message)
+        self.wake()
+
+    def peer_gone(self, address: bytes) -> None:
+        """End everything with this peer, under the network's lock."""
+        peer = self._peers.get(address)
+        if peer is None or not peer.alive:
+            return
+        peer.alive = False
+        error = PeerLostError(f"{address!r} is gone")
+        delayed = [operation for operation, _ in self._delayed if operation.peer is peer]
+        self._delayed = [pair for pair in self._delayed if pair[0].peer is not peer]
+        sending = [operation for operation in self._sending if operation.peer is peer]
+        self._sending.difference_update(sending)
+        for operation in [*self._matcher.cancel_peer(peer), *delayed, *sending]:
+            self._end(operation, OperationState.FAILED, error)
+        self.wake()
+
+    def _take(self, operation: Operation, message: _Message) -> None:
+        if message.operation.num_bytes != operation.num_bytes:
+            self._discard([message])
+            self._end(operation, OperationState.FAILED, HandoffError(
+                f"a message of {message.operation.num_bytes} bytes came for a receive of {operation.num_bytes}"))
+        elif message.fault is Fault.DELAY and self._network.delaying:
+            self._delayed.append((operation, message))
+        else:
+            self._write(operation, message)
+
+    def _write(self, operation: Operation, message: _Message) -> None:
+        if message.copy is None and message.operation.state is not OperationState.PENDING:
+            # The sender closed its end meanwhile: its memory must not be read any more.
+            self._end(operation, OperationState.FAILED, PeerLostError("the sender closed the connection"))
+            return
+        operation.content[:] = host_bytes(message.operation.buffer) if message.copy is None else message.copy
+        if message.fault is Fault.FLIP:
+            operation.content[operation.num_bytes // 2] ^= 1
+        self._discard([message])
+        self._end(operation, OperationState.DONE)
+
+    def sent(self, operation: Operation) -> None:
+        """Called by the receiving transport, under the network's lock: the bytes of this send are out."""
+        if operation in self._sending:
+            self._sending.remove(operation)
+            self._end(operation, OperationState.DONE)
+
+    def _discard(self, messages: list[_Message]) -> None:
+        for message in messages:
+            if message.copy is None:
+                message.sender.sent(message.operation)
+
+    def _end(self, operation: Operation, state: OperationState, error: BatonError | None = None) -> None:
+        operation.finish(state, error)
+        self._ended.append(operation)
+        self.wake()

@@ -1,0 +1,196 @@
+"""Drawing under a grammar: what may come next, whatever was drafted, and what cannot be followed."""
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.batch import ForwardMode, GrammarRow, SamplingRow
+from engine.core.draft_trees import SpecRow, node_depths
+from engine.core.request import DrawnToken, SamplingParams
+from engine.core.rows import Row, build_batch
+from engine.sampling.guided import GuidedSampler
+from engine.sampling.sampler import sample
+from engine.speculative.verify import draw_runs, sampling_at
+from runtime.errors import InternalError, InvalidRequestError
+from runtime.grammar import MAX_COMPILED, Grammar, GrammarKind, Grammars, load_grammars
+from tests.support.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_character_tokenizer(folder)
+    loaded = load_grammars(folder, (EOS,))
+    assert loaded is not None
+    return loaded
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def after(grammars: Grammars, grammar: Grammar, text: str) -> str:
+    """The characters that may follow; $ for the end."""
+    matcher = grammars.matcher(grammar)
+    matcher.move_to(spelled(text))
+    allowed = np.flatnonzero(matcher.allowed(VOCAB_SIZE)).tolist()
+    return "".join(sorted("$" if token == EOS else chr(token) for token in allowed))
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", "ab"), ("a", "ab"), ("ab", "12"), ("ab1", "$12"), ("b", "12")])
+def test_what_may_follow_is_what_the_expression_says(grammars: Grammars, text: str, expected: str) -> None:
+    assert after(grammars, regex("a*b[12]+"), text) == expected
+
+
+def test_a_schema_allows_what_completes_it(grammars: Grammars) -> None:
+    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["xy", 7, null], "x-guidance": {"whitespace_flexible": false}}')
+    assert after(grammars, schema, "") == '"7n'
+    assert after(grammars, schema, '"x') == "y"
+    assert after(grammars, schema, "null") == "$"
+
+
+def test_whitespace_of_json_has_an_end(grammars: Grammars) -> None:
+    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"const": [1]}')
+    matcher = grammars.matcher(schema)
+    (newline,) = (token for token in range(VOCAB_SIZE) if grammars._tokenizer.decode_str([token]) == "\n")
+    start = ord("[")
+    for count in range(20):
+        matcher.move_to((start, *[newline] * count))
+        assert matcher.allowed(VOCAB_SIZE)[newline], count
+    matcher.move_to((start, *[newline] * 20))
+    assert np.flatnonzero(matcher.allowed(VOCAB_SIZE)).tolist() == [ord("1")]
+
+
+@pytest.mark.parametrize("path", [("aab", "ab1", "", "b2"), ("ab12", "ab1", "ab12"), ("b2", "", "b2", "aab1", "aab2")])
+def test_a_matcher_that_stood_elsewhere_says_the_same(grammars: Grammars, path: tuple[str, ...]) -> None:
+    """Back and forth, as when drafted tokens were not accepted or a request is replayed."""
+    grammar = regex("a*b[12]+")
+    matcher = grammars.matcher(grammar)
+    for text in path:
+        matcher.move_to(spelled(text))
+        fresh = grammars.matcher(grammar)
+        fresh.move_to(spelled(text))
+        assert np.array_equal(matcher.allowed(VOCAB_SIZE), fresh.allowed(VOCAB_SIZE)), text
+
+
+def row(grammar: Grammar, seed: int, text: str = "", *, temperature: float = 1.0, top_p: float = 1.0) -> SamplingRow:
+    return SamplingRow(SamplingParams(temperature=temperature, top_p=top_p, seed=seed), position=len(text),
+                       grammar=GrammarRow(f"r{seed}", grammar, spelled(text)))
+
+
+def position_logits(position: int) -> Tensor:
+    return torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(position))
+
+
+def generate(grammars: Grammars, grammar: Grammar, seed: int) -> str:
+    """Draws until the end from logits that depend on the position alone."""
+    sampler, at, text = GuidedSampler(grammars), row(grammar, seed), ""
+    for position in range(64):
+        (token,) = sampler(position_logits(position), [at])
+        if token.token_id == EOS:
+            return text
+        text += chr(token.token_id)
+        at = sampling_at(at, [token.token_id])
+    raise AssertionError(f"no end: {text}")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_sample_matches(grammars: Grammars, seed: int) -> None:
+    pattern = "(cat|dog)-[0-9]{2,4}(\\.[a-f]+)?"
+    assert re.fullmatch(pattern, generate(grammars, regex(pattern), seed))
+
+
+def test_draws_are_those_of_the_distribution_cut_to_what_is_allowed(grammars: Grammars) -> None:
+    """Banning every other token by hand gives the same token and the same logprobs."""
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+    allowed = {ord("x"), ord("y"), ord("z")}
+    for seed, temperature in itertools.product(range(10), (0.0, 0.7)):
+        guided = replace(row(regex("[xyz]"), seed, temperature=temperature, top_p=0.9), num_top_logprobs=2)
+        by_hand = replace(guided, grammar=None,
+                          banned_token_ids=tuple(token for token in range(VOCAB_SIZE) if token not in allowed))
+        assert GuidedSampler(grammars)(logits, [guided]) == sample(logits, [by_hand])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trees_are_walked_along_the_grammar(grammars: Grammars, seed: int) -> None:
+    """A tree with the right continuation and, at every node, a token the grammar forbids: what is drawn is what plain
+    decoding draws, and the matcher that was left in the tree serves the next step."""
+    grammar, sampler = regex("(cat|dog)-[0-9]{2,4}(\\.[a-f]+)?"), GuidedSampler(grammars)
+    plain = [*spelled(generate(grammars, grammar, seed)), EOS]
+    tokens, parents, known = [0], [-1], 0
+    for token in plain[:4]:
+        tokens += [ord("~"), token]
+        parents += [known, known]
+        known = len(tokens) - 1
+    depths = node_depths(tuple(parents))
+    at = row(grammar, seed)
+    batch = build_batch(ForwardMode.VERIFY, [Row(1, tokens, 0, [1], 0, at, SpecRow(tuple(parents)))])
+    logits = torch.cat([position_logits(depth) for depth in depths])
+    (run,) = draw_runs(logits, batch, sampler)
+    assert [token.token_id for token in run.tokens] == plain[:5]
+    (after_tree,) = sampler(position_logits(2), [sampling_at(at, plain[:2])])
+    assert after_tree.token_id == plain[2], "back to where fewer tokens were kept"
+
+
+def test_rows_without_a_grammar_are_drawn_as_ever(grammars: Grammars) -> None:
+    logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
+    free = SamplingRow(SamplingParams(temperature=0), position=0)
+    mixed = GuidedSampler(grammars)(logits, [free, row(regex("q"), 0)])
+    assert mixed == [sample(logits[:1], [free])[0], DrawnToken(ord("q"))]
+
+
+def test_what_follows_the_end_counts_for_nothing_and_harms_nothing(grammars: Grammars) -> None:
+    """A draft may go on behind an end that was drawn in the same step."""
+    ended = replace(row(regex("q"), 0), grammar=GrammarRow("r", regex("q"), (ord("q"), EOS)))
+    (token,) = GuidedSampler(grammars)(torch.zeros(1, VOCAB_SIZE), [ended])
+    assert token.problem == ""
+
+
+def test_a_text_that_left_its_grammar_fails_alone(grammars: Grammars) -> None:
+    logits = torch.zeros(2, VOCAB_SIZE)
+    wrong, right = GuidedSampler(grammars)(logits, [row(regex("ab"), 0, "ax"), row(regex("ab"), 1, "a")])
+    assert "cannot be followed beyond 1 tokens" in str(wrong.error)
+    assert (right.token_id, right.error) == (ord("b"), None)
+
+
+REFUSED = [
+    (GrammarKind.REGEX, "(", "unclosed group"), (GrammarKind.REGEX, "a(?=b)", "look-around"),
+    (GrammarKind.JSON_SCHEMA, "{", "is not JSON"), (GrammarKind.JSON_SCHEMA, "[1]", "must be a JSON object"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "frob"}', "frob"), (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
+    (GrammarKind.JSON_SCHEMA, '{"$ref": "#/nowhere"}', "nowhere"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "("}', "unclosed group"),
+    (GrammarKind.JSON_SCHEMA, '{"a":' * 2000, "is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "problem"), REFUSED, ids=[text[:20] for _, text, _ in REFUSED])
+async def test_what_is_no_grammar_is_refused_by_field(grammars: Grammars, kind: GrammarKind, text: str,
+                                                      problem: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await grammars.check(Grammar(kind, text))
+    (violation,) = refused.value.violations
+    assert violation.field == f"structured_output.{kind}"
+    assert problem in violation.description
+    assert "\n" not in violation.description
+
+
+async def test_only_so_many_grammars_are_kept(grammars: Grammars) -> None:
+    for number in range(MAX_COMPILED + 10):
+        await grammars.check(regex(f"a{{{number + 1}}}"))
+    assert len(grammars._compiled) == MAX_COMPILED
+    assert after(grammars, regex("a{1}"), "") == "a", "one that was dropped is compiled again"
+
+
+def test_a_model_without_a_tokenizer_offers_none(tmp_path: Path) -> None:
+    assert load_grammars(tmp_path, (EOS,)) is None
+    with pytest.raises(InternalError):
+        GuidedSampler(None)(torch.zeros(1, VOCAB_SIZE), [row(regex("q"), 0)])
+    write_character_tokenizer(tmp_path)
+    assert load_grammars(tmp_path, ()) is None, "no text could end"
+    assert load_grammars(tmp_path, (VOCAB_SIZE,)) is None

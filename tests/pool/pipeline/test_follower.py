@@ -1,0 +1,202 @@
+"""A stage that loses its leader, or its own footing: over real gRPC, with a real transfer agent and engine thread."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from pool.pipeline import follower as follower_module
+from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.membership import PipelineService
+from pool.pipeline.stage_channel import PoolChannel
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import Stage
+from protos import pipeline_pb2_grpc
+from runtime.clock import SystemClock
+from runtime.errors import DeadlineError
+from runtime.exposition import new_registry
+from runtime.metrics import RpcMetrics
+from runtime.security import PLAIN_CHANNEL
+from runtime.server import GrpcServer, ServerOptions
+from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
+from tests.pool.pipeline.test_membership import SAME, Observer
+from tests.support.handoff import Pool, hybrid_specs
+from transfer.agent.agent import AgentLimits, AgentStats, TransferAgent
+from transfer.plan.terms import StageSessionState
+
+SPECS = hybrid_specs(2)
+
+
+class ScriptedChannel:
+    """The batch channel of a stage. `step` is what its engine does between two looks at its orders."""
+
+    def __init__(self) -> None:
+        self.num_formings = 0
+        self.step: Callable[[], None] = lambda: None
+        self._woken = threading.Event()
+
+    def connect(self, addresses: list[bytes], epoch: int) -> None:
+        self.num_formings += 1
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def receive(self, rank: int, *, timeout_s: float) -> None:
+        self.step()
+        self._woken.wait(0.01)
+        self._woken.clear()
+
+
+class WatchingLeader(Observer):
+    """Remembers how the agent of its stage stood whenever the pool formed."""
+
+    agent: TransferAgent
+    stats: list[AgentStats]
+
+    def pool_formed(self, epoch: int, links: list) -> None:  # type: ignore[type-arg]
+        self.stats.append(self.agent.stats())
+        super().pool_formed(epoch, links)
+
+
+@dataclass
+class Rig:
+    leader: WatchingLeader
+    network: MemoryNetwork
+    channel: ScriptedChannel
+    pool: Pool
+    joining: asyncio.Task[None]
+
+    @property
+    def agent(self) -> TransferAgent:
+        return self.pool.stages[0].agent
+
+    @property
+    def transport(self) -> MemoryTransport:
+        return cast(MemoryTransport, self.agent._transport)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110 - what is waited for happens on other threads
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def joined() -> AsyncIterator[Rig]:
+    """Stage 1 of a pool of two, joined."""
+    network, channel = MemoryNetwork(), ScriptedChannel()
+    pool = Pool("decode", [network.transport(SystemClock())], SPECS, limits=AgentLimits(drain_s=60))
+    agent, layers = pool.stages[0].agent, pool.stages[0].memory.geometry.layers
+    leader = WatchingLeader()
+    leader.agent, leader.stats = agent, []
+    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
+        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
+    pipeline_pb2_grpc.add_PipelineServicer_to_server(PipelineService(
+        layers=[layers, layers], compatibility=SAME, leader_channel=b"0", observer=leader,
+        check_channels=lambda addresses: None), server.grpc)
+    config = cast(WorkerConfig, SimpleNamespace(leader=await server.start(), rank=1))
+    stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(compatibility=SAME), executor=None,
+                                        drafter=None))
+    engine = FollowerEngine(stage, lambda *given: [], cast(PoolChannel, channel), rank=1, size=2,
+                            on_step=lambda seconds, batch: None)
+    engine.start()
+    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL)
+    joining = asyncio.create_task(follower.run(lambda serving: None))
+    rig = Rig(leader, network, channel, pool, joining)
+    try:
+        await leader.until("formed 1")
+        await rig.until(lambda: channel.num_formings == 1)
+        yield rig
+    finally:
+        network.release()
+        joining.cancel()
+        with suppress(asyncio.CancelledError, DeadlineError):
+            await joining
+        engine.stop()
+        await server.drain(grace_s=0.1)
+        pool.shutdown()
+
+
+async def test_a_stage_joins_again_only_when_its_old_receives_can_write_no_more() -> None:
+    async with joined() as rig:
+        sources = [Pool(name, [rig.network.transport(SystemClock())], SPECS) for name in ("old", "new")]
+        for source, fill in zip(sources, (0xAA, 0x55), strict=True):
+            for array in source.stages[0].memory.arrays.values():
+                array[:] = fill
+        rig.network.fault = lambda tag, num_bytes: Fault.DELAY
+        terms = sources[0].terms([3], 4)
+        landing = rig.pool.landing(terms, [5], session_id="old", nonce=1)
+        rig.pool.open_receive(terms, landing)
+        sources[0].send(terms, landing)
+        await rig.until(lambda: len(rig.transport._delayed) > 0)
+        rig.network.fault = None
+        rig.leader.links[0].dismiss()  # it gives page 5 to somebody else
+        await rig.leader.until("lost 1")
+        await asyncio.sleep(3 * follower_module.REJOIN_MIN_S)
+        assert "formed 2" not in rig.leader.log, "a late write could land in another request's page"
+        rig.network.release()
+        await rig.leader.until("formed 2")
+        assert rig.leader.stats[1].num_open == rig.leader.stats[1].num_draining == 0
+        terms = sources[1].terms([3], 4)
+        landing = rig.pool.landing(terms, [5], session_id="new", nonce=2)
+        rig.pool.open_receive(terms, landing)
+        sources[1].send(terms, landing)
+        rig.pool.wait("new", StageSessionState.COMPLETE)
+        for (_, kind), array in rig.pool.stages[0].memory.arrays.items():
+            assert (array[5 if kind.is_paged else 1] == 0x55).all()
+        for source in sources:
+            source.shutdown()
+
+
+async def test_what_a_dead_leader_s_step_says_of_layers_is_forgotten_before_the_next_leader_s_keys_begin() -> None:
+    async with joined() as rig:
+        running, gate = threading.Event(), threading.Event()
+
+        def first_chunk() -> None:
+            running.set()
+            gate.wait(60)
+            rig.agent.expect_send(7)
+            rig.agent.layer_done(7, 0, 8)
+
+        rig.channel.step = first_chunk
+        await rig.until(running.is_set)
+        rig.leader.links[0].dismiss()
+        await rig.leader.until("lost 1")
+        await asyncio.sleep(3 * follower_module.REJOIN_MIN_S)
+        assert "formed 2" not in rig.leader.log, "the step of the time before still runs"
+        gate.set()
+        await rig.leader.until("formed 2")
+        assert rig.leader.stats[1].num_prompts == 0
+
+
+async def test_a_stage_that_cannot_let_go_of_its_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "SETTLE_S", 0.1)
+    async with joined() as rig:
+        running, gate = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            running.set()
+            gate.wait(60)
+
+        rig.channel.step = hang
+        await rig.until(running.is_set)
+        rig.leader.links[0].dismiss()
+        with pytest.raises(DeadlineError, match="cannot join again"):
+            await asyncio.wait_for(rig.joining, 60)
+        gate.set()
+
+
+async def test_an_engine_that_meets_an_error_makes_the_pool_form_anew() -> None:
+    async with joined() as rig:
+        def fail() -> None:
+            rig.channel.step = lambda: None
+            raise IndexError("index out of range in self")
+
+        rig.channel.step = fail
+        await rig.leader.until("lost 1")
+        await rig.leader.until("formed 2")
+        await rig.until(lambda: rig.channel.num_formings == 2)

@@ -1,0 +1,216 @@
+"""A leader whose pipeline breaks though every stage is joined, and one whose warm-up fails."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.rows import Row, build_batch
+from engine.pipeline.channel import Packet
+from engine.pipeline.stages import StepResult
+from pool import process as process_module
+from pool.pipeline import leader as leader_module
+from pool.pipeline.leader import Leader
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import Stage
+from protos import pipeline_pb2 as pb
+from protos import pipeline_pb2_grpc
+from runtime.client import open_channel
+from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
+from runtime.exposition import new_registry
+from runtime.metrics import RpcMetrics
+from runtime.server import GrpcServer, ServerOptions
+from tests.pool.pipeline.test_membership import RANGES, SAME, FakeStage
+
+
+class OneBatch:
+    """A scheduler with one batch to run whenever `give` was called. `on_result` may be made to fail."""
+
+    def __init__(self) -> None:
+        self.work = 0
+        self.lost: list[BatonError] = []
+        self.result_error: Exception | None = None
+
+    def give(self) -> None:
+        self.work += 1
+
+    def next_batch(self) -> ForwardBatch | None:
+        if not self.work:
+            return None
+        self.work -= 1
+        return build_batch(ForwardMode.DECODE, [Row(1, [1], 0, [1], 0, None)])
+
+    def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
+        if self.result_error is not None:
+            raise self.result_error
+
+    def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+        self.lost.append(error)
+
+    def on_idle(self) -> None:
+        pass
+
+
+class BreakingChannel:
+    """A batch channel over which nothing comes back: as UCX that fails while gRPC lives."""
+
+    address = b"channel-0"
+
+    def connect(self, addresses: list[bytes], epoch: int) -> None: ...
+
+    def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None: ...
+
+    def receive(self, rank: int, *, timeout_s: float) -> Packet | None:
+        raise PeerLostError("the connection to stage 1 has ended")
+
+    def fail(self, rank: int, reason: str) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FailingExecutor:
+    """Computes nothing."""
+
+    def run(self, batch: ForwardBatch, incoming: object = None) -> None:
+        raise RuntimeError("nothing to compute with")
+
+
+async def nothing() -> None:
+    """A warm-up that succeeds."""
+
+
+@dataclass
+class Rig:
+    leader: Leader
+    scheduler: OneBatch
+    may_let_go: asyncio.Event  # whether what runs has ended, when a stage leaves
+    serving: list[str] = field(default_factory=list)  # why not, or ""
+
+    async def until_serving(self, *, now: bool = True) -> None:
+        async with asyncio.timeout(60):
+            while self.leader.serving is not now:  # noqa: ASYNC110 - happens on other threads
+                await asyncio.sleep(0.005)
+
+    async def until_said(self, reason: str) -> None:
+        async with asyncio.timeout(60):
+            while reason not in self.serving:  # noqa: ASYNC110 - a list has no event to wait for
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = nothing) -> AsyncIterator[Rig]:
+    scheduler, reasons = OneBatch(), list[str]()
+    stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
+                            plan=SimpleNamespace(ranges=RANGES[:world_size], compatibility=SAME))
+    stage.agent = SimpleNamespace(endpoint=None)
+
+    may_let_go = asyncio.Event()
+    may_let_go.set()
+
+    async def empty(grace_s: float) -> None:
+        await may_let_go.wait()
+
+    leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size)), cast(Stage, stage), scheduler,
+                    lambda *given: [], warm_up=warm_up, empty=empty,
+                    on_serving=lambda serving, reason: reasons.append(reason))
+    leader.start()
+    try:
+        yield Rig(leader, scheduler, may_let_go, reasons)
+    finally:
+        leader.stop()
+
+
+@asynccontextmanager
+async def joining(leader: Leader) -> AsyncIterator[pipeline_pb2_grpc.PipelineStub]:
+    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
+        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
+    assert leader.service is not None
+    pipeline_pb2_grpc.add_PipelineServicer_to_server(leader.service, server.grpc)
+    try:
+        async with open_channel(await server.start()) as channel:
+            yield pipeline_pb2_grpc.PipelineStub(channel)
+    finally:
+        await server.drain(grace_s=0.1)
+
+
+@pytest.fixture(autouse=True)
+def broken_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_module, "open_pool_channel", lambda *given, **named: BreakingChannel())
+    monkeypatch.setattr(leader_module, "check_channels", lambda addresses: None)
+    monkeypatch.setattr(leader_module, "max_frame_bytes", lambda *given: 0)
+    monkeypatch.setattr(leader_module, "WARM_UP_PAUSE_S", 0.02)
+
+
+async def test_a_pipeline_that_only_the_engine_sees_broken_forms_anew() -> None:
+    async with leading(2) as rig, joining(rig.leader) as stub:
+        for _ in range(2):
+            stage = FakeStage(stub)
+            await stage.hello(1)
+            await stage.read()
+            await rig.until_serving()
+            rig.scheduler.lost.clear()
+            rig.leader.loop.post(rig.scheduler.give)
+            assert await stage.hears_goodbye(), "it has to join again"
+            await rig.until_serving(now=False)
+            assert isinstance(rig.scheduler.lost[0], PeerLostError)
+        assert "the pipeline broke: the connection to stage 1 has ended" in rig.serving
+        assert rig.leader.failure is None
+
+
+async def test_a_pool_that_forms_while_a_stage_is_leaving_does_not_serve() -> None:
+    """Another stage was lost and is back: what the pool took now, it would hand back in a moment."""
+    async with leading(3) as rig, joining(rig.leader) as stub:
+        first, second = FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await rig.until_serving()
+        rig.may_let_go.clear()
+        await first.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=60)))
+        await rig.until_serving(now=False)
+        second.die()
+        await rig.until_said("stage 2 of the pool died")
+        successor = FakeStage(stub)
+        await successor.hello(2)
+        await successor.read()
+        assert rig.leader._warming is not None
+        await rig.leader._warming
+        assert not rig.leader.serving
+        rig.may_let_go.set()
+        await first.read()
+        await first.read()
+        assert await first.hears_goodbye()
+        await rig.until_said("stage 1 of the pool left")
+        returned = FakeStage(stub)
+        await returned.hello(1)
+        await rig.until_serving()
+
+
+async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_reason() -> None:
+    async with leading(1) as rig:
+        await rig.until_serving()
+        rig.scheduler.result_error = ZeroDivisionError("boom")
+        rig.leader.loop.post(rig.scheduler.give)
+        async with asyncio.timeout(60):
+            with pytest.raises(UnavailableError, match="this worker cannot go on: the engine stopped: boom"):
+                await process_module._watch_engine(rig.leader)
+        assert not rig.leader.serving
+
+
+async def test_a_warm_up_that_fails_is_tried_again() -> None:
+    errors = [CapacityError("8 requests hold memory", resource="held requests"), PeerLostError("gone")]
+
+    async def warm_up() -> None:
+        if errors:
+            raise errors.pop(0)
+
+    async with leading(1, warm_up) as rig:
+        await rig.until_serving()
+        assert [reason for reason in rig.serving if reason] == [
+            "warm-up failed: 8 requests hold memory", "warm-up failed: gone"]

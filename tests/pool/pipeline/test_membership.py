@@ -1,0 +1,227 @@
+"""Joining a pool over real gRPC: forming, refusing, losing and replacing a stage."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from engine.core.layer_range import LayerRange
+from pool.pipeline.membership import PipelineService, StageLink
+from protos import pipeline_pb2 as pb
+from protos import pipeline_pb2_grpc
+from runtime.client import open_channel
+from runtime.errors import ConfigError
+from runtime.exposition import new_registry
+from runtime.metrics import RpcMetrics
+from runtime.server import GrpcServer, ServerOptions
+from transfer.plan import codec
+from transfer.plan.compatibility import Compatibility
+from transfer.plan.terms import StageEndpoint, StageSessionEvent, StageSessionState
+
+RANGES = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 7)]
+SAME = Compatibility("same", "weights abc")
+
+
+@dataclass
+class Observer:
+    log: list[str] = field(default_factory=list)
+    links: list[StageLink] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+    def pool_formed(self, epoch: int, links: list[StageLink]) -> None:
+        self.epochs.append(epoch)
+        self.log.append(f"formed {len(self.epochs)}")
+        self.links = links
+
+    def stage_lost(self, rank: int) -> None:
+        self.log.append(f"lost {rank}")
+
+    def stage_event(self, rank: int, event: StageSessionEvent) -> None:
+        self.log.append(f"{rank} says {event.session_id} {event.state}")
+
+    def stage_leaving(self, link: StageLink, grace_s: float) -> None:
+        self.log.append(f"leaving {link.rank} in {grace_s:g} s")
+        self.leaving = link
+
+    async def until(self, entry: str) -> None:
+        async with asyncio.timeout(60):
+            while entry not in self.log:  # noqa: ASYNC110 - a list has no event to wait for
+                await asyncio.sleep(0.01)
+
+
+class FakeStage:
+    """A stage as the leader sees it: one Join stream."""
+
+    def __init__(self, stub: pipeline_pb2_grpc.PipelineStub) -> None:
+        join: Any = stub.Join  # typed for a request iterator, used by writing
+        self._call = join()
+
+    async def hello(self, rank: int, *, layers: LayerRange | None = None, compatibility: str = "same",
+                    channel: str = "channel") -> None:
+        endpoint = StageEndpoint(layers or RANGES[rank], b"ucx", f"life-{rank}")
+        await self.send(pb.JoinRequest(hello=pb.StageHello(
+            rank=rank, endpoint=codec.endpoint_to_proto(endpoint), channel_address=f"{channel}-{rank}".encode(),
+            compatibility=compatibility, compatibility_text=f"weights {compatibility}")))
+
+    async def send(self, request: pb.JoinRequest) -> None:
+        await self._call.write(request)
+
+    async def read(self) -> pb.JoinResponse:
+        response = await asyncio.wait_for(self._call.read(), 60)
+        assert isinstance(response, pb.JoinResponse), "the stream has ended"
+        return response
+
+    async def hears_goodbye(self) -> bool:
+        """Whether the stream ended with OK."""
+        ended = await asyncio.wait_for(self._call.read(), 60) is grpc.aio.EOF
+        return ended and await self._call.code() is grpc.StatusCode.OK
+
+    async def closes(self) -> None:
+        """It has nothing more to say and still listens."""
+        await self._call.done_writing()
+
+    def die(self) -> None:
+        self._call.cancel()
+
+
+def check_channels(addresses: Sequence[bytes]) -> None:
+    if any(address.startswith(b"foreign") for address in addresses):
+        raise ConfigError(f"of {len(addresses)} channels one is foreign", field="stage_channel")
+
+
+@asynccontextmanager
+async def leader() -> AsyncIterator[tuple[Observer, pipeline_pb2_grpc.PipelineStub]]:
+    observer = Observer()
+    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
+        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
+    service = PipelineService(layers=RANGES, compatibility=SAME, leader_channel=b"channel-0", observer=observer,
+                              check_channels=check_channels)
+    pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
+    address = await server.start()
+    async with open_channel(address) as channel:
+        yield observer, pipeline_pb2_grpc.PipelineStub(channel)
+    await server.drain(grace_s=0.1)
+
+
+async def test_a_pool_forms_when_the_last_stage_joins_and_again_after_a_loss() -> None:
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        await second.hello(2)
+        await first.hello(1)
+        formed = await first.read()
+        assert list(formed.formed.channel_addresses) == [b"channel-0", b"channel-1", b"channel-2"]
+        assert formed.formed.pool_epoch == observer.epochs[0]
+        assert [link.rank for link in observer.links] == [1, 2]
+        second.die()
+        await observer.until("lost 2")
+        successor = FakeStage(stub)
+        await successor.hello(2)
+        assert (await successor.read()).formed.pool_epoch == (await first.read()).formed.pool_epoch
+        assert observer.epochs[1] > observer.epochs[0]
+        assert observer.log == ["formed 1", "lost 2", "formed 2"]
+
+
+async def test_a_stage_that_leaves_waits_for_goodbye_and_hears_all_that_was_said_before() -> None:
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await second.read()
+        await second.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=2)))
+        await observer.until("leaving 2 in 2 s")
+        assert "lost 2" not in observer.log
+        observer.leaving.send(close_session=pb.CloseSession(session_id="last words"))
+        observer.leaving.dismiss()
+        assert (await second.read()).close_session.session_id == "last words"
+        assert await second.hears_goodbye()
+        await observer.until("lost 2")
+
+
+async def test_a_stage_that_comes_back_before_its_death_is_noticed_replaces_itself() -> None:
+    async with leader() as (observer, stub):
+        first, second, again = FakeStage(stub), FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await observer.until("formed 1")
+        await again.hello(2)
+        await observer.until("formed 2")
+        assert observer.log == ["formed 1", "lost 2", "formed 2"]
+        second.die()
+        await asyncio.sleep(0.1)
+        assert observer.log[-1] == "formed 2", "the old stream's end is no news"
+
+
+async def test_a_stage_that_dies_leaves_no_task_behind() -> None:
+    async with leader() as (observer, stub):
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        await stage.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=9)))
+        await observer.until("leaving 1 in 9 s")
+        stage.die()
+        await observer.until("lost 1")
+        async with asyncio.timeout(10):
+            while [task for task in asyncio.all_tasks() if "Queue.get" in repr(task.get_coro())]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_ends_without_a_hello_is_told_so() -> None:
+    async with leader() as (observer, stub):
+        stage = FakeStage(stub)
+        await stage.closes()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stage.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert observer.log == []
+
+
+async def test_session_reports_reach_the_observer() -> None:
+    async with leader() as (observer, stub):
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        event = StageSessionEvent("abc", 0, StageSessionState.COMPLETE, num_bytes=9)
+        await stage.send(pb.JoinRequest(session=codec.event_to_proto(event)))
+        await observer.until("1 says abc complete")
+
+
+async def test_commands_reach_the_stage_in_order() -> None:
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await observer.until("formed 1")
+        for i in range(3):
+            observer.links[0].send(close_session=pb.CloseSession(session_id=str(i)))
+        await first.read()
+        assert [(await first.read()).close_session.session_id for _ in range(3)] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("rank", "layers", "compatibility", "message"), [
+    (1, LayerRange(2, 5), "same", "rank 1 owns layers 2-5, this pool's partition gives it 2-4"),
+    (3, LayerRange(4, 7), "same", "rank 3 is outside 1..2"),
+    (1, None, "other", "here weights abc; there weights other"),
+])
+async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: LayerRange | None, compatibility: str,
+                                                       message: str) -> None:
+    async with leader() as (observer, stub):
+        stage = FakeStage(stub)
+        await stage.hello(rank, layers=layers, compatibility=compatibility)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stage.read()
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert message in (refused.value.details() or "")
+        assert observer.log == []
+
+
+async def test_a_stage_whose_channel_does_not_fit_those_that_are_there_is_told_why() -> None:
+    async with leader() as (observer, stub):
+        await FakeStage(stub).hello(2)
+        stage = FakeStage(stub)
+        await stage.hello(1, channel="foreign")
+        with pytest.raises(grpc.aio.AioRpcError, match="of 3 channels one is foreign"):
+            await stage.read()
+        await FakeStage(stub).hello(1)
+        await observer.until("formed 1")

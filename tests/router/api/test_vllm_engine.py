@@ -1,0 +1,45 @@
+"""The vLLM contract without a router behind it: what is refused before any work, and what is made once."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from router.api import vllm_engine
+from router.api.vllm_engine import VllmEngineService
+from router.api.vllm_translate import request_from_vllm
+from runtime.errors import InvalidRequestError
+from tests.router.harness import write_model_dir
+
+
+def test_many_biases_are_refused_before_each_is_looked_at() -> None:
+    request = vllm.GenerateRequest()
+    request.sampling_params.logit_bias.update(dict.fromkeys(range(-1, 1024), 1.0))
+    with pytest.raises(InvalidRequestError, match="1025 entries, the limit is 1024") as caught:
+        request_from_vllm(request)
+    assert caught.value.violations[0].field == "sampling_params.logit_bias"
+
+
+async def test_the_tokenizer_is_packed_once_and_off_the_event_loop(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, pack = [], vllm_engine._zipped
+
+    def watched(folder: Path) -> tuple[bytes, str]:
+        threads.append(threading.current_thread())
+        return pack(folder)
+
+    monkeypatch.setattr(vllm_engine, "_zipped", watched)
+    nobody: Any = None
+    service = VllmEngineService(nobody, write_model_dir(tmp_path))
+
+    async def read() -> bytes:
+        return b"".join([part.data async for part in service.GetTokenizer(common_pb2.GetTokenizerRequest(), nobody)])
+
+    first, second = await asyncio.gather(read(), read())
+    assert first == second == await read() != b""
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()

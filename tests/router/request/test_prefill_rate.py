@@ -1,0 +1,80 @@
+"""Requests whose time cannot suffice are refused before any worker hears of them; the others are tried."""
+
+import pytest
+
+from router.request.prefill_rate import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillPace
+from runtime.clock import ManualClock
+from runtime.errors import DeadlineError
+from tests.router.harness import RouterHarness, running_router, token_request
+from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
+
+PROMPT = [1] * 100
+
+
+def test_the_best_pace_counts_and_short_prompts_do_not() -> None:
+    pace = PrefillPace(ManualClock())
+    for _ in range(MIN_PROMPTS):
+        pace.observe(MIN_TOKENS - 1, 1e-9)
+    assert pace.least_s(1000) == 0
+    pace.observe(100, 2.0)
+    pace.observe(200, 1.0)
+    assert pace.least_s(1000) == 0, "two prompts prove nothing"
+    pace.observe(100, 5.0)
+    assert pace.least_s(1000) == pytest.approx(5.0)
+    assert pace.least_s(MIN_TOKENS - 1) == 0
+
+
+def test_a_slow_spell_is_forgotten_though_nothing_faster_was_seen() -> None:
+    """What is refused computes nothing, so nothing faster could ever be seen."""
+    clock = ManualClock()
+    pace = PrefillPace(clock)
+    for _ in range(MIN_PROMPTS):
+        pace.observe(100, 30.0)
+        clock.advance(1)
+    assert pace.least_s(100) == pytest.approx(30.0)
+    clock.advance(MEMORY_S - 0.5)
+    assert pace.least_s(100) == 0
+
+
+def test_a_prompt_that_was_quick_long_ago_promises_nothing_today() -> None:
+    clock = ManualClock()
+    pace = PrefillPace(clock)
+    pace.observe(100, 0.1)
+    clock.advance(MEMORY_S + 1)
+    for _ in range(MIN_PROMPTS):
+        pace.observe(100, 1.0)
+    assert pace.least_s(100) == pytest.approx(1.0)
+
+
+def workers() -> tuple[FakePrefill, FakeDecode]:
+    fabric, journal = Fabric(), Journal()
+    return FakePrefill("prefill", fabric, journal), FakeDecode("decode", fabric, journal)
+
+
+async def answered(router: RouterHarness, prompt: list[int], timeout_s: float = 20.0) -> None:
+    assert (await router.ask(token_request(prompt), timeout_s)).token_ids == expected_tokens(prompt, 4)
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_before_prefill() -> None:
+    """The fakes say that a prompt took as long as they are told."""
+    prefill, decode = workers()
+    prefill.prefill_s = 60.0
+    async with running_router(prefill, decode) as router:
+        for _ in range(MIN_PROMPTS):
+            await answered(router, PROMPT)
+        heard = len(prefill.journal.entries)
+        assert isinstance(await router.failure(token_request(PROMPT)), DeadlineError)
+        await router.assert_nothing_left()
+        assert len(prefill.journal.entries) == heard
+        await answered(router, [1])
+
+
+async def test_one_slow_prompt_and_a_long_queue_refuse_nobody() -> None:
+    """The first prompt met a cold start; what queues at the worker may have to wait for this one."""
+    prefill, decode = workers()
+    prefill.prefill_s, prefill.queued_tokens = 60.0, 10_000_000
+    async with running_router(prefill, decode) as router:
+        await answered(router, PROMPT)
+        prefill.prefill_s = 0.125
+        for _ in range(MIN_PROMPTS + 1):
+            await answered(router, PROMPT)

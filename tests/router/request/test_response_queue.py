@@ -1,0 +1,42 @@
+"""The queue between a request and its client: everything in order, a bound, and an end."""
+
+import asyncio
+
+import pytest
+
+from protos import generation_pb2
+from router.request.response_queue import MAX_UNREAD, Outbox
+from runtime.errors import RequestAborted
+
+
+def chunk(i: int) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(token_ids=[i]))
+
+
+FINISH = generation_pb2.GenerateResponse(finish=generation_pb2.GenerateFinish())
+
+
+async def test_everything_comes_out_in_order() -> None:
+    outbox, count = Outbox(stall_limit_s=5), 5 * MAX_UNREAD
+
+    async def fill() -> None:
+        for i in range(count):
+            await outbox.put(chunk(i))
+        await outbox.put(FINISH)
+        outbox.close()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fill())
+        out = [response async for response in outbox]
+    assert out == [*(chunk(i) for i in range(count)), FINISH]
+
+
+async def test_a_client_that_does_not_read_is_noticed_and_a_finish_still_fits() -> None:
+    outbox = Outbox(stall_limit_s=0.05)
+    for i in range(MAX_UNREAD):
+        await outbox.put(chunk(i))
+    with pytest.raises(RequestAborted, match=r"read nothing for 0\.05 s"):
+        await outbox.put(chunk(0))
+    await outbox.put(FINISH)
+    outbox.close()
+    assert [response async for response in outbox][-1] == FINISH

@@ -1,0 +1,143 @@
+"""Files of a model directory to ids; chat templates as transformers renders them."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerFast
+
+from router.text.model_facts import load_served_model
+from router.text.tokenise import INLINE_CHARACTERS, ChatTemplate, Message, Tokeniser, load_tokeniser
+from runtime.errors import ConfigError, InvalidRequestError
+from tests.router.harness import EOS, byte_level_tokenizer, write_model_dir
+from tests.support.fake_workers import VOCAB_SIZE
+
+TEMPLATES = {
+    "turns": "{{ bos_token }}{% for message in messages %}\n<|{{ message['role'] }}|>{{ message.content | trim }}"
+             "{{ eos_token }}\n{% endfor %}\n{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "json": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}",
+    "loop control": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}"
+                    "{% if loop.last %}!{% endif %}{% endfor %}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "generation tag": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "tools": "{% if tools %}tools{% else %}{{ messages[0]['content'] }}{% endif %}",
+}
+CHAT = [Message("system", "Be <b>brief</b> & 'kind'."), Message("user", " größe \n")]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_render_as_in_transformers(name: str) -> None:
+    oracle: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=byte_level_tokenizer(), bos_token="<s>", eos_token="</s>")
+    turns = [{"role": message.role, "content": message.content} for message in CHAT]
+    expected = oracle.apply_chat_template(turns, chat_template=TEMPLATES[name], tokenize=False,
+                                          add_generation_prompt=True)
+    assert ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(CHAT) == expected
+
+
+def test_a_template_can_refuse_messages() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        template.render(CHAT)
+    assert caught.value.violations[0].field == "chat.messages"
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"])
+def test_a_template_stays_in_its_sandbox(source: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        ChatTemplate(source, {}).render(CHAT)
+
+
+def test_a_broken_template_is_found_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatTemplate("{% for %}", {})
+
+
+def test_a_directory_without_tokenizer_serves_ids_only(tmp_path: Path) -> None:
+    (write_model_dir(tmp_path) / "tokenizer.json").unlink()
+    model = load_served_model(tmp_path)
+    assert model.tokeniser is None
+    assert model.facts.name == tmp_path.name
+
+
+async def test_long_texts_give_the_same_ids_as_short_ones() -> None:
+    tokeniser, word = Tokeniser(byte_level_tokenizer(), None), "mill "
+    ids = await tokeniser.encode_text(word * INLINE_CHARACTERS)
+    assert ids == byte_level_tokenizer().encode(word * INLINE_CHARACTERS).ids
+
+
+class Watched:
+    """A tokenizer that keeps the threads it worked on. It has no `encode`, which keeps all threads waiting."""
+
+    decoder = None
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
+        self.threads.append(threading.current_thread())
+        return byte_level_tokenizer().encode_batch(texts, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize(("messages", "inline"), [
+    ([Message("user", "red")], True), ([Message("user", "mill " * INLINE_CHARACTERS)], False),
+    ([Message("mill " * INLINE_CHARACTERS, "red")], False), ([Message("user", "")] * INLINE_CHARACTERS, False)])
+async def test_long_chats_leave_the_event_loop_alone(messages: list[Message], inline: bool) -> None:  # noqa: FBT001
+    watched: Any = Watched()
+    await Tokeniser(watched, ChatTemplate("{{ messages | length }}", {})).encode_chat(messages)
+    assert [thread is threading.current_thread() for thread in watched.threads] == [inline]
+
+
+async def test_chat_goes_through_template_and_tokenizer(tmp_path: Path) -> None:
+    tokeniser = load_tokeniser(write_model_dir(tmp_path))
+    assert tokeniser is not None
+    assert await tokeniser.encode_chat([Message("user", "red")]) == byte_level_tokenizer().encode("<user>red<bot>").ids
+
+
+async def test_chat_without_template_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        await Tokeniser(byte_level_tokenizer(), None).encode_chat([Message("user", "red")])
+
+
+def test_a_template_file_beats_the_config_and_named_ones_have_a_default(tmp_path: Path) -> None:
+    write_model_dir(tmp_path)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    tokeniser = load_tokeniser(tmp_path)
+    assert tokeniser is not None
+    assert tokeniser.has_chat_template
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError):
+        load_tokeniser(tmp_path)
+
+
+def test_facts_come_from_the_config_files(tmp_path: Path) -> None:
+    facts = load_served_model(write_model_dir(tmp_path), "mine").facts
+    assert (facts.name, facts.vocab_size, facts.max_context_tokens, facts.num_layers) == ("mine", VOCAB_SIZE, 256, 4)
+    assert facts.eos_token_ids == (EOS,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    assert load_served_model(tmp_path).facts.eos_token_ids == (3, 4)
+
+
+def test_facts_of_a_nested_language_model(tmp_path: Path) -> None:
+    text = {"vocab_size": 9, "max_position_embeddings": 8, "num_hidden_layers": 7, "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Multi"], "text_config": text}))
+    facts = load_served_model(tmp_path).facts
+    assert (facts.vocab_size, facts.max_context_tokens, facts.num_layers, facts.eos_token_ids) == (9, 8, 7, (0,))
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("config.json", "{"), ("config.json", "[]"), ("config.json", '{"vocab_size": 0}'),
+    ("tokenizer.json", "{}"), ("tokenizer_config.json", '{"chat_template": 3}')])
+def test_broken_files_are_named(tmp_path: Path, name: str, content: str) -> None:
+    (write_model_dir(tmp_path) / name).write_text(content)
+    with pytest.raises(ConfigError, match=name.split(".")[0]):
+        load_served_model(tmp_path)
+
+
+def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_served_model(tmp_path)

@@ -1,0 +1,121 @@
+"""What a directory knows and chooses, without a worker anywhere: they are told to it by hand."""
+
+import asyncio
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from protos import worker_pb2
+from router.workers.directory import Directory, DirectoryOptions
+from router.workers.worker import Role, Worker
+from runtime.metrics import RouterMetrics
+from tests.router.harness import FACTS, worker_info
+
+
+class Known:
+    """A directory of one prefill worker and some decode workers, none of which has said anything."""
+
+    def __init__(self, num_decode: int = 1) -> None:
+        self.registry = CollectorRegistry()
+        decode = tuple(f"127.0.0.1:{port}" for port in range(2, 2 + num_decode))
+        self.directory = Directory(DirectoryOptions(("127.0.0.1:1",), decode), FACTS,
+                                   RouterMetrics.create(self.registry), random.Random(0))
+
+    @property
+    def prefill(self) -> Worker:
+        return self.directory.workers[0]
+
+    @property
+    def decode(self) -> tuple[Worker, ...]:
+        return self.directory.workers[1:]
+
+    def workers(self, role: Role, state: str) -> float | None:
+        return self.registry.get_sample_value("baton_router_workers", {"role": role.value, "state": state})
+
+    def chosen(self) -> float:
+        return self.registry.get_sample_value("baton_router_decisions_total",
+                                              {"policy": "least_load", "result": "chosen"}) or 0.0
+
+
+def serves(worker: Worker, **changes: object) -> None:
+    worker.introduced(worker_info(worker.role, **changes), FACTS)
+    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10, slots_free=4))
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_no_worker_found_is_a_number(role: Role) -> None:
+    """The alert on a role without workers compares a series with 0: it must be there."""
+    registry = CollectorRegistry()
+    Directory(DirectoryOptions(("dns:///nobody:1",), ("dns:///nobody:2",)), FACTS, RouterMetrics.create(registry),
+              random.Random(0))
+    for state in ("usable", "unusable"):
+        assert registry.get_sample_value("baton_router_workers", {"role": role.value, "state": state}) == 0
+
+
+async def test_workers_are_counted_by_state() -> None:
+    known = Known(num_decode=2)
+    assert (known.workers(Role.DECODE, "usable"), known.workers(Role.DECODE, "unusable")) == (0, 2)
+    serves(known.decode[0])
+    assert (known.workers(Role.DECODE, "usable"), known.workers(Role.DECODE, "unusable")) == (1, 1)
+
+
+async def test_a_rejected_worker_limits_no_request() -> None:
+    known = Known(num_decode=2)
+    serves(known.prefill)
+    serves(known.decode[0])
+    assert known.directory.max_context_tokens == 160
+    serves(known.decode[1], vocab_size=7, max_context_tokens=8)
+    assert "vocab_size" in known.decode[1].problem
+    assert known.directory.max_context_tokens == 160
+    known.decode[1].lost("cannot be reached")
+    assert known.directory.max_context_tokens == 160, "what it said of itself still stands"
+    serves(known.decode[1], incarnation="b", max_context_tokens=8)
+    assert known.directory.max_context_tokens == 8
+
+
+async def test_half_a_pair_is_never_booked() -> None:
+    """Two requests that wait for a pool would wake each other with what they book and give back."""
+    known = Known(num_decode=2)
+    serves(known.prefill)
+    serves(known.decode[1], compatibility="another")
+    woken = asyncio.create_task(known.directory.changed())
+    await asyncio.sleep(0)
+    assert known.directory.place_again([1, 2, 3], "", known.decode[0].address) is None
+    assert known.directory.place([1, 2, 3]) is None
+    await asyncio.sleep(0)
+    assert not woken.done()
+    assert known.chosen() == 0
+
+    serves(known.decode[0])
+    async with asyncio.timeout(5):
+        await woken
+    again = known.directory.place_again([1, 2, 3], "", known.decode[0].address)
+    assert again is not None, "the pool that was lost is back, and there is no other"
+    assert (again.prefill.worker, again.decode.worker) == (known.prefill, known.decode[0])
+    assert known.chosen() == 2
+
+
+async def test_the_pool_that_gave_a_request_up_gets_it_only_if_there_is_no_other() -> None:
+    known = Known(num_decode=2)
+    for worker in known.directory.workers:
+        serves(worker)
+    for lost, other in (known.decode, reversed(known.decode)):
+        placement = known.directory.place_again([1, 2, 3], "", lost.address)
+        assert placement is not None
+        assert placement.decode.worker is other
+        placement.release()
+
+
+async def test_a_source_is_chosen_for_which_there_is_a_pool() -> None:
+    """The idle prefill worker has a draft that no pool takes."""
+    registry = CollectorRegistry()
+    directory = Directory(DirectoryOptions(("h:1", "h:2"), ("h:3",)), FACTS, RouterMetrics.create(registry),
+                          random.Random(0))
+    serves(directory.workers[0], compatibility="m+e")
+    serves(directory.workers[1], compatibility="m+d")
+    serves(directory.workers[2], compatibility="m+d")
+    directory.workers[1].book(1000)
+    placement = directory.place_again([1, 2, 3], "m", "h:9")
+    assert placement is not None
+    assert placement.prefill.worker is directory.workers[1]

@@ -1,0 +1,76 @@
+"""Pools are paired only when their bytes mean the same, and people are told why not."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.memory.layout import CacheKind, CacheSpec
+from runtime.errors import IncompatiblePeerError
+from tests.support.handoff import hybrid_specs
+from transfer.plan.compatibility import check_compatible, check_same, compatibility
+
+SPECS = hybrid_specs(4)
+MINE = compatibility(revision="abcdef0123456789", specs=SPECS, page_size=4)
+
+
+def test_order_of_specs_does_not_matter() -> None:
+    check_compatible(compatibility(revision="abcdef0123456789", specs=SPECS[::-1], page_size=4), MINE.digest, MINE.text)
+
+
+@pytest.mark.parametrize(("revision", "specs", "page_size"), [
+    ("other", SPECS, 4),
+    ("abcdef0123456789", SPECS, 8),
+    ("abcdef0123456789", SPECS[:-1], 4),
+    ("abcdef0123456789", (replace(SPECS[0], dtype="float16"), *SPECS[1:]), 4),
+    ("abcdef0123456789", (replace(SPECS[0], record_shape=(24, 3)), *SPECS[1:]), 4),
+    ("abcdef0123456789", (*SPECS, CacheSpec(9, CacheKind.LATENT, (4, 8), "bfloat16", 2)), 4),
+])
+def test_every_difference_is_told(revision: str, specs: tuple[CacheSpec, ...], page_size: int) -> None:
+    theirs = compatibility(revision=revision, specs=specs, page_size=page_size)
+    with pytest.raises(IncompatiblePeerError) as caught:
+        check_compatible(MINE, theirs.digest, theirs.text)
+    assert MINE.text in str(caught.value)
+    assert theirs.text in str(caught.value)
+    assert MINE.text != theirs.text
+
+
+def test_index_keys_that_nobody_reads_are_not_compared_s2_10() -> None:
+    """A pool that keeps them for layers that share their selection fits one that leaves them out."""
+    index_keys = CacheSpec(2, CacheKind.INDEX_KEY, (4, 16), "bfloat16", 2)
+    roomy = (*SPECS, replace(index_keys, travels=False))
+    assert compatibility(revision="abcdef0123456789", specs=roomy, page_size=4) == MINE
+    needed = compatibility(revision="abcdef0123456789", specs=(*SPECS, index_keys), page_size=4)
+    with pytest.raises(IncompatiblePeerError, match="index_key"):
+        check_compatible(MINE, needed.digest, needed.text)
+
+
+def test_a_pool_without_the_draft_pairs_and_is_no_stage_of_the_same_pool() -> None:
+    kv = CacheSpec(4, CacheKind.KV, (2, 2, 4, 8), "bfloat16", 2, of_draft=True)
+    first, narrow, other = (
+        compatibility(revision="abcdef0123456789", specs=(*SPECS, spec), page_size=4, draft_revision=weights)
+        for spec, weights in ((kv, "d1"), (replace(kv, record_shape=(2, 1, 4, 8)), "d1"), (kv, "d2")))
+    for drafting in (first, narrow, other):
+        check_compatible(MINE, drafting.digest, drafting.text)
+        check_compatible(drafting, MINE.digest, MINE.text)
+        with pytest.raises(IncompatiblePeerError, match="the stages differ"):
+            check_same(MINE, drafting.digest, drafting.text)
+    for peer, says in ((narrow, r"of draft d1 layers 4: kv \(2, 1, 4, 8\)"), (other, "of draft d2 layers 4: kv")):
+        with pytest.raises(IncompatiblePeerError, match=says):
+            check_compatible(first, peer.digest, peer.text)
+
+
+@pytest.mark.parametrize(("kind", "shard"), [(CacheKind.CONV, (3, 12)), (CacheKind.STATE, (1, 8, 8)),
+                                             (CacheKind.KV, (2, 1, 4, 8))])
+def test_a_pool_of_tensor_parallel_shards_is_refused_s4_8(kind: CacheKind, shard: tuple[int, ...]) -> None:
+    """No pool cuts heads or channels between processes yet; one that did would be told so, and nothing re-sliced."""
+    sharded = tuple(replace(spec, record_shape=shard) if spec.kind is kind else spec for spec in SPECS)
+    theirs = compatibility(revision="abcdef0123456789", specs=sharded, page_size=4)
+    with pytest.raises(IncompatiblePeerError) as caught:
+        check_compatible(MINE, theirs.digest, theirs.text)
+    assert f"{kind} {shard}" in str(caught.value)
+
+
+def test_the_text_groups_equal_layers() -> None:
+    assert MINE.text == (
+        "schema 2, weights abcdef012345, page size 4, layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "
+        "layers 1,3: kv (2, 2, 4, 8) bfloat16")

@@ -1,0 +1,186 @@
+"""UCX keeps the contract over shared memory and TCP, between real processes that are really killed."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from runtime.clock import SystemClock
+from runtime.errors import ConfigError, PeerLostError
+from tests.support.transfer_child import CHILD_FILL, SendingChild
+from tests.transfer.contract import PREFIX, Pair, TransportContract, pattern, poisoned
+from transfer.transport.protocol import Operation, OperationState, Transport
+from transfer.ucx.settings import TransportProfile, live_devices, ucx_options
+from transfer.ucx.transport import UcxTransport
+
+PROFILES = [TransportProfile.SHM, TransportProfile.TCP]
+NUM_BYTES = 8 << 20
+NUM_MESSAGES = 8
+
+
+@pytest.fixture(params=PROFILES)
+def profile(request: pytest.FixtureRequest) -> TransportProfile:
+    return TransportProfile(request.param)
+
+
+@pytest.fixture
+def make_transport(profile: TransportProfile) -> Callable[[], Transport]:
+    return lambda: UcxTransport(profile=profile, clock=SystemClock())
+
+
+class TestContract(TransportContract):
+    pass
+
+
+@pytest.fixture
+def receiver(profile: TransportProfile) -> Iterator[UcxTransport]:
+    transport = UcxTransport(profile=profile, clock=SystemClock())
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def child(profile: TransportProfile) -> Iterator[SendingChild]:
+    child = SendingChild(profile, NUM_BYTES, NUM_MESSAGES)
+    yield child
+    child.stop()
+
+
+def start_receiving(receiver: UcxTransport, child: SendingChild) -> tuple[list[Operation], list[memoryview]]:
+    """Post a receive for each of the child's messages and progress until bytes of the first are here."""
+    peer = receiver.connect(child.address)
+    targets = [memoryview(bytearray(NUM_BYTES)) for _ in range(NUM_MESSAGES)]
+    operations = [receiver.post_receive(peer, PREFIX + i, target)
+                  for i, target in enumerate(targets)]
+    child.send_to(receiver.address, PREFIX)
+    deadline = time.monotonic() + 60
+    while not any(target[0] for target in targets):
+        receiver.progress()
+        assert time.monotonic() < deadline
+    assert any(operation.state is OperationState.PENDING for operation in operations)
+    return operations, targets
+
+
+def progress_until_ended(receiver: UcxTransport, operations: list[Operation]) -> int:
+    """Turns of up to 10 ms until none of the operations is pending."""
+    started, num_turns = time.monotonic(), 0
+    while any(operation.state is OperationState.PENDING for operation in operations):
+        receiver.progress()
+        receiver.wait(0.01)
+        num_turns += 1
+        assert time.monotonic() - started < 60, [operation.state for operation in operations]
+    return num_turns
+
+
+def test_a_killed_source_ends_its_receives_by_itself(receiver: UcxTransport, child: SendingChild) -> None:
+    operations, _ = start_receiving(receiver, child)
+    child.process.kill()
+    child.process.wait()
+    progress_until_ended(receiver, operations)
+    lost = [operation for operation in operations if operation.state is OperationState.FAILED]
+    assert lost
+    assert all(isinstance(operation.error, PeerLostError) for operation in lost)
+    assert receiver.num_pending == 0 or len(receiver.progress()) == receiver.num_pending
+
+
+def test_closing_ends_the_receives_of_a_killed_source_at_once(receiver: UcxTransport, child: SendingChild) -> None:
+    operations, _ = start_receiving(receiver, child)
+    child.process.kill()
+    receiver.close_peer(operations[0].peer)
+    assert progress_until_ended(receiver, operations) < 100
+
+
+@pytest.mark.parametrize("num_turns", [0, 3, 30])
+def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
+        receiver: UcxTransport, child: SendingChild, num_turns: int) -> None:
+    """The drain proof: a source that hangs in mid-message, is cut off, and continues much later."""
+    operations, targets = start_receiving(receiver, child)
+    child.process.send_signal(signal.SIGSTOP)
+    for _ in range(num_turns):
+        receiver.progress()
+    receiver.close_peer(operations[0].peer)
+    progress_until_ended(receiver, operations)
+    for target in targets:
+        target[:] = b"\xee" * NUM_BYTES
+    child.process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        receiver.progress()
+    assert all(target == b"\xee" * NUM_BYTES for target in targets)
+
+
+def test_a_live_source_delivers_everything(receiver: UcxTransport, child: SendingChild) -> None:
+    operations, targets = start_receiving(receiver, child)
+    progress_until_ended(receiver, operations)
+    assert all(operation.state is OperationState.DONE for operation in operations)
+    assert all(target == bytes([CHILD_FILL]) * NUM_BYTES for target in targets)
+
+
+def listening_addresses() -> set[tuple[str, int]]:
+    """IPv4 addresses and ports this process listens on."""
+    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    inodes = {os.readlink(fd) for fd in fds if os.path.lexists(fd)}
+    addresses = set()
+    with open("/proc/self/net/tcp") as table:
+        for line in list(table)[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                host, _, port = fields[1].partition(":")
+                addresses.add((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return addresses
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, bytes(range(256)) * 1024, b""])
+def test_garbage_on_the_tcp_port_neither_crashes_nor_hangs(garbage: bytes) -> None:
+    before = listening_addresses()
+    left, right = (UcxTransport(profile=TransportProfile.TCP, clock=SystemClock()) for _ in range(2))
+    pair = Pair(left, right)
+    with contextlib.ExitStack() as clients:
+        addresses = listening_addresses() - before
+        assert addresses
+        for address in addresses:
+            client = clients.enter_context(socket.create_connection(address, timeout=60))
+            client.settimeout(0.2)
+            with contextlib.suppress(OSError):  # it may hang up on us, as it should
+                client.sendall(garbage)
+        pair.settle(0.2)
+        target = poisoned(100_000)
+        pair.finish(right.post_receive(pair.to_left, PREFIX, target),
+                    left.send(pair.to_right, PREFIX, pattern(100_000)))
+        assert target == pattern(100_000)
+    pair.settle(0.1)
+    left.close()
+    right.close()
+
+
+def test_only_slow_transports_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="transfer"):
+        for profile in PROFILES:
+            UcxTransport(profile=profile, clock=SystemClock()).close()
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "posix/memory" in caplog.records[0].getMessage()
+    assert "tcp/" in caplog.records[1].getMessage()
+
+
+def test_auto_takes_shared_memory_unless_the_operator_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    assert ucx_options(TransportProfile.AUTO)["TLS"] == "posix,tcp"
+    monkeypatch.setenv("UCX_TLS", "rc,posix")
+    assert "TLS" not in ucx_options(TransportProfile.AUTO)
+    assert ucx_options(TransportProfile.TCP)["TLS"] == "tcp"
+
+
+def test_a_transport_that_is_not_there_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "nonesuch")
+    with pytest.raises(ConfigError, match="auto"):
+        UcxTransport(profile=TransportProfile.AUTO, clock=SystemClock())
+
+
+def test_live_devices_are_read_from_the_description() -> None:
+    info = "#   resource 0  :  md 0  dev 0  flags -- tcp/eth0\n#   resource 2  :  md 1  dev 2  flags -- posix/memory\n"
+    assert live_devices(info) == [("tcp", "eth0"), ("posix", "memory")]

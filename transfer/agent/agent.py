@@ -1,0 +1,302 @@
+"""One stage's end of every handoff: posts receives into pool pages, sends pool pages, checks digests, proves drains.
+
+The agent owns one thread, which alone touches the transport. Everything public may be called from any thread and
+returns at once; what happens is reported through `on_event`, called from the agent's thread (so it must be quick: hand
+the event to an event loop or a queue).
+
+The reports of one epoch of one session, in order:
+
+    OPEN        receives are posted, or the sends are planned
+    COMPLETE    receiving: everything landed and every digest matched; sending: every byte has left
+      or FAILED with a reason, instead of OPEN or after it: nothing more is matched or sent for it
+    DRAINED     only after `close`, `close_request`, `close_all` or a newer epoch; exactly once, always last: from
+                here on no read or write of that memory can happen any more
+
+A newer epoch of a session that is open here replaces it: the old one is closed by itself, and the new one starts only
+when the old one is DRAINED, so late bytes of the old epoch can land nowhere.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from runtime.clock import Clock
+from runtime.errors import BatonError, IncompatiblePeerError, InternalError
+from transfer.agent.memory import PoolMemory
+from transfer.agent.prompts import Prompt, Prompts
+from transfer.agent.readiness import DeviceEvent, DoneLayer
+from transfer.agent.receiver import Receiver
+from transfer.agent.sender import Outbox, Sender
+from transfer.agent.stage_transfer import Flow, RefusedFlow
+from transfer.agent.transfer_table import FlowTable
+from transfer.plan.destination import check_plan
+from transfer.plan.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent
+from transfer.transport.protocol import Operation, Transport
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.5
+DEVICE_WAIT_S = 200e-6  # while layers wait for the device, whose events wake nobody
+START_S = 60.0  # a CUDA context may take seconds
+
+
+@dataclass(frozen=True)
+class AgentLimits:
+    """`window_bytes` under way to one peer; `drain_s` from a close until connections are cut to force the drain.
+    `layer_s` from giving a layer to a device until it must be done; at most `max_waiting_layers` wait for that."""
+
+    window_bytes: int = 4 << 20
+    drain_s: float = 3.0
+    layer_s: float = 30.0
+    max_waiting_layers: int = 65_536
+
+
+@dataclass(frozen=True)
+class AgentStats:
+    """Totals since the start, and what is open now."""
+
+    num_bytes_sent: int
+    num_bytes_received: int
+    num_open: int
+    num_draining: int
+    num_pending_operations: int
+    num_waiting_layers: int = 0
+    num_prompts: int = 0
+
+
+class TransferAgent:
+    """Sends and receives for one stage.
+
+    Which stage of a `SourceTerms` or `Landing` this is, is told by `incarnation`: terms made for another process (an
+    earlier life of this one) are refused with a FAILED report.
+    """
+
+    def __init__(self, *, memory: PoolMemory, transport: Transport, clock: Clock, incarnation: str,
+                 on_event: Callable[[StageSessionEvent], None], limits: AgentLimits | None = None,
+                 on_thread_start: Callable[[], None] = lambda: None) -> None:
+        """`on_thread_start` prepares the agent's thread, before it does anything else: where pools are on a device, the
+        thread needs a context of it. What it raises, `start` raises."""
+        self._memory = memory
+        self._transport = transport
+        self._clock = clock
+        self._incarnation = incarnation
+        self._address = transport.address
+        limits = limits or AgentLimits()
+        self._outbox = Outbox(limits.window_bytes)
+        self._flows = FlowTable(transport, clock, on_event, drain_s=limits.drain_s)
+        self._prompts = Prompts(self._flows, clock, max_waiting=limits.max_waiting_layers, layer_s=limits.layer_s)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._on_thread_start = on_thread_start
+        self._has_started = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._is_abandoned = False
+        self._failure: BaseException | None = None
+
+    @property
+    def address(self) -> bytes:
+        """Where peers connect to; travels only over the gRPC plane."""
+        return self._address
+
+    @property
+    def incarnation(self) -> str:
+        return self._incarnation
+
+    @property
+    def endpoint(self) -> StageEndpoint:
+        """This stage as it appears in `SourceTerms.stages` and `Landing.stages`."""
+        return StageEndpoint(self._memory.geometry.layers, self._address, self._incarnation)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the agent's thread, if it was not `shutdown`: the stage cannot serve any more."""
+        return self._failure
+
+    def stats(self) -> AgentStats:
+        flows = self._flows
+        return AgentStats(flows.num_bytes_sent, flows.num_bytes_received, flows.num_open, flows.num_draining,
+                          self._transport.num_pending, self._prompts.num_waiting, self._prompts.num_open)
+
+    def start(self) -> None:
+        """Start the agent's thread. Raises InternalError when it was started before, and whatever keeps it from its
+        first step: `ConfigError` and `InternalError` for a device it cannot use."""
+        if self._thread is not None:
+            raise InternalError("the transfer agent was started twice")
+        self._thread = threading.Thread(target=self._run, name="transfer-agent", daemon=True)
+        self._thread.start()
+        if not self._has_started.wait(START_S):
+            raise InternalError(f"the transfer agent's thread has not started within {START_S} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def open_receive(self, source: SourceTerms, landing: Landing) -> None:
+        """Post the receives of one epoch. Send the landing to the source only after every stage reported OPEN."""
+        self._submit(lambda: self._flows.open(self._receiver(source, landing)))
+
+    def expect_send(self, request_key: int, num_tokens: int | None = None) -> None:
+        """Remember `layer_done` of this request from now on; call before its first forward.
+
+        `num_tokens` of its prompt is checked against the terms where it is known (a later stage hears of a request
+        chunk by chunk and learns its length from the terms).
+        """
+        self._submit(lambda: self._expect_send(request_key, num_tokens))
+
+    def layer_done(self, request_key: int, layer_id: int, num_tokens: int, *, after: DeviceEvent | None = None) -> None:
+        """The first `num_tokens` tokens of the request have passed this layer: their cache entries are final, or will
+        be once the device has passed the event `after`.
+
+        For the engine thread; costs a few microseconds. Unknown requests are ignored.
+        """
+        self._submit(lambda: self._prompts.layer_done(DoneLayer(request_key, layer_id, num_tokens), after))
+
+    def open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
+        """Send what `layer_done` releases, starting with what it has released already."""
+        self._submit(lambda: self._open_send(request_key, source, landing))
+
+    def close(self, session_id: str) -> None:
+        """Release (after COMPLETE) or abort (before). Idempotent; unknown sessions are ignored."""
+        self._submit(lambda: self._close(session_id))
+
+    def close_request(self, request_key: int) -> None:
+        """Close the request's session, if one was opened, and forget its progress. Idempotent. What is said of it
+        later, by a batch that was on its way, is ignored."""
+        self._submit(lambda: self._prompts.close(request_key))
+
+    def close_all(self) -> Future[None]:
+        """Close every session and forget every request: the pool has lost its leader, and the next one's request keys
+        begin anew. The future is done when all have drained and nothing was opened meanwhile: from then on nothing of
+        the time before can read or write the pools."""
+        drained: Future[None] = Future()
+        drained.set_running_or_notify_cancel()  # nobody who waits can cancel it
+        self._submit(lambda: self._close_all(drained))
+        return drained
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """Close everything, wait for the drain, stop the thread. False when the time was not enough: then connections
+        are cut."""
+        if self._thread is None:
+            self._transport.close()
+            return True
+        self.close_all()
+        self._is_stopping = True
+        self._transport.wake()
+        self._thread.join(timeout_s)
+        drained = not self._thread.is_alive()
+        self._is_abandoned = True
+        self._transport.wake()
+        self._thread.join(timeout_s)
+        return drained
+
+    # Below: the agent's thread only.
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._transport.wake()
+
+    def _run(self) -> None:
+        if not self._enter():
+            self._transport.close()
+            return
+        try:
+            while not self._is_abandoned and (not self._is_stopping or self._commands or self._flows.num_unfinished):
+                self._turn()
+        except BaseException as error:  # the edge of the thread: report, so that nobody waits for us
+            self._failure = error
+            self._flows.fail_all(InternalError(f"the transfer agent has failed: {error!r}"))
+            raise
+        finally:
+            self._close_transport()
+
+    def _enter(self) -> bool:
+        """The thread's first steps. What goes wrong in them is `start`'s to raise."""
+        try:
+            self._on_thread_start()
+            for operation in self._transport.progress():
+                self._ended(operation)
+        except Exception as error:  # noqa: BLE001 - the edge of the thread
+            self._failure = error
+        self._has_started.set()
+        return self._failure is None
+
+    def _close_transport(self) -> None:
+        """DRAINED is never said of memory that something may still touch."""
+        try:
+            self._transport.close()
+        except BatonError as error:
+            logger.exception("the transport does not let go of the pools' memory")
+            self._failure = self._failure or error
+            return
+        self._flows.transport_closed()
+
+    def _turn(self) -> None:
+        was_busy = bool(self._commands)
+        while self._commands:
+            self._commands.popleft()()
+        was_busy |= self._prompts.poll()
+        ended = self._transport.progress()
+        for operation in ended:
+            self._ended(operation)
+        for sender, operation in self._outbox.pump():
+            self._flows.started(sender, operation)
+        wait_s = self._flows.sweep(IDLE_WAIT_S)
+        if not ended and not was_busy:
+            self._transport.wait(min(wait_s, DEVICE_WAIT_S) if self._prompts.num_waiting else wait_s)
+
+    def _ended(self, operation: Operation) -> None:
+        self._outbox.ended(operation)
+        self._flows.ended(operation)
+
+    def _receiver(self, source: SourceTerms, landing: Landing) -> Flow:
+        try:
+            stage = self._stage_of(landing.stages)
+            lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_to(stage)
+        except BatonError as error:
+            return RefusedFlow(source, landing, self._transport, error)
+        return Receiver(source, landing, lanes, memory=self._memory, transport=self._transport)
+
+    def _sender(self, source: SourceTerms, landing: Landing, prompt: Prompt) -> Flow:
+        try:
+            if prompt.error is not None:
+                raise prompt.error
+            if prompt.num_tokens not in (None, source.num_tokens):
+                raise InternalError(f"session {landing.session_id}: expect_send announced {prompt.num_tokens} tokens, "
+                                    f"the terms {source.num_tokens}")
+            stage = self._stage_of(source.stages)
+            lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_from(stage)
+        except BatonError as error:
+            return RefusedFlow(source, landing, self._transport, error)
+        return Sender(source, landing, lanes, memory=self._memory, transport=self._transport, outbox=self._outbox,
+                      clock=self._clock)
+
+    def _stage_of(self, stages: tuple[StageEndpoint, ...]) -> int:
+        for index, stage in enumerate(stages):
+            if stage.incarnation == self._incarnation:
+                if stage.layers != self._memory.geometry.layers:
+                    raise IncompatiblePeerError(f"stage {index} has layers {self._memory.geometry.layers}, "
+                                                f"not {stage.layers}")
+                return index
+        raise IncompatiblePeerError(f"terms for {[stage.incarnation for stage in stages]}; this is {self._incarnation}")
+
+    def _expect_send(self, request_key: int, num_tokens: int | None) -> None:
+        self._prompts.expect(request_key, num_tokens)
+
+    def _open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
+        prompt = self._prompts.expect(request_key, source.num_tokens)
+        flow = self._sender(source, landing, prompt)
+        prompt.flows.append(flow)
+        self._flows.open(flow)
+        if isinstance(flow, Sender):
+            flow.release(prompt.layer_tokens)
+        if self._prompts.is_closed(request_key):
+            self._flows.close_flow(flow)  # who would have closed it has done so already
+
+    def _close(self, session_id: str) -> None:
+        self._flows.close(session_id)
+        self._prompts.forget_session(session_id)
+
+    def _close_all(self, drained: Future[None]) -> None:
+        self._prompts.clear()
+        self._flows.close_all(drained)

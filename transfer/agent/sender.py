@@ -1,0 +1,169 @@
+"""One epoch of a session on a prefill stage: sends items straight from pool pages as their layers are done."""
+
+from collections import deque
+from collections.abc import Mapping
+
+from engine.memory.layout import Buffer
+from runtime.clock import Clock
+from transfer.agent.departures import DepartureLog
+from transfer.agent.memory import PoolMemory
+from transfer.agent.stage_transfer import Flow
+from transfer.plan.copy_plan import Lane
+from transfer.plan.digest import item_digest, pack_trailer
+from transfer.plan.terms import Departure, Landing, SourceTerms, StageEndpoint
+from transfer.transport.protocol import Operation, Peer, Transport
+
+
+class _LaneDispatch:
+    """What has left of one lane. `views` is the memory of its messages: the items, at last the trailer."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.views: list[Buffer] = []
+        self.digests: list[int] = [0] * len(lane.items)
+        self.num_undigested = len(lane.items)
+
+
+class _ReadyMessage:
+    """An item whose layer is done, or a trailer, waiting for room in its peer's window."""
+
+    __slots__ = ("_dispatch", "_index", "_sender", "num_bytes", "peer")
+
+    def __init__(self, sender: "Sender", dispatch: _LaneDispatch, index: int, peer: Peer) -> None:
+        self._sender = sender
+        self._dispatch = dispatch
+        self._index = index
+        self.peer = peer
+        self.num_bytes = dispatch.views[index].nbytes
+
+    def send(self) -> tuple["Sender", Operation | None]:
+        """Send it; no operation if the sender has stopped meanwhile."""
+        return self._sender, self._sender.send(self._dispatch, self._index, self.peer)
+
+
+class Sender(Flow):
+    """COMPLETE when every byte of every lane has left. `outbox` decides when a ready message is sent.
+
+    An item is digested when its bytes have just left, not before: whoever sent them has pulled them into this core's
+    cache, so memory is read once, and the first byte leaves without waiting for a digest.
+    """
+
+    def __init__(self, source: SourceTerms, landing: Landing, lanes: tuple[Lane, ...], *, memory: PoolMemory,
+                 transport: Transport, outbox: "Outbox", clock: Clock) -> None:
+        super().__init__(source, landing, transport)
+        self._log = DepartureLog(clock, source)
+        self._memory = memory
+        self._outbox = outbox
+        self._dispatches = [_LaneDispatch(lane) for lane in lanes]
+        self._under_way: dict[Operation, tuple[_LaneDispatch, int]] = {}
+        self._num_unfinished = sum(len(lane.items) + 1 for lane in lanes)
+        self._is_started = False
+        # By layer, what is not ready yet, in the order in which chunks make it ready.
+        self._waiting: dict[int, deque[tuple[int, _LaneDispatch, int]]] = {}
+        for dispatch in self._dispatches:
+            for index, item in enumerate(dispatch.lane.items):
+                self._waiting.setdefault(item.layer_id, deque()).append((item.ready_tokens, dispatch, index))
+        for layer_id, entries in self._waiting.items():
+            self._waiting[layer_id] = deque(sorted(entries, key=lambda entry: entry[0]))
+
+    @property
+    def writes_memory(self) -> bool:
+        return False
+
+    @property
+    def peer_stages(self) -> tuple[StageEndpoint, ...]:
+        return self._landing.stages
+
+    @property
+    def departures(self) -> tuple[Departure, ...]:
+        return self._log.departures()
+
+    def start(self) -> None:
+        for dispatch in self._dispatches:
+            self.connect(dispatch.lane.dest_stage)
+            # A plan that points outside the pools fails here, before anything leaves.
+            dispatch.views = [self._memory.view(item.layer_id, item.kind, item.source_index, item.num_records)
+                              for item in dispatch.lane.items]
+        self._is_started = True
+        if not self._dispatches:
+            self.complete()
+
+    def release(self, layer_tokens: Mapping[int, int]) -> None:
+        """Hand over what may leave now that the first `layer_tokens[layer_id]` tokens have passed these layers.
+
+        Nothing, when it never started (a stale epoch) or has stopped.
+        """
+        if self.is_stopped or not self._is_started:
+            return
+        for layer_id, num_tokens in layer_tokens.items():
+            waiting = self._waiting.get(layer_id)
+            while waiting and waiting[0][0] <= num_tokens:
+                ready_tokens, dispatch, index = waiting.popleft()
+                self._log.on_released(ready_tokens)
+                self._hand_over(dispatch, index)
+
+    def send(self, dispatch: _LaneDispatch, index: int, peer: Peer) -> Operation | None:
+        """Send one message of a lane, unless the sender has stopped."""
+        if self.is_stopped:
+            return None
+        operation = self._transport.send(peer, dispatch.lane.first_tag + index, dispatch.views[index])
+        self._under_way[operation] = (dispatch, index)
+        self._outstanding.add(operation)
+        return operation
+
+    def finished(self, operation: Operation) -> None:
+        dispatch, index = self._under_way.pop(operation)
+        if index < len(dispatch.lane.items):
+            item = dispatch.lane.items[index]
+            dispatch.digests[index] = item_digest(operation.content, item, operation.tag)
+            self.num_bytes += item.num_bytes
+            self._log.on_left(item.ready_tokens, item.num_bytes)
+            dispatch.num_undigested -= 1
+            if dispatch.num_undigested == 0:
+                dispatch.views.append(memoryview(pack_trailer(dispatch.lane, dispatch.digests)))
+                self._hand_over(dispatch, len(dispatch.lane.items))
+        self._num_unfinished -= 1
+        if self._num_unfinished == 0:
+            self.complete()
+
+    def _hand_over(self, dispatch: _LaneDispatch, index: int) -> None:
+        self._outbox.add(_ReadyMessage(self, dispatch, index, self.connect(dispatch.lane.dest_stage)))
+
+
+class Outbox:
+    """Ready messages by peer, in order; a peer that does not take its bytes holds up nobody else.
+
+    At most `window_bytes` (and at least one message) are under way to a peer: enough to keep the connection busy, few
+    enough that an abort drains quickly.
+    """
+
+    def __init__(self, window_bytes: int) -> None:
+        self._window_bytes = window_bytes
+        self._ready: dict[Peer, deque[_ReadyMessage]] = {}
+        self._under_way: dict[Peer, int] = {}
+
+    def add(self, message: _ReadyMessage) -> None:
+        self._ready.setdefault(message.peer, deque()).append(message)
+
+    def pump(self) -> list[tuple[Sender, Operation]]:
+        """Send what the windows have room for."""
+        sent = []
+        for peer, ready in list(self._ready.items()):
+            while ready and (room := self._window_bytes - self._under_way.get(peer, 0)) > 0:
+                if ready[0].num_bytes > room and peer in self._under_way:
+                    break
+                sender, operation = ready.popleft().send()
+                if operation is not None:
+                    self._under_way[peer] = self._under_way.get(peer, 0) + operation.num_bytes
+                    sent.append((sender, operation))
+            if not ready:
+                del self._ready[peer]
+        return sent
+
+    def ended(self, operation: Operation) -> None:
+        """A send is over; its bytes leave the window."""
+        remaining = self._under_way.get(operation.peer, 0) - operation.num_bytes
+        if remaining > 0:
+            self._under_way[operation.peer] = remaining
+        else:
+            self._under_way.pop(operation.peer, None)

@@ -1,0 +1,112 @@
+"""Transfer values to and from their protobuf messages. Values a peer got wrong are refused here, by field."""
+
+from engine.core.layer_range import LayerRange
+from protos import pipeline_pb2, transfer_pb2
+from runtime.errors import FieldViolation, InvalidRequestError
+from transfer.plan.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent, StageSessionState
+
+_STATE_TO_WIRE = {
+    StageSessionState.OPEN: pipeline_pb2.STAGE_SESSION_STATE_OPEN,
+    StageSessionState.COMPLETE: pipeline_pb2.STAGE_SESSION_STATE_COMPLETE,
+    StageSessionState.FAILED: pipeline_pb2.STAGE_SESSION_STATE_FAILED,
+    StageSessionState.DRAINED: pipeline_pb2.STAGE_SESSION_STATE_DRAINED,
+}
+_STATE_FROM_WIRE = {wire: state for state, wire in _STATE_TO_WIRE.items()}
+
+
+def endpoint_to_proto(endpoint: StageEndpoint) -> transfer_pb2.StageEndpoint:
+    return transfer_pb2.StageEndpoint(first_layer=endpoint.layers.start, end_layer=endpoint.layers.end,
+                                      address=endpoint.address, incarnation=endpoint.incarnation)
+
+
+def endpoint_from_proto(message: transfer_pb2.StageEndpoint) -> StageEndpoint:
+    """Raises InvalidRequestError when the layer range is reversed."""
+    if message.first_layer > message.end_layer:
+        raise InvalidRequestError(FieldViolation(
+            "stages.end_layer", f"must be at least first_layer {message.first_layer}, got {message.end_layer}"))
+    return StageEndpoint(LayerRange(message.first_layer, message.end_layer), message.address, message.incarnation)
+
+
+def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
+    return transfer_pb2.SourceTerms(
+        compatibility=source.compatibility,
+        compatibility_text=source.compatibility_text,
+        page_size=source.page_size,
+        num_tokens=source.num_tokens,
+        chunk_tokens=source.chunk_tokens,
+        page_ids=source.page_ids,
+        slot_id=source.slot_id,
+        stages=[endpoint_to_proto(stage) for stage in source.stages],
+    )
+
+
+def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
+    """Raises InvalidRequestError naming the field when a size is zero or the pages do not hold the tokens."""
+    for name, value in (("page_size", message.page_size), ("num_tokens", message.num_tokens),
+                        ("chunk_tokens", message.chunk_tokens)):
+        if value < 1:
+            raise InvalidRequestError(FieldViolation(f"source.{name}", f"must be at least 1, got {value}"))
+    num_pages = -(-message.num_tokens // message.page_size)
+    if len(message.page_ids) != num_pages:
+        raise InvalidRequestError(FieldViolation(
+            "source.page_ids", f"{message.num_tokens} tokens in pages of {message.page_size} need {num_pages} pages, "
+            f"got {len(message.page_ids)}"))
+    return SourceTerms(
+        compatibility=message.compatibility,
+        compatibility_text=message.compatibility_text,
+        page_size=message.page_size,
+        num_tokens=message.num_tokens,
+        chunk_tokens=message.chunk_tokens,
+        page_ids=tuple(message.page_ids),
+        slot_id=message.slot_id,
+        stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
+    )
+
+
+def landing_to_proto(landing: Landing) -> transfer_pb2.Landing:
+    return transfer_pb2.Landing(
+        session_id=landing.session_id,
+        epoch=landing.epoch,
+        tag_base=landing.tag_base,
+        page_ids=landing.page_ids,
+        slot_id=landing.slot_id,
+        stages=[endpoint_to_proto(stage) for stage in landing.stages],
+        plan_digest=landing.plan_digest,
+        with_draft=landing.with_draft,
+    )
+
+
+def landing_from_proto(message: transfer_pb2.Landing) -> Landing:
+    """Raises InvalidRequestError when the session has no id."""
+    if not message.session_id:
+        raise InvalidRequestError(FieldViolation("landing.session_id", "must not be empty"))
+    return Landing(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        tag_base=message.tag_base,
+        page_ids=tuple(message.page_ids),
+        slot_id=message.slot_id,
+        stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
+        plan_digest=message.plan_digest,
+        with_draft=message.with_draft,
+    )
+
+
+def event_to_proto(event: StageSessionEvent) -> pipeline_pb2.StageSession:
+    return pipeline_pb2.StageSession(
+        session_id=event.session_id,
+        epoch=event.epoch,
+        state=_STATE_TO_WIRE[event.state],
+        error_reason=event.error_reason,
+        error_text=event.error_text,
+        num_bytes=event.num_bytes,
+    )
+
+
+def event_from_proto(message: pipeline_pb2.StageSession) -> StageSessionEvent:
+    """Raises InvalidRequestError for a state this version does not know."""
+    state = _STATE_FROM_WIRE.get(message.state)
+    if state is None:
+        raise InvalidRequestError(FieldViolation("session.state", f"unknown state {message.state}"))
+    return StageSessionEvent(message.session_id, message.epoch, state, message.error_reason, message.error_text,
+                             message.num_bytes)

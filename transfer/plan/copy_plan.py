@@ -1,0 +1,202 @@
+"""What moves from which source stage to which destination stage. Pure: both sides derive the same plan.
+
+A *lane* is what one source stage sends to one destination stage: the records of the layers both own. Pages that are
+neighbours on both sides travel as one item, as long as one chunk computes them all and they stay under `MAX_RUN_BYTES`.
+Message tags are numbered per destination stage: the items of its lanes in order of source stage, each lane followed by
+its trailer (see digest.py). Lanes without items have no trailer.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from engine.core.layer_range import LayerRange
+from engine.memory.layout import CacheKind, CacheSpec, travelling
+from runtime.errors import IncompatiblePeerError
+from transfer.plan.compatibility import SCHEMA_VERSION
+from transfer.plan.terms import Landing, SourceTerms, StageEndpoint
+from transfer.transport.protocol import TAG_OFFSET_BITS
+
+MAX_RUN_BYTES = 1 << 20
+"""Upper bound of one item, unless a single record is larger. Part of the plan: a change needs a new SCHEMA_VERSION."""
+
+
+class Item(NamedTuple):
+    """`num_records` consecutive records of one layer and kind; the unit of sending, of checking and of naming."""
+
+    layer_id: int
+    kind: CacheKind
+    source_index: int  # first page or slot there
+    dest_index: int  # first page or slot here
+    num_records: int
+    num_bytes: int
+    ready_tokens: int  # it may leave when this many prompt tokens have passed the layer
+
+    @property
+    def name(self) -> str:
+        """For errors: "layer 3 kv pages 17-20", by the destination's index."""
+        unit = "page" if self.kind.is_paged else "slot"
+        if self.num_records == 1:
+            return f"layer {self.layer_id} {self.kind} {unit} {self.dest_index}"
+        return f"layer {self.layer_id} {self.kind} {unit}s {self.dest_index}-{self.dest_index + self.num_records - 1}"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The items of one pair of stages. `first_tag` belongs to items[0], the trailer's tag follows the last item's."""
+
+    source_stage: int
+    dest_stage: int
+    first_tag: int
+    items: tuple[Item, ...]
+
+    @property
+    def trailer_tag(self) -> int:
+        return self.first_tag + len(self.items)
+
+
+class _Run(NamedTuple):
+    source_page: int
+    dest_page: int
+    num_pages: int
+    ready_tokens: int
+
+
+class CopyPlan:
+    """All lanes of one handoff, each made when asked for."""
+
+    def __init__(self, source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec]) -> None:
+        """`specs` covers the whole model; the plan is made for those that travel (see `travelling`).
+
+        Raises:
+            IncompatiblePeerError: page lists or layer ranges of the two sides do not fit together or the model.
+        """
+        specs = sorted(travelling(specs, with_draft=landing.with_draft), key=lambda spec: (spec.layer_id, spec.kind))
+        _check_pages(source, landing)
+        _check_slots(source, landing, specs)
+        _check_layers("source", source.stages, specs)
+        _check_layers("landing", landing.stages, specs)
+        if landing.tag_base % (1 << TAG_OFFSET_BITS):
+            raise IncompatiblePeerError(f"landing.tag_base {landing.tag_base:#x} must leave the low "
+                                        f"{TAG_OFFSET_BITS} bits to the items")
+        self._source = source
+        self._landing = landing
+        self._specs = tuple(specs)
+        self._runs: dict[int, tuple[_Run, ...]] = {}
+
+    def lanes_to(self, dest_stage: int) -> tuple[Lane, ...]:
+        """What this destination stage receives."""
+        lanes = (self._lane(stage, dest_stage) for stage in range(len(self._source.stages)))
+        return tuple(lane for lane in lanes if lane.items)
+
+    def lanes_from(self, source_stage: int) -> tuple[Lane, ...]:
+        """What this source stage sends."""
+        lanes = (self._lane(source_stage, stage) for stage in range(len(self._landing.stages)))
+        return tuple(lane for lane in lanes if lane.items)
+
+    @cached_property
+    def digest(self) -> str:
+        """Over everything the plan is derived from, and the page runs themselves."""
+        source, landing = self._source, self._landing
+        parts: list[object] = [
+            SCHEMA_VERSION, landing.session_id, landing.epoch, landing.tag_base, source.compatibility,
+            source.num_tokens, source.page_size, source.chunk_tokens, source.slot_id, landing.slot_id,
+            [(str(stage.layers), stage.incarnation) for stage in (*source.stages, *landing.stages)],
+            [(spec.layer_id, str(spec.kind), spec.record_bytes) for spec in self._specs],
+            [tuple(run) for size in sorted({spec.record_bytes for spec in self._specs if spec.kind.is_paged})
+             for run in self._page_runs(size)],
+        ]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+    def _lane(self, source_stage: int, dest_stage: int) -> Lane:
+        offset = 0
+        for stage in range(source_stage):
+            count = sum(self._num_items(spec) for spec in self._lane_specs(stage, dest_stage))
+            offset += count + (count > 0)
+        items = tuple(item for spec in self._lane_specs(source_stage, dest_stage) for item in self._items(spec))
+        if offset + len(items) >= 1 << TAG_OFFSET_BITS:
+            raise IncompatiblePeerError(f"a handoff of {offset + len(items)} items to one stage; "
+                                        f"the limit is {(1 << TAG_OFFSET_BITS) - 1}")
+        return Lane(source_stage, dest_stage, self._landing.tag_base + offset, items)
+
+    def _lane_specs(self, source_stage: int, dest_stage: int) -> list[CacheSpec]:
+        layers = self._source.stages[source_stage].layers.intersect(self._landing.stages[dest_stage].layers)
+        return [spec for spec in self._specs if spec.layer_id in layers]
+
+    def _num_items(self, spec: CacheSpec) -> int:
+        return len(self._page_runs(spec.record_bytes)) if spec.kind.is_paged else 1
+
+    def _items(self, spec: CacheSpec) -> list[Item]:
+        size = spec.record_bytes
+        if not spec.kind.is_paged:
+            return [Item(spec.layer_id, spec.kind, self._source.slot_id, self._landing.slot_id, 1, size,
+                         self._source.num_tokens)]
+        return [Item(spec.layer_id, spec.kind, run.source_page, run.dest_page, run.num_pages, run.num_pages * size,
+                     run.ready_tokens) for run in self._page_runs(size)]
+
+    def _page_runs(self, record_bytes: int) -> tuple[_Run, ...]:
+        """Page runs for records of this size; most models have one size, so this is worked out once."""
+        if record_bytes not in self._runs:
+            max_pages = max(1, MAX_RUN_BYTES // record_bytes)
+            self._runs[record_bytes] = tuple(_page_runs(self._source, self._landing.page_ids, max_pages))
+        return self._runs[record_bytes]
+
+
+def plan_lane(source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec], source_stage: int,
+              dest_stage: int) -> tuple[Item, ...]:
+    """The items of one lane; empty when the two stages share no layer. Raises IncompatiblePeerError."""
+    lanes = CopyPlan(source, landing, specs).lanes_from(source_stage)
+    return next((lane.items for lane in lanes if lane.dest_stage == dest_stage), ())
+
+
+def _page_runs(source: SourceTerms, dest_page_ids: Sequence[int], max_pages: int) -> list[_Run]:
+    runs: list[_Run] = []
+    run_chunks = (-1, -1)
+    for i, (source_page, dest_page) in enumerate(zip(source.page_ids, dest_page_ids, strict=True)):
+        end_token = min((i + 1) * source.page_size, source.num_tokens)
+        # The chunks of a page's first and last token: pages of different chunks never travel together.
+        chunks = (i * source.page_size // source.chunk_tokens, (end_token - 1) // source.chunk_tokens)
+        last = runs[-1] if runs else None
+        if (last is not None and chunks == run_chunks and last.num_pages < max_pages
+                and source_page == last.source_page + last.num_pages and dest_page == last.dest_page + last.num_pages):
+            runs[-1] = _Run(last.source_page, last.dest_page, last.num_pages + 1, end_token)
+        else:
+            runs.append(_Run(source_page, dest_page, 1, end_token))
+            run_chunks = chunks
+    return runs
+
+
+def _check_pages(source: SourceTerms, landing: Landing) -> None:
+    num_pages = -(-source.num_tokens // source.page_size)
+    for side, page_ids in (("source", source.page_ids), ("landing", landing.page_ids)):
+        if len(page_ids) != num_pages:
+            raise IncompatiblePeerError(f"{side}.page_ids: {source.num_tokens} tokens in pages of {source.page_size} "
+                                        f"need {num_pages} pages, got {len(page_ids)}")
+        if len(set(page_ids)) != len(page_ids):
+            raise IncompatiblePeerError(f"{side}.page_ids names a page twice")
+        if min(page_ids) < 1:
+            raise IncompatiblePeerError(f"{side}.page_ids names page {min(page_ids)}; pages start at 1")
+
+
+def _check_slots(source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec]) -> None:
+    if all(spec.kind.is_paged for spec in specs):
+        return
+    for side, slot_id in (("source", source.slot_id), ("landing", landing.slot_id)):
+        if slot_id < 1:
+            raise IncompatiblePeerError(f"{side}.slot_id is {slot_id}; slots of recurrent state start at 1")
+
+
+def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> None:
+    """Every layer that caches something must be on exactly one stage."""
+    ranges = [stage.layers for stage in stages]
+    for layer_id in sorted({spec.layer_id for spec in specs}):
+        owners = sum(layer_id in layers for layers in ranges)
+        if owners != 1:
+            raise IncompatiblePeerError(f"{side}.stages {_text(ranges)}: layer {layer_id} is on {owners} stages, "
+                                        f"not on one")
+
+
+def _text(ranges: Sequence[LayerRange]) -> str:
+    return ", ".join(str(layers) for layers in ranges)

@@ -1,0 +1,79 @@
+"""What two pools agree on for one handoff, as plain values. `transfer/plan/codec.py` maps them to the wire."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.core.layer_range import LayerRange
+
+
+@dataclass(frozen=True)
+class StageEndpoint:
+    """One stage of a pool: its layers, the address of its transfer worker, the incarnation of its process."""
+
+    layers: LayerRange
+    address: bytes
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class SourceTerms:
+    """The sending side. `page_ids` are the prompt's pages in position order; no item spans a multiple of
+    `chunk_tokens`, so that an item can leave as soon as its chunk has passed its layer."""
+
+    compatibility: str
+    compatibility_text: str
+    page_size: int
+    num_tokens: int
+    chunk_tokens: int
+    page_ids: tuple[int, ...]
+    slot_id: int
+    stages: tuple[StageEndpoint, ...]
+
+
+@dataclass(frozen=True)
+class Landing:
+    """The receiving side: "deliver it like this". The destination states the layout, the source delivers it.
+    `with_draft`: it takes the state of the source's draft, too."""
+
+    session_id: str
+    epoch: int
+    tag_base: int
+    page_ids: tuple[int, ...]
+    slot_id: int
+    stages: tuple[StageEndpoint, ...]
+    plan_digest: str
+    with_draft: bool = False
+
+
+class StageSessionState(StrEnum):
+    """What a stage reports about one epoch of a session."""
+
+    OPEN = "open"  # receives posted, or sends planned
+    COMPLETE = "complete"  # everything landed and was checked, or everything was sent
+    FAILED = "failed"
+    DRAINED = "drained"  # no read or write of its memory can still happen; the last report of a session
+
+
+@dataclass(frozen=True)
+class Departure:
+    """What has left a stage of the chunk of a prompt that ends at `num_tokens`: from the release of its first layer to
+    its last byte, in seconds of the process's clock."""
+
+    num_tokens: int
+    num_bytes: int
+    released_s: float
+    left_s: float
+
+
+@dataclass(frozen=True)
+class StageSessionEvent:
+    """A session changed on this stage. `error_reason` is the `reason` of the BatonError, set when FAILED. `departures`
+    by position in the prompt, when a sending stage is COMPLETE; they stay in the process."""
+
+    session_id: str
+    epoch: int
+    state: StageSessionState
+    error_reason: str = ""
+    error_text: str = ""
+    num_bytes: int = 0
+    departures: tuple[Departure, ...] = ()

@@ -1,0 +1,225 @@
+"""Frames between the stages of a pool over UCX: the `FrameChannel` between processes.
+
+Frames are sent eagerly, whatever their size: `send` returns when the bytes are in UCX's queues, so a stage that goes on
+to compute (and does not progress UCX meanwhile) does not hold up the one that waits for its frame. Only when the queues
+are full does `send` wait for the receiver.
+
+Tags carry the pool epoch and the sender's rank. Frames of an older epoch are thrown away; those of a newer one (a peer
+was told of it earlier) wait until this stage is told, too.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from runtime.errors import DeadlineError, InternalError, PeerLostError
+from transfer.transport.wakeup import Wakeup
+from transfer.ucx.address import frame_address, unframe_address
+from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
+from transfer.ucx.binding import ANYWHERE, UcxBinding
+from transfer.ucx.settings import STAGE_CHANNEL_OPTIONS, TransportProfile, close_endpoint, create_worker
+
+SPIN_S = 50e-6
+SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
+RECEIVE_WAIT_S = 0.1  # between looks at the peers' health
+MAX_QUEUED_FRAMES = 1024
+_RANK_BITS = 16
+_EPOCH_LIMIT = 1 << (64 - _RANK_BITS)
+
+
+class UcxStageChannel:
+    """See `engine.pipeline.channel.FrameChannel`. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
+
+    def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile,
+                 binding: UcxBinding = ANYWHERE, spin_s: float = SPIN_S,
+                 on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
+        """`on_sent` hears of the bytes of each frame that left. Raises ConfigError when UCX cannot work here."""
+        self._rank = rank
+        self._on_sent = on_sent
+        self._max_frame_bytes = max_frame_bytes
+        self._spin_s = spin_s
+        self._ucx = UcxLibrary()
+        self._context, self._worker = create_worker(self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS, binding)
+        self.address = frame_address(self._worker.address.tobytes())
+        self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
+        self._epoch = 0
+        self._endpoints: dict[int, tuple[bytes, UcxEndpoint]] = {}
+        self._inboxes: dict[int, deque[UcxProbe]] = {}
+        self._early: list[tuple[int, int, UcxProbe]] = []  # (epoch, rank, frame)
+        self._discards: list[UcxRequest] = []
+        self._scratch = self._ucx.array(bytearray(1))
+        self._buffer = bytearray(0)
+        self._lost: dict[int, str] = {}
+        self._lost_lock = threading.Lock()
+        self._wakeup = Wakeup()
+        self._wakeup.watch(self._worker.epoll_file_descriptor)
+
+    def connect(self, addresses: Sequence[bytes], pool_epoch: int) -> None:
+        """Form the pool: `addresses` by rank, this stage's own included. Ends the epoch before.
+
+        Raises:
+            PeerLostError: an address is not usable here.
+            InternalError: the epoch is not newer than the present one.
+        """
+        if not self._epoch < pool_epoch < _EPOCH_LIMIT:
+            raise InternalError(f"pool epoch must be above {self._epoch}, got {pool_epoch}")
+        self._dispatch()
+        for frames in self._inboxes.values():
+            self._discard(frames)
+        self._inboxes = {rank: deque() for rank in range(len(addresses)) if rank != self._rank}
+        self._epoch = pool_epoch
+        for rank, (address, endpoint) in list(self._endpoints.items()):
+            if rank >= len(addresses) or address != addresses[rank] or not endpoint.alive:
+                close_endpoint(self._endpoints.pop(rank)[1])
+        with self._lost_lock:
+            self._lost.clear()
+        for rank in self._inboxes:
+            if rank not in self._endpoints:
+                self._endpoints[rank] = (addresses[rank], self._connect(addresses[rank]))
+        early, self._early = self._early, []
+        for epoch, rank, frame in early:
+            self._sort(epoch, rank, frame)
+
+    def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
+        """Returns when the frame may be reused. Raises PeerLostError when the peer is gone, DeadlineError on time (the
+        connection is cut then, so that nobody reads the frame any more), InternalError for a frame over the limit."""
+        if len(frame) > self._max_frame_bytes:
+            raise InternalError(f"a frame of {len(frame)} bytes to stage {rank}; the limit is {self._max_frame_bytes}")
+        self._check(rank)
+        deadline_s = time.monotonic() + timeout_s
+        tag = self._ucx.tag(self._epoch << _RANK_BITS | self._rank)
+        request = self._endpoints[rank][1].tag_send(self._ucx.array(frame), tag)
+        spin_until_s = time.monotonic() + self._spin_s
+        while not request.completed:
+            if self._worker.progress_once():
+                continue
+            now = time.monotonic()
+            if now >= deadline_s:
+                self._lose(rank, f"stage {rank} took no frame for {timeout_s:g} s")
+                raise DeadlineError(f"stage {rank} did not take a frame of {len(frame)} bytes within {timeout_s:g} s")
+            if now < spin_until_s:
+                os.sched_yield()
+            else:
+                time.sleep(SEND_WAIT_S)
+                self._check(rank)
+        self._check_request(rank, request)
+        self._on_sent(len(frame))
+
+    def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
+        """The next frame from `rank`, valid until the next call; None when none came in time or `wake` was called.
+        Raises PeerLostError; frames that came before the loss are still handed out."""
+        now = time.monotonic()
+        deadline_s, spin_until_s = now + timeout_s, now + self._spin_s
+        while True:
+            self._dispatch()
+            if self._inboxes.get(rank):
+                return self._take(rank, self._inboxes[rank].popleft())
+            self._check(rank)
+            now = time.monotonic()
+            if self._wakeup.is_set:
+                self._wakeup.clear()
+                self._check(rank)
+                return None
+            if now >= deadline_s:
+                return None
+            if now < spin_until_s:
+                os.sched_yield()
+            elif self._worker.arm():
+                self._wakeup.sleep(min(RECEIVE_WAIT_S, deadline_s - now))
+
+    def check(self, rank: int) -> None:
+        """Raises PeerLostError when this stage is known to be gone; what has arrived from it still waits."""
+        self._dispatch()
+        self._check(rank)
+
+    def wake(self) -> None:
+        """Make a `receive` that waits in the owner's thread return early. From any thread."""
+        self._wakeup.set()
+
+    def fail(self, rank: int, reason: str) -> None:
+        """The membership says this stage is gone: its owner's waits end with PeerLostError. From any thread."""
+        with self._lost_lock:
+            self._lost.setdefault(rank, reason)
+        self._wakeup.set()
+
+    def close(self) -> None:
+        for _, endpoint in self._endpoints.values():
+            close_endpoint(endpoint)
+        self._endpoints.clear()
+        for frames in self._inboxes.values():
+            self._discard(frames)
+        self._inboxes.clear()
+        self._worker.progress()
+        self._wakeup.close()
+
+    def _connect(self, address: bytes) -> UcxEndpoint:
+        try:
+            return self._worker.create_endpoint_from_worker_address(self._ucx.address(unframe_address(address)),
+                                                                    endpoint_error_handling=True)
+        except self._ucx.error as error:
+            raise PeerLostError(f"cannot connect to a stage: {error}") from error
+
+    def _dispatch(self) -> None:
+        """Progress, and sort what has arrived."""
+        while self._worker.progress_once():
+            pass
+        while (frame := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
+            tag = frame.sender_tag.value
+            self._sort(tag >> _RANK_BITS, tag & ((1 << _RANK_BITS) - 1), frame)
+        if self._discards:
+            self._discards = [request for request in self._discards if not request.completed]
+
+    def _sort(self, epoch: int, rank: int, frame: UcxProbe) -> None:
+        inbox = self._inboxes.get(rank)
+        if epoch > self._epoch and len(self._early) < MAX_QUEUED_FRAMES:
+            self._early.append((epoch, rank, frame))
+        elif epoch != self._epoch or inbox is None:
+            self._discard([frame])
+        elif frame.length > self._max_frame_bytes or len(inbox) >= MAX_QUEUED_FRAMES:
+            self._discard([frame])
+            self._lose(rank, f"stage {rank} sent a frame of {frame.length} bytes behind {len(inbox)} others; the "
+                             f"limits are {self._max_frame_bytes} bytes and {MAX_QUEUED_FRAMES} frames")
+        else:
+            inbox.append(frame)
+
+    def _take(self, rank: int, frame: UcxProbe) -> memoryview:
+        """Receive a frame that has (at least begun to) come."""
+        if len(self._buffer) < frame.length:
+            self._buffer = bytearray(min(self._max_frame_bytes, 2 * frame.length))
+        view = memoryview(self._buffer)[:frame.length]
+        request = self._worker.tag_recv_with_handle(self._ucx.array(view), frame)
+        while not request.completed:
+            if not self._worker.progress_once():
+                os.sched_yield()  # the sender may need this very core to go on
+                self._check(rank)
+        self._check_request(rank, request)
+        return view
+
+    def _discard(self, frames: Sequence[UcxProbe] | deque[UcxProbe]) -> None:
+        # Into one byte: UCX drops what does not fit.
+        self._discards += [self._worker.tag_recv_with_handle(self._scratch, frame) for frame in frames]
+
+    def _check_request(self, rank: int, request: UcxRequest) -> None:
+        try:
+            request.check_error()
+        except self._ucx.error as error:
+            self._lose(rank, f"the connection to stage {rank} failed: {error}")
+            self._check(rank)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        with self._lost_lock:
+            self._lost.setdefault(rank, reason)
+        if rank in self._endpoints:
+            close_endpoint(self._endpoints.pop(rank)[1])
+
+    def _check(self, rank: int) -> None:
+        """Raises PeerLostError when this stage is known to be gone."""
+        if rank in self._endpoints and not self._endpoints[rank][1].alive:
+            self._lose(rank, f"the connection to stage {rank} has ended")
+        if rank in self._lost:
+            self._lose(rank, self._lost[rank])
+            raise PeerLostError(self._lost[rank])
+        if rank not in self._endpoints:
+            raise PeerLostError(f"stage {rank} is not part of pool epoch {self._epoch}")
