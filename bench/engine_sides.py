@@ -106,7 +106,7 @@ class Ours:
         rows, length = token_ids.shape
         batch = ForwardBatch(
             mode=ForwardMode.DECODE if length == 1 else ForwardMode.PREFILL,
-            request_ids=tuple(range(first_row, first_row + rows)),
+            request_keys=tuple(range(first_row, first_row + rows)),
             query_lens=(length,) * rows,
             context_lens=(context,) * rows,
             token_ids=token_ids.flatten(),

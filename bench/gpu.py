@@ -67,7 +67,7 @@ def make_batch(mode: ForwardMode, num_rows: int, query_len: int, context_len: in
     pages = torch.randperm(num_rows * num_pages, generator=torch.Generator().manual_seed(0)).int() + 1
     count = num_rows * query_len
     return ForwardBatch(
-        mode=mode, request_ids=tuple(range(num_rows)), query_lens=(query_len,) * num_rows,
+        mode=mode, request_keys=tuple(range(num_rows)), query_lens=(query_len,) * num_rows,
         context_lens=(context_len,) * num_rows, token_ids=torch.zeros(count, dtype=torch.long),
         positions=(torch.arange(query_len) + context_len).repeat(num_rows), page_tables=pages.view(num_rows, num_pages),
         slot_ids=torch.arange(1, num_rows + 1, dtype=torch.int32), sampling=(None,) * num_rows)

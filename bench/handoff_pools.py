@@ -14,8 +14,8 @@ from engine.memory.pools import StagePools
 from pool.stage.handoff import build_agent
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, HandoffError
-from transfer.plan.destination import landing_for
-from transfer.plan.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.plan.destination import plan_destination
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
@@ -67,23 +67,23 @@ def _scattered_pages(seed: str) -> tuple[int, ...]:
 
 
 def source_process(connection: Connection, profile: TransportProfile, device: str, core: int) -> None:
-    """Serve handoffs on this core until told None: terms, landing in, moment of release out."""
+    """Serve handoffs on this core until told None: terms, destination in, moment of release out."""
     os.sched_setaffinity(0, {core})
     side = _Side(profile, device, "source")
     while (number := connection.recv()) is not None:
         terms = SourceTerms("", "", PAGE_SIZE, NUM_TOKENS, NUM_TOKENS, _scattered_pages(f"source {number}"), 0,
                             (side.agent.endpoint,))
         connection.send(terms)
-        landing: Landing = connection.recv()
+        destination: DestinationTerms = connection.recv()
         side.agent.expect_send(number, NUM_TOKENS)
-        side.agent.open_send(number, terms, landing)
+        side.agent.open_send(number, terms, destination)
         side.wait(StageSessionState.OPEN)
         connection.send(time.monotonic())
         for layer_id in range(NUM_LAYERS):
             side.agent.layer_done(number, layer_id, NUM_TOKENS)
         side.wait(StageSessionState.COMPLETE)
         side.agent.close_request(number)
-        side.close_session(landing.session_id)
+        side.close_session(destination.session_id)
     side.agent.shutdown(5.0)
 
 
@@ -98,16 +98,16 @@ class Destination:
         """One handoff; its GB/s (1e9 bytes), from released to checked."""
         source.send(number)
         terms: SourceTerms = source.recv()
-        landing = landing_for(terms, session_id=f"s{number}", epoch=0, nonce=number,
+        destination = plan_destination(terms, session_id=f"s{number}", epoch=0, nonce=number,
                               page_ids=_scattered_pages(f"destination {number}"), slot_id=0,
                               stages=[self._side.agent.endpoint], specs=self._side.pools.geometry.specs)
-        self._side.agent.open_receive(terms, landing)
+        self._side.agent.open_receive(terms, destination)
         self._side.wait(StageSessionState.OPEN)
-        source.send(landing)
+        source.send(destination)
         released_s: float = source.recv()
         event, checked_s = self._side.wait(StageSessionState.COMPLETE)
         self.num_bytes = event.num_bytes
-        self._side.close_session(landing.session_id)
+        self._side.close_session(destination.session_id)
         return event.num_bytes / (checked_s - released_s) / 1e9
 
     def close(self) -> None:

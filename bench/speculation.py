@@ -25,7 +25,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 
 @dataclass
-class Side:
+class ClusterSide:
     """One of the two clusters, and what it has done: tokens after the first one, and the seconds they took."""
 
     client: AsyncBatonClient
@@ -68,12 +68,12 @@ class Side:
 
 
 @asynccontextmanager
-async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[Side]:
+async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[ClusterSide]:
     config = ClusterConfig(model=flags.model, decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning",
                            worker_flags=worker_flags)
     async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
                 AsyncBatonClient(cluster.address) as client):
-        yield Side(client, await decode_ports(cluster))
+        yield ClusterSide(client, await decode_ports(cluster))
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:

@@ -16,7 +16,7 @@ import torch.distributed
 
 from bench.report import Value, render
 from engine.pipeline.channel import Packet
-from engine.pipeline.links import LaneBackend
+from engine.pipeline.links import LinkBackend
 from pool.pipeline.stage_channel import BUNDLE_OVERHEAD, PoolChannel
 from runtime.errors import BatonError, ConfigError, PeerLostError
 from testing.gloo_link import GlooBackend
@@ -29,7 +29,7 @@ ROWS = (1, 8, 32, 512)
 TIMEOUT_S = 60.0
 
 
-def backend_of(name: str, rank: int) -> LaneBackend | None:
+def backend_of(name: str, rank: int) -> LinkBackend | None:
     """Raises ConfigError for nccl without two devices."""
     if name == "ucx":
         return None

@@ -11,7 +11,7 @@ from decode.memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
 from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import Janitor
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.request.conversion import chunk_to_proto
 from pool.request.inbox import Inbox, SessionChanged, StreamEnded
 from pool.stage.metrics import LeaderMeters
@@ -35,8 +35,8 @@ from runtime.pairing import share_draft
 from runtime.tracing import begin
 from transfer.plan import codec
 from transfer.plan.compatibility import check_compatible
-from transfer.plan.destination import landing_for
-from transfer.plan.terms import Landing, SourceTerms, StageSessionEvent
+from transfer.plan.destination import plan_destination
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 
 HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
@@ -58,13 +58,13 @@ class DecodeParts:
     leader: Leader
     scheduler: DecodeScheduler
     plan: StagePlan
-    janitor: Janitor
+    reclaimer: MemoryReclaimer
     meters: LeaderMeters
     arrivals: ArrivalMetrics
     grammars: Grammars | None = None
 
 
-class Arrival:
+class ActiveRequest:
     """One request on this pool, its session and its memory."""
 
     def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation,
@@ -91,10 +91,10 @@ class Arrival:
     async def run(self, source: SourceTerms) -> AsyncIterator[pb.DecodeResponse]:
         offer: SourceTerms | None = source
         while offer is not None:
-            landing = await self._shake_hands(offer)
-            offer = landing if isinstance(landing, SourceTerms) else None
-            if isinstance(landing, Landing):
-                yield pb.DecodeResponse(landing=codec.landing_to_proto(landing))
+            destination = await self._shake_hands(offer)
+            offer = destination if isinstance(destination, SourceTerms) else None
+            if isinstance(destination, DestinationTerms):
+                yield pb.DecodeResponse(destination=codec.destination_to_proto(destination))
                 offer = await self._land()
             if offer is not None:
                 self._parts.meters.handoff.failures.labels("source_replaced").inc()
@@ -107,11 +107,11 @@ class Arrival:
         self._phase.end()
         key, session = self._reservation.key, self._session
         session.abort("its stream ended")  # no change if the request has taken the memory over
-        self._parts.janitor.end(
+        self._parts.reclaimer.end(
             lambda: self._parts.scheduler.release(key), session=session if self._is_open else None,
             close=(lambda: self._parts.leader.group.close_receive(session.session_id)) if self._is_open else None)
 
-    async def _shake_hands(self, source: SourceTerms) -> Landing | SourceTerms:
+    async def _shake_hands(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
         """`_open`, measured."""
         meters, began_s = self._parts.meters, time.monotonic()
         try:
@@ -121,13 +121,13 @@ class Arrival:
             raise
         if self._session.error is not None:
             meters.handshake_failed(self._session.error)
-        elif isinstance(answer, Landing):
+        elif isinstance(answer, DestinationTerms):
             meters.handoff.handshake_s.observe(time.monotonic() - began_s)
         return answer
 
-    async def _open(self, source: SourceTerms) -> Landing | SourceTerms:
-        """Post receives for the next epoch on all stages; the landing once they are posted, or the source to start
-        over with. An older epoch is drained first, by every stage for itself."""
+    async def _open(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
+        """Post receives for the next epoch on all stages; the destination terms once they are posted, or the source to
+        start over with. An older epoch is drained first, by every stage for itself."""
         parts, session = self._parts, self._session
         check_compatible(parts.plan.compatibility, source.compatibility, source.compatibility_text)
         if source.num_tokens != len(self._request.prompt_token_ids):
@@ -136,23 +136,23 @@ class Arrival:
                                      f"{len(self._request.prompt_token_ids)} tokens"))
         # The session follows when nothing can fail any more: stages know no epoch that was never opened.
         epoch = session.epoch + 1 if self._is_open else session.epoch
-        landing = landing_for(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
+        destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
                               epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
                               slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
                               with_draft=share_draft(parts.plan.compatibility.digest, source.compatibility))
-        self._with_draft = landing.with_draft
+        self._with_draft = destination.with_draft
         self._opened_s = time.monotonic()
         if self._is_open:
             session.next_epoch()
         self._is_open = True
-        parts.leader.group.open_receive(source, landing, self._on_report)
+        parts.leader.group.open_receive(source, destination, self._on_report)
         while session.state is ReceiveState.RESERVED:
             new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives")
             if new_source is not None:
                 return new_source
         if session.error is not None and not isinstance(session.error, PeerLostError):
             raise session.error  # this pool's own; of a source that is gone the router hears, too, and finds another
-        return landing
+        return destination
 
     def _on_report(self, rank: int, event: StageSessionEvent) -> None:
         self._session.on_stage_event(rank, event)
@@ -162,7 +162,8 @@ class Arrival:
         """Wait for all bytes and the first token; None when both are here, else the source to start over with.
 
         Raises:
-            BatonError: what failed the landing, unless the router says that the source is lost and finds another.
+            BatonError: what failed the arrival of the prompt,
+            unless the router says that the source is lost and finds another.
         """
         session = self._session
         while not (session.state is ReceiveState.COMPLETE and self._first_token is not None):

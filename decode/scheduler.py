@@ -20,13 +20,13 @@ from decode.memory import DecodeLoad, RequestMemory, Reservation
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
 from decode.steps import DecodeLimits, StepBuilder
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import Kept, Verified
+from engine.core.draft_trees import AcceptedNodes, Verified
 from engine.core.request import DrawnToken, FinishReason, Request
 from engine.memory.integrity import check_integrity
 from engine.memory.pages import PageAllocator, pages_for_tokens
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepResult
-from pool.stage.metrics import PoolCensus
+from pool.stage.metrics import PoolOccupancy
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError
 
@@ -94,12 +94,12 @@ class DecodeScheduler:
         return DecodeLoad(len(self._entries) - len(self._waiting), len(self._waiting), self.pages.num_free,
                           self.slots.num_free)
 
-    def census(self) -> PoolCensus:
+    def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for bytes that are landing or to run, and how long a preempted request has waited."""
         landing = [entry for entry in self._entries.values() if not entry.running and entry.pages is not None]
         running = sum(entry.running for entry in self._entries.values())
         waiting = [entry.preempted_s for entry in self._waiting]
-        return PoolCensus({"landing": len(landing), "running": running},
+        return PoolOccupancy({"landing": len(landing), "running": running},
                           sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
                           self.clock.now() - min(waiting) if waiting else 0.0)
 
@@ -122,7 +122,7 @@ class DecodeScheduler:
             self._note_verified(batch, result)
         self._since_s = self.clock.now()
         drawn, verified = iter(result.tokens), iter(result.verified)
-        for row, (key, sampling) in enumerate(zip(batch.request_ids, batch.sampling, strict=True)):
+        for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight = False
             outcome, tokens = Verified(), []
@@ -140,7 +140,7 @@ class DecodeScheduler:
                  tokens: list[DrawnToken]) -> None:
         entry.draft.tree = outcome.draft
         if mode is ForwardMode.VERIFY and tokens:
-            entry.draft.kept = Kept(context_len, outcome.accepted)
+            entry.draft.accepted = AcceptedNodes(context_len, outcome.accepted)
         if self.limits.speculates and mode in _DECODING and tokens:
             entry.computed += len(outcome.accepted)
         if tokens:
@@ -148,7 +148,7 @@ class DecodeScheduler:
 
     def _note_verified(self, batch: ForwardBatch, result: StepResult) -> None:
         drew = [(self._entries[key].request, length) for key, length, sampling in
-                zip(batch.request_ids, batch.query_lens, batch.sampling, strict=True) if sampling is not None]
+                zip(batch.request_keys, batch.query_lens, batch.sampling, strict=True) if sampling is not None]
         accepted = tuple(len(row.accepted) - 1 for (request, _), row in zip(drew, result.verified, strict=True)
                          if request.speculates)
         self.on_verified(VerifiedStep(sum(length - 1 for _, length in drew), accepted,
@@ -249,7 +249,7 @@ class DecodeScheduler:
 
     def _launched(self, batch: ForwardBatch) -> ForwardBatch:
         """Its requests go to the end of the queue for turns."""
-        for key in batch.request_ids:
+        for key in batch.request_keys:
             self._entries[key].in_flight = True
             del self._turns[key]
             self._turns[key] = None

@@ -1,8 +1,8 @@
 """The Decode service: one stream is one request, from reservation to its last token.
 
-    open ─▶ reserve on all stages, post receives ─▶ landing ─▶ … bytes land, digests match …
+    open ─▶ reserve on all stages, post receives ─▶ destination ─▶ … bytes land, digests match …
         first_token ─────────────────────────────────────────▶ committed ─▶ tokens … ─▶ finished
-        source_lost (the prefill worker died), new_source ─▶ landing of the next epoch, same memory
+        source_lost (the prefill worker died), new_source ─▶ destination of the next epoch, same memory
     open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new one is drawn
 """
 
@@ -11,7 +11,7 @@ from typing import cast
 
 import grpc
 
-from decode.active_request import Arrival, DecodeInbox, DecodeParts, in_vocabulary
+from decode.active_request import ActiveRequest, DecodeInbox, DecodeParts, in_vocabulary
 from engine.core.request import Request
 from pool.request.conversion import check_grammar, request_from_proto
 from pool.request.inbox import Inbox
@@ -52,7 +52,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed),
                 undo=lambda taken: parts.scheduler.release(taken.key))
             remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
-            arrival = Arrival(parts, inbox, request, reservation, remaining_s)
+            arrival = ActiveRequest(parts, inbox, request, reservation, remaining_s)
             try:
                 async for response in arrival.run(source):
                     yield response

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.core.draft_trees import Kept, SpecRow, TokenTree
+from engine.core.draft_trees import AcceptedNodes, SpecRow, TokenTree
 
 DraftLength = Callable[[int], int]  # running requests -> how many nodes their next trees may have
 MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
@@ -33,14 +33,14 @@ class DraftState:
     """Of one request.
 
     tree      proposed by the last stage, to be verified with the request's newest token
-    kept      what the last verification accepted; the stages commit it before the request's next step
+    accepted  what the last verification accepted; the stages commit it before the request's next step
     start     tokens before this position are not in the draft's cache
     followed  whether the draft has followed all steps since `start`
     landed    its state came with the prompt, and no tree was grown from it yet
     """
 
     tree: TokenTree = field(default_factory=TokenTree)
-    kept: Kept | None = None
+    accepted: AcceptedNodes | None = None
     start: int = 0
     followed: bool = False
     landed: bool = False
@@ -71,5 +71,5 @@ class DraftState:
         if num_draft_tokens and not self.followed:
             self.start = context_len
         self.followed, self.landed = num_draft_tokens > 0, False
-        kept, self.kept = self.kept, None
-        return SpecRow(parents, kept, next_token_id, self.start, num_draft_tokens)
+        accepted, self.accepted = self.accepted, None
+        return SpecRow(parents, accepted, next_token_id, self.start, num_draft_tokens)

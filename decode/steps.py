@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from decode.entry import Entry
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import Kept
+from engine.core.draft_trees import AcceptedNodes
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row
 from engine.memory.pages import PageAllocator, pages_for_tokens
 
@@ -50,7 +50,7 @@ class StepBuilder:
         if any(len(row.token_ids) > 1 for row in rows):
             return build_batch(ForwardMode.VERIFY, rows)
         for entry in entries:
-            entry.draft.kept = None
+            entry.draft.accepted = None
         return build_batch(ForwardMode.DECODE, rows)
 
     def replay(self, entries: Sequence[Entry]) -> ForwardBatch | None:
@@ -94,7 +94,7 @@ class StepBuilder:
         end = entry.computed + count
         row = _row(entry, entry.tokens(entry.computed, end), draws=False)
         spec = entry.draft.replay(entry.computed, count, entry.tokens(end, end + 1)[0], self.draft_tokens(entry))
-        entry.draft.kept = Kept(entry.computed, tuple(range(count)))
+        entry.draft.accepted = AcceptedNodes(entry.computed, tuple(range(count)))
         entry.computed = end
         return replace(row, spec=spec)
 

@@ -15,7 +15,7 @@ from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
-from pool.stage.metrics import PoolCensus
+from pool.stage.metrics import PoolOccupancy
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
@@ -66,7 +66,8 @@ class DecodeLeading:
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         if parts.stage.plan.speculation is not None:
             self._observe_speculation(parts)
-        service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.janitor, parts.meters,
+        service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.reclaimer,
+                                            parts.meters,
                                             ArrivalMetrics.create(parts.registry), parts.stage.grammars))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
@@ -89,8 +90,8 @@ class DecodeLeading:
                              pages_free=load.pages_free, slots_free=load.slots_free,
                              open_sessions=parts.leader.group.open_sessions)
 
-    async def census(self, parts: LeaderParts) -> PoolCensus:
-        return await parts.leader.loop.submit(self.scheduler.census)
+    async def occupancy(self, parts: LeaderParts) -> PoolOccupancy:
+        return await parts.leader.loop.submit(self.scheduler.occupancy)
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """Two tokens: a prefill and a decode step."""

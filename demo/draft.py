@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
-class Attention(nn.Module):
+class HeadAttention(nn.Module):
     """Reads [embedding ; hidden], so its input is twice as wide as its output."""
 
     def __init__(self, config: DraftConfig) -> None:
@@ -100,7 +100,7 @@ class MidLayer(nn.Module):
         super().__init__()
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3))
-        self.self_attn = Attention(config)
+        self.self_attn = HeadAttention(config)
         self.mlp = MLP(config)
 
     def forward(self, embedding: Tensor, hidden: Tensor, positions: Tensor, past: DraftKV | None,

@@ -20,11 +20,11 @@ from engine.pipeline.executor import LayerObserver
 from engine.sampling.guided import GuidedSampler
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import Janitor
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.stage_channel import open_pool_channel
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
-from pool.stage.metrics import LeaderMeters, PoolCensus, StageMeters
+from pool.stage.metrics import LeaderMeters, PoolOccupancy, StageMeters
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, worker_info
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
@@ -42,7 +42,7 @@ from runtime.tracing import Tracing
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
 from transfer.agent.agent import TransferAgent
-from transfer.plan.terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class LeaderParts:
     config: WorkerConfig
     stage: Stage
     leader: Leader
-    janitor: Janitor
+    reclaimer: MemoryReclaimer
     meters: LeaderMeters
     registry: CollectorRegistry
 
@@ -73,7 +73,7 @@ class LeadingRole(Protocol):
 
     async def load(self, parts: LeaderParts) -> pb.WorkerLoad: ...
 
-    async def census(self, parts: LeaderParts) -> PoolCensus:
+    async def occupancy(self, parts: LeaderParts) -> PoolOccupancy:
         """What memory is held for, for the gauges."""
         ...
 
@@ -82,7 +82,7 @@ class LeadingRole(Protocol):
         ...
 
 
-class Role(Protocol):
+class PoolRole(Protocol):
     """What differs between prefill and decode."""
 
     name: str
@@ -118,7 +118,7 @@ class _Process:
     """What a leader and a follower are built from."""
 
     config: WorkerConfig
-    role: Role
+    role: PoolRole
     stage: Stage
     registry: CollectorRegistry
     events: _SessionEvents
@@ -133,7 +133,7 @@ class _Process:
         return PeerRole(self.role.name)
 
 
-async def run_worker(config: WorkerConfig, role: Role, stop: StopSignal) -> None:
+async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> None:
     """Until `stop`. Raises ConfigError when checkpoint, flags, files and memory do not fit together."""
     incarnation, events, certificates = secrets.token_hex(8), _SessionEvents(), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
@@ -174,8 +174,8 @@ async def _lead(process: _Process) -> None:
     leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars),
                     warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
                     empty=lambda grace_s: server.empty(grace_s=grace_s), observer=observer, on_frame=meters.on_frame)
-    janitor = Janitor(leader.group, leader.loop, on_unhealthy)
-    parts = LeaderParts(config, stage, leader, janitor, meters, process.registry)
+    reclaimer = MemoryReclaimer(leader.group, leader.loop, on_unhealthy)
+    parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
     worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
                                    lambda: leading.load(parts))
     process.events.listener = lambda event: leader.stage_event(0, event)
@@ -263,7 +263,7 @@ async def _refresh(leading: LeadingRole, parts: LeaderParts) -> None:
     """Keep the gauges current."""
     while True:
         parts.meters.on_load(await leading.load(parts))
-        parts.meters.on_census(await leading.census(parts), num_draining=parts.janitor.open_tasks)
+        parts.meters.on_occupancy(await leading.occupancy(parts), num_draining=parts.reclaimer.open_tasks)
         await asyncio.sleep(0.25)
 
 

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from pool.process import Role, run_worker
+from pool.process import PoolRole, run_worker
 from pool.stage.config import WorkerConfig
 from runtime.config import describe, load
 from runtime.errors import ConfigError
@@ -13,7 +13,7 @@ from runtime.supervision import StopSignal, run_process
 logger = logging.getLogger(__name__)
 
 
-def start(role: Role, flags: dict[str, object], file: Path | None) -> int:
+def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
     """Run until stopped; returns the exit code."""
 
     async def run(stop: StopSignal) -> None:

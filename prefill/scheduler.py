@@ -19,7 +19,7 @@ from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
 from engine.memory.slots import SlotAllocator, SlotLease
 from engine.pipeline.stages import StepResult
 from engine.sampling.scoring import Scores
-from pool.stage.metrics import PoolCensus
+from pool.stage.metrics import PoolOccupancy
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
@@ -153,12 +153,12 @@ class PrefillScheduler:
         return PrefillLoad(len(queued), tokens, len(self._entries) - len(queued), self.pages.num_free,
                            self.slots.num_free)
 
-    def census(self) -> PoolCensus:
+    def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for computing a prompt or for its handoff, and how old the queue is."""
         started = [entry for entry in self._entries.values() if entry.pages is not None]
         handing = [entry for entry in started if not entry.remaining and not entry.in_flight]
         queued = [entry.arrived_s for entry in self._entries.values() if entry.pages is None]
-        return PoolCensus({"computing": len(started) - len(handing), "handoff": len(handing)},
+        return PoolOccupancy({"computing": len(started) - len(handing), "handoff": len(handing)},
                           sum(entry.pages.num_pages for entry in handing if entry.pages is not None),
                           self.clock.now() - min(queued) if queued else 0.0)
 
@@ -173,7 +173,7 @@ class PrefillScheduler:
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
         drawn, scores = iter(result.tokens), iter(result.scores)
-        for row, (key, sampling) in enumerate(zip(batch.request_ids, batch.sampling, strict=True)):
+        for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()

@@ -1,7 +1,7 @@
 """The Prefill service: one stream is one request, from the queue until decode has its bytes.
 
     request ─▶ queued ─▶ started (source terms) … chunks run … ─▶ first_token
-         landing (whenever decode has reserved) ─▶ layers leave as they complete ─▶ sent
+         destination (whenever decode has reserved) ─▶ layers leave as they complete ─▶ sent
          half-close by the router: decode has committed ─▶ pages freed, stream ends
 """
 
@@ -13,7 +13,7 @@ import grpc
 
 from engine.core.request import Request
 from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import Janitor
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.request.conversion import check_grammar, chunk_to_proto, request_from_proto, scores_to_proto
 from pool.request.inbox import Inbox, SessionChanged, StreamEnded
 from pool.stage.metrics import LeaderMeters
@@ -36,12 +36,12 @@ from runtime.log import bind
 from runtime.tracing import Span, begin, note
 from transfer.plan import codec
 from transfer.plan.destination import check_plan
-from transfer.plan.terms import SourceTerms, StageSessionEvent
+from transfer.plan.handoff_terms import SourceTerms, StageSessionEvent
 from transfer.session import SendSession, SendState
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 OPEN_TIMEOUT_S = 10.0
-LANDING_TIMEOUT_S = 120.0  # from the first token to a landing
+DESTINATION_TIMEOUT_S = 120.0  # from the first token to the destination terms
 
 PrefillInbox = Inbox[pb.RunRequest, Event]
 
@@ -53,7 +53,7 @@ class PrefillParts:
     leader: Leader
     scheduler: PrefillScheduler
     plan: StagePlan
-    janitor: Janitor
+    reclaimer: MemoryReclaimer
     meters: LeaderMeters
     chunk_tokens: int
     grammars: Grammars | None = None
@@ -81,18 +81,18 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         with bind(request_id=request.request_id), inbox:
             key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit),
                                                  undo=parts.scheduler.release)
-            departure = _Departure(parts, inbox, request, key)
+            active = ActiveRequest(parts, inbox, request, key)
             try:
-                async for response in departure.run():
+                async for response in active.run():
                     yield response
             except DeadlineError:
                 parts.meters.handoff.leases_expired.inc()
                 raise
             finally:
-                departure.end()
+                active.end()
 
 
-class _Departure:
+class ActiveRequest:
     """One request on this pool and the session that carries its state away."""
 
     def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int) -> None:
@@ -137,7 +137,7 @@ class _Departure:
         """None while the prompt queues or is computed with nowhere to go: that lasts as long as the stream."""
         if self._session is not None:
             return self._session.time_left_s()
-        return LANDING_TIMEOUT_S if self._has_first_token else None
+        return DESTINATION_TIMEOUT_S if self._has_first_token else None
 
     def _released(self) -> None:
         """The router half-closed: decode has committed."""
@@ -186,7 +186,7 @@ class _Departure:
         session_id = "" if session is None else session.session_id
         if session is not None:
             session.abort("its stream ended")  # no change if everything was sent and released
-        self._parts.janitor.end(lambda: self._parts.scheduler.release(key), session=session,
+        self._parts.reclaimer.end(lambda: self._parts.scheduler.release(key), session=session,
                                 close=lambda: self._parts.leader.group.close_request(key, session_id))
 
     def _started(self, started: Started) -> pb.PrefillStarted:
@@ -210,24 +210,24 @@ class _Departure:
 
     def _send_to(self, message: pb.RunRequest) -> None:
         """The decode pool has reserved: start sending, beginning with what is computed already."""
-        if message.WhichOneof("input") != "landing" or self._source is None or self._session is not None:
-            raise InvalidRequestError(FieldViolation("input", "expected one landing, after started"))
+        if message.WhichOneof("input") != "destination" or self._source is None or self._session is not None:
+            raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
         if self._parts.leader.group.endpoints != self._source.stages:
-            # The engine, which tells of it, may be within a forward for longer than a landing takes.
+            # The engine, which tells of it, may be within a forward for longer than destination terms takes.
             raise UnavailableError("a stage of the prefill pool was lost after this prompt had started")
-        landing = codec.landing_from_proto(message.landing)
+        destination = codec.destination_from_proto(message.destination)
         try:
-            check_plan(self._source, landing, self._parts.plan.geometry.specs)
+            check_plan(self._source, destination, self._parts.plan.geometry.specs)
         except BatonError as error:
             self._parts.meters.handshake_failed(error)
             raise
-        self._with_draft = landing.with_draft
-        session = SendSession(landing.session_id, epoch=landing.epoch, num_stages=len(self._parts.plan.ranges),
+        self._with_draft = destination.with_draft
+        session = SendSession(destination.session_id, epoch=destination.epoch, num_stages=len(self._parts.plan.ranges),
                               clock=SystemClock())
 
         def on_report(rank: int, event: StageSessionEvent) -> None:
             session.on_stage_event(rank, event)
-            for part in event.departures:  # of the leader's own stage
+            for part in event.chunk_timings:  # of the leader's own stage
                 sending.record("baton.transfer.chunk", part.released_s, part.left_s, num_tokens=part.num_tokens,
                                request_id=self._request.request_id, num_bytes=part.num_bytes)
             self._inbox.session_changed()
@@ -236,5 +236,5 @@ class _Departure:
             session.computed()
         self._session, self._opened_s = session, time.monotonic()
         self._sending = sending = begin("baton.transfer.send", request_id=self._request.request_id,
-                              session_id=landing.session_id, epoch=landing.epoch)
-        self._parts.leader.group.open_send(self._key, self._source, landing, on_report)
+                              session_id=destination.session_id, epoch=destination.epoch)
+        self._parts.leader.group.open_send(self._key, self._source, destination, on_report)

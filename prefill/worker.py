@@ -7,7 +7,7 @@ from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark, layer_observer
-from pool.stage.metrics import PoolCensus
+from pool.stage.metrics import PoolOccupancy
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler
@@ -54,7 +54,7 @@ class PrefillLeading:
         self.scheduler = scheduler
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
-        service = PrefillService(PrefillParts(parts.leader, self.scheduler, parts.stage.plan, parts.janitor,
+        service = PrefillService(PrefillParts(parts.leader, self.scheduler, parts.stage.plan, parts.reclaimer,
                                               parts.meters, parts.config.chunk_tokens, parts.stage.grammars))
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 
@@ -65,15 +65,15 @@ class PrefillLeading:
                              running_requests=load.running_requests, pages_free=load.pages_free,
                              slots_free=load.slots_free, open_sessions=parts.leader.group.open_sessions)
 
-    async def census(self, parts: LeaderParts) -> PoolCensus:
-        return await parts.leader.loop.submit(self.scheduler.census)
+    async def occupancy(self, parts: LeaderParts) -> PoolOccupancy:
+        return await parts.leader.loop.submit(self.scheduler.occupancy)
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """One prompt token, one drawn."""
         request = Request("warm-up", (0,), 1, SamplingParams(temperature=0))
 
         def end(key: int) -> None:
-            parts.janitor.end(lambda: self.scheduler.release(key),
+            parts.reclaimer.end(lambda: self.scheduler.release(key),
                               close=lambda: parts.leader.group.close_request(key, ""))
 
         await run_inside(parts.leader.loop, lambda emit: self.scheduler.submit(request, emit), _outcome, end)

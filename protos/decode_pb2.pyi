@@ -57,13 +57,13 @@ class DecodeFinished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("landing", "committed", "tokens", "finished")
-    LANDING_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("destination", "committed", "tokens", "finished")
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    landing: _transfer_pb2.Landing
+    destination: _transfer_pb2.DestinationTerms
     committed: DecodeCommitted
     tokens: _types_pb2.TokenChunk
     finished: DecodeFinished
-    def __init__(self, landing: _Optional[_Union[_transfer_pb2.Landing, _Mapping]] = ..., committed: _Optional[_Union[DecodeCommitted, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
+    def __init__(self, destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ..., committed: _Optional[_Union[DecodeCommitted, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...

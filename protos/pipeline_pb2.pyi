@@ -76,16 +76,16 @@ class PoolFormed(_message.Message):
     def __init__(self, pool_epoch: _Optional[int] = ..., channel_addresses: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "source", "landing", "request_key")
+    __slots__ = ("session_id", "source", "destination", "request_key")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
-    LANDING_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     source: _transfer_pb2.SourceTerms
-    landing: _transfer_pb2.Landing
+    destination: _transfer_pb2.DestinationTerms
     request_key: int
-    def __init__(self, session_id: _Optional[str] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., landing: _Optional[_Union[_transfer_pb2.Landing, _Mapping]] = ..., request_key: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ..., request_key: _Optional[int] = ...) -> None: ...
 
 class CloseSession(_message.Message):
     __slots__ = ("session_id", "request_key")

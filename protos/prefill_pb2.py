@@ -26,7 +26,7 @@ from protos import transfer_pb2 as protos_dot_transfer__pb2
 from protos import types_pb2 as protos_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/transfer.proto\x1a\x12protos/types.proto\"g\n\nRunRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequestH\x00\x12$\n\x07landing\x18\x02 \x01(\x0b\x32\x11.baton.v1.LandingH\x00\x42\x07\n\x05input\"G\n\x0ePrefillStarted\x12$\n\x05terms\x18\x01 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\"K\n\x11PrefillFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.baton.v1.TokenChunk\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\" \n\x0bPrefillSent\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xca\x01\n\x0bRunResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12%\n\x04sent\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillSentH\x00\x12*\n\x06scored\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent2A\n\x07Prefill\x12\x36\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/transfer.proto\x1a\x12protos/types.proto\"t\n\nRunRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequestH\x00\x12\x31\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x42\x07\n\x05input\"G\n\x0ePrefillStarted\x12$\n\x05terms\x18\x01 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\"K\n\x11PrefillFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.baton.v1.TokenChunk\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\" \n\x0bPrefillSent\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xca\x01\n\x0bRunResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12%\n\x04sent\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillSentH\x00\x12*\n\x06scored\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent2A\n\x07Prefill\x12\x36\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.prefill_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RUNREQUEST']._serialized_start=77
-  _globals['_RUNREQUEST']._serialized_end=180
-  _globals['_PREFILLSTARTED']._serialized_start=182
-  _globals['_PREFILLSTARTED']._serialized_end=253
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=255
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=330
-  _globals['_PREFILLSENT']._serialized_start=332
-  _globals['_PREFILLSENT']._serialized_end=364
-  _globals['_RUNRESPONSE']._serialized_start=367
-  _globals['_RUNRESPONSE']._serialized_end=569
-  _globals['_PREFILL']._serialized_start=571
-  _globals['_PREFILL']._serialized_end=636
+  _globals['_RUNREQUEST']._serialized_end=193
+  _globals['_PREFILLSTARTED']._serialized_start=195
+  _globals['_PREFILLSTARTED']._serialized_end=266
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=268
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=343
+  _globals['_PREFILLSENT']._serialized_start=345
+  _globals['_PREFILLSENT']._serialized_end=377
+  _globals['_RUNRESPONSE']._serialized_start=380
+  _globals['_RUNRESPONSE']._serialized_end=582
+  _globals['_PREFILL']._serialized_start=584
+  _globals['_PREFILL']._serialized_end=649
 # @@protoc_insertion_point(module_scope)

@@ -8,12 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunRequest(_message.Message):
-    __slots__ = ("request", "landing")
+    __slots__ = ("request", "destination")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
-    LANDING_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
     request: _types_pb2.EngineRequest
-    landing: _transfer_pb2.Landing
-    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., landing: _Optional[_Union[_transfer_pb2.Landing, _Mapping]] = ...) -> None: ...
+    destination: _transfer_pb2.DestinationTerms
+    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("terms", "queue_s")

@@ -38,7 +38,7 @@ class SourceTerms(_message.Message):
     stages: _containers.RepeatedCompositeFieldContainer[StageEndpoint]
     def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ...) -> None: ...
 
-class Landing(_message.Message):
+class DestinationTerms(_message.Message):
     __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -14,8 +14,8 @@ from router.api.readiness import SERVICE, Readiness
 from router.config import RouterConfig
 from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
-from router.request.prefill_rate import PrefillPace
-from router.request.stream_base import FlowLimits
+from router.request.parts import FlowLimits
+from router.request.prefill_rate import PrefillRateEstimate
 from router.text.model_facts import load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
@@ -61,7 +61,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     services = Services(admission, directory,
                         FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=config.peer_wait_s,
                                    capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics,
-                        PrefillPace(clock))
+                        PrefillRateEstimate(clock))
     services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
     server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
                         security=security, background_methods=ORCA_METHODS, also_served=(ORCA_SERVICE,),

@@ -60,7 +60,7 @@ class Grammar:
         return InvalidRequestError(FieldViolation(self.field, problem))
 
 
-class Matcher:
+class GrammarMatcher:
     """One text on its way through a grammar. Belongs to one thread."""
 
     def __init__(self, automaton: LLMatcher, end_token_ids: frozenset[int]) -> None:
@@ -149,9 +149,9 @@ class Grammars:
         finally:
             compiling.cancel()  # gives its place back, if it has not begun
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """A text that has not begun. Raises InvalidRequestError as `check` does."""
-        return Matcher(self._compile(grammar).deep_copy(), self._end_token_ids)
+        return GrammarMatcher(self._compile(grammar).deep_copy(), self._end_token_ids)
 
     def _done_compiling(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Lanes by gloo, between processes on CPUs: what a lane does can be seen without a device."""
+"""Links by gloo, between processes on CPUs: what a link does can be seen without a device."""
 
 import queue
 import secrets
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from engine.pipeline.c10d import PointToPoint, Store, Work, gloo_group
-from engine.pipeline.links import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, Lane, Transfer
+from engine.pipeline.links import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, P2PLink, Transfer
 
 _MAX_QUEUED = 64
 
 
 class GlooBackend:
-    """Satisfies `engine.pipeline.lanes.LaneBackend`. Every process counts as a device."""
+    """Satisfies `engine.pipeline.links.LinkBackend`. Every process counts as a device."""
 
     name = "gloo"
 
@@ -29,12 +29,12 @@ class GlooBackend:
         self.device_id = secrets.token_hex(8)
         self._host = host
 
-    def open(self, store: Store, end: int) -> Lane:
-        return GlooLane(gloo_group(store, end, 2, host=self._host, timeout_s=OPEN_TIMEOUT_S), end)
+    def open(self, store: Store, end: int) -> P2PLink:
+        return GlooLink(gloo_group(store, end, 2, host=self._host, timeout_s=OPEN_TIMEOUT_S), end)
 
 
-class GlooLane:
-    """Satisfies `engine.pipeline.lanes.Lane`. gloo says that a message is done only to those who wait for it, so a
+class GlooLink:
+    """Satisfies `engine.pipeline.links.P2PLink`. gloo says that a message is done only to those who wait for it, so a
     thread does."""
 
     def __init__(self, group: PointToPoint, end: int) -> None:
@@ -42,7 +42,7 @@ class GlooLane:
         self._peer = 1 - end
         self._jobs: queue.Queue[tuple[Future[bool], Work, Tensor] | None] = queue.Queue(_MAX_QUEUED)
         self._aborted = threading.Event()
-        threading.Thread(target=self._run, name="gloo lane", daemon=True).start()
+        threading.Thread(target=self._run, name="gloo link", daemon=True).start()
 
     def send(self, flat: Tensor) -> Transfer:
         return self._launch(self._group.send, flat)
@@ -79,5 +79,5 @@ class _GlooTransfer:
     def wait(self, timeout_s: float) -> bool:
         wait_for([self._done], timeout_s)
         if self._aborted.is_set():
-            raise RuntimeError("the lane was aborted")
+            raise RuntimeError("the link was aborted")
         return self._done.done() and self._done.result()

@@ -12,7 +12,7 @@ from enum import StrEnum
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
-from transfer.transport.matching import Matcher
+from transfer.transport.matching import MessageMatcher
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, host_bytes
 from transfer.transport.wakeup import Wakeup
 
@@ -93,7 +93,7 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, address: bytes, clock: Clock) -> None:
         self.address = address
         self._network = network
-        self._matcher: Matcher[_Message] = Matcher(clock)
+        self._matcher: MessageMatcher[_Message] = MessageMatcher(clock)
         self._inbox: deque[_Message] = deque()
         self._delayed: list[tuple[Operation, _Message]] = []
         self._sending: set[Operation] = set()

@@ -13,7 +13,7 @@ WIDTH = 8  # three panels side by side
 
 
 @dataclass(frozen=True)
-class Query:
+class PanelQuery:
     """A PromQL expression, and how its series are called: `{{label}}` is replaced."""
 
     expr: str
@@ -27,7 +27,7 @@ class Panel:
     title: str
     unit: str
     text: str
-    queries: tuple[Query, ...]
+    queries: tuple[PanelQuery, ...]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def quantile(share: float, name: str, by: str = "", matchers: str = "") -> str:
     return f"histogram_quantile({share}, {rate(f'{name}_bucket', labels, matchers)})"
 
 
-def quantiles(name: str) -> tuple[Query, ...]:
-    return tuple(Query(quantile(share, name), f"p{share * 100:g}") for share in (0.5, 0.9, 0.99))
+def quantiles(name: str) -> tuple[PanelQuery, ...]:
+    return tuple(PanelQuery(quantile(share, name), f"p{share * 100:g}") for share in (0.5, 0.9, 0.99))
 
 
 def mean(name: str, by: str = "", matchers: str = "") -> str:
@@ -82,93 +82,95 @@ ITL = Panel("Gap between messages", "s", "Inter-token latency as a client sees i
 EXPOSED = Panel("Exposed transfer time", "s", "First token known to everything landed: what a handoff costs.",
                 quantiles("baton_kv_transfer_exposed_seconds"))
 STAGES = Panel("Where a request's time goes", "s", "Mean per part of its life; parts overlap.",
-               (Query(mean("baton_stage_seconds", "stage"), "{{stage}}"),))
+               (PanelQuery(mean("baton_stage_seconds", "stage"), "{{stage}}"),))
 WORKERS = Panel("Workers a router can use", "short", "The least that any router sees.",
-                (Query(f"min by (role, state) ({of('baton_router_workers')})", "{{role}} {{state}}"),))
+                (PanelQuery(f"min by (role, state) ({of('baton_router_workers')})", "{{role}} {{state}}"),))
 BUBBLES = Panel("Pipeline bubble ratio", "percentunit", "Share of time stage 0 had work in flight and none to do.",
-                (Query(of("baton_pp_bubble_ratio"), "{{job}} {{instance}}"),))
+                (PanelQuery(of("baton_pp_bubble_ratio"), "{{job}} {{instance}}"),))
 ACCEPT_LENGTH = Panel("Tokens per verification", "short", "What a request got from one pass of the target model.",
-                      (Query(mean("baton_spec_accept_length"), "mean"),
+                      (PanelQuery(mean("baton_spec_accept_length"), "mean"),
                        *quantiles("baton_spec_accept_length")))
 SETBACKS = Panel("Set back and computed again", "cps", "Requests that lost their pages, prompts computed on decode.",
-                 (Query(rate("baton_preemptions_total", "instance"), "set back {{instance}}"),
-                  Query(rate("baton_local_prefill_total", "instance, reason"), "again {{instance}} {{reason}}")))
+                 (PanelQuery(rate("baton_preemptions_total", "instance"), "set back {{instance}}"),
+                  PanelQuery(rate("baton_local_prefill_total", "instance, reason"), "again {{instance}} {{reason}}")))
 
 OVERVIEW = Dashboard("baton-overview", "Baton / Overview", "What users experience, and whether anything is wrong.", (
     Panel("Requests", "reqps", "Ended per second, by how they ended.",
-          (Query(rate("baton_e2e_seconds_count", "outcome"), "{{outcome}}"),)),
+          (PanelQuery(rate("baton_e2e_seconds_count", "outcome"), "{{outcome}}"),)),
     Panel("Failed", "percentunit", "Share of requests without a finish.",
-          (Query(_share(rate("baton_e2e_seconds_count", matchers='outcome="failed"'), rate("baton_e2e_seconds_count")),
+          (PanelQuery(_share(rate("baton_e2e_seconds_count", matchers='outcome="failed"'),
+                             rate("baton_e2e_seconds_count")),
                  "failed"),)),
     Panel("Tokens", "short", "Prompt tokens taken and completion tokens sent, per second.",
-          (Query(of_role("router", "baton_prompt_tokens_total"), "prompt"),
-           Query(rate("baton_completion_tokens_total"), "completion"))),
+          (PanelQuery(of_role("router", "baton_prompt_tokens_total"), "prompt"),
+           PanelQuery(rate("baton_completion_tokens_total"), "completion"))),
     TTFT, TPOT, ITL,
     Panel("Whole request", "s", "Received to finish.", quantiles("baton_e2e_seconds")), STAGES, EXPOSED,
     Panel("Waiting", "short", "Requests held back, by where.",
-          (Query(f"sum by (role) ({of('baton_queue_depth')} * on (job, instance) group_left (role) "
+          (PanelQuery(f"sum by (role) ({of('baton_queue_depth')} * on (job, instance) group_left (role) "
                  f"{of('baton_build_info')})", "{{role}}"),)),
-    Panel("Running", "short", "Requests that a pair of workers has.", (Query(f"sum ({of('baton_router_running')})",
+    Panel("Running", "short", "Requests that a pair of workers has.", (PanelQuery(f"sum ({of('baton_router_running')})",
                                                                              "running"),)),
     WORKERS,
     Panel("Pages under lease", "percentunit", "Per pool.",
-          (Query(of("baton_kv_usage_ratio"), "{{job}} {{instance}}"),)),
+          (PanelQuery(of("baton_kv_usage_ratio"), "{{job}} {{instance}}"),)),
     Panel("State slots under lease", "percentunit", "Per pool of a model with recurrent layers.",
-          (Query(_share(of("baton_state_slots_used"), of("baton_state_slots")), "{{job}} {{instance}}"),)),
+          (PanelQuery(_share(of("baton_state_slots_used"), of("baton_state_slots")), "{{job}} {{instance}}"),)),
     BUBBLES,
 ))
 
 PREFILL = Dashboard("baton-prefill", "Baton / Prefill", "Prompts: waiting, computing, waiting for their handoff.", (
     Panel("Prompt tokens", "short", "Computed per second.",
-          (Query(of_role("prefill", "baton_prompt_tokens_total", "instance"), "{{instance}}"),)),
-    Panel("Queue", "short", "Prompts that wait.", (Query(only("prefill", of("baton_queue_depth")), "{{instance}}"),)),
+          (PanelQuery(of_role("prefill", "baton_prompt_tokens_total", "instance"), "{{instance}}"),)),
+    Panel("Queue", "short", "Prompts that wait.",
+          (PanelQuery(only("prefill", of("baton_queue_depth")), "{{instance}}"),)),
     Panel("Oldest in the queue", "s", "Age of the prompt that waits longest.",
-          (Query(only("prefill", of("baton_queue_oldest_seconds")), "{{instance}}"),)),
+          (PanelQuery(only("prefill", of("baton_queue_oldest_seconds")), "{{instance}}"),)),
     Panel("Time in the queue", "s", "Arrival to start.",
-          (Query(f"histogram_quantile(0.9, {of_role('prefill', 'baton_queue_seconds_bucket', 'le')})", "p90"),
-           Query(f"histogram_quantile(0.99, {of_role('prefill', 'baton_queue_seconds_bucket', 'le')})", "p99"))),
+          (PanelQuery(f"histogram_quantile(0.9, {of_role('prefill', 'baton_queue_seconds_bucket', 'le')})", "p90"),
+           PanelQuery(f"histogram_quantile(0.99, {of_role('prefill', 'baton_queue_seconds_bucket', 'le')})", "p99"))),
     Panel("Prompt time", "s", "First chunk to first token.",
-          (Query(quantile(0.5, "baton_stage_seconds", matchers='stage="prefill_exec"'), "p50"),
-           Query(quantile(0.99, "baton_stage_seconds", matchers='stage="prefill_exec"'), "p99"))),
+          (PanelQuery(quantile(0.5, "baton_stage_seconds", matchers='stage="prefill_exec"'), "p50"),
+           PanelQuery(quantile(0.99, "baton_stage_seconds", matchers='stage="prefill_exec"'), "p99"))),
     Panel("Memory held, by what for", "short", "Requests with pages: computing, or kept for their handoff.",
-          (Query(f"sum by (state) ({only('prefill', of('baton_kv_leases'))})", "{{state}}"),)),
+          (PanelQuery(f"sum by (state) ({only('prefill', of('baton_kv_leases'))})", "{{state}}"),)),
     Panel("Tokens per forward", "short", "Mean batch.",
-          (Query(f"{of_role('prefill', 'baton_batch_tokens_sum')} / "
+          (PanelQuery(f"{of_role('prefill', 'baton_batch_tokens_sum')} / "
                  f"({of_role('prefill', 'baton_batch_tokens_count')} > 0)", "mean"),)),
     Panel("Requests per forward", "short", "Mean batch.",
-          (Query(f"{of_role('prefill', 'baton_batch_rows_sum')} / "
+          (PanelQuery(f"{of_role('prefill', 'baton_batch_rows_sum')} / "
                  f"({of_role('prefill', 'baton_batch_rows_count')} > 0)", "mean"),)),
     Panel("Pages held for transfer", "short", "Prompt is done, decode has not committed.",
-          (Query(only("prefill", of("baton_kv_pages_held_for_transfer")), "{{instance}}"),)),
+          (PanelQuery(only("prefill", of("baton_kv_pages_held_for_transfer")), "{{instance}}"),)),
 ))
 
 DECODE = Dashboard("baton-decode", "Baton / Decode and pipeline", "Running requests, memory, stages.", (
     Panel("Output tokens", "short", "Drawn per second.",
-          (Query(of_role("decode", "baton_output_tokens_total", "instance"), "{{instance}}"),)),
+          (PanelQuery(of_role("decode", "baton_output_tokens_total", "instance"), "{{instance}}"),)),
     Panel("Running", "short", "Requests that hold memory.",
-          (Query(only("decode", of("baton_running")), "{{instance}}"),)),
+          (PanelQuery(only("decode", of("baton_running")), "{{instance}}"),)),
     Panel("Memory held, by what for", "short", "Requests with pages: landing, or running.",
-          (Query(f"sum by (state) ({only('decode', of('baton_kv_leases'))})", "{{state}}"),)),
+          (PanelQuery(f"sum by (state) ({only('decode', of('baton_kv_leases'))})", "{{state}}"),)),
     Panel("Pages", "short", "Under lease, and all.",
-          (Query(only("decode", of("baton_kv_pages_used")), "used {{instance}}"),
-           Query(only("decode", of("baton_kv_pages")), "all {{instance}}"))),
+          (PanelQuery(only("decode", of("baton_kv_pages_used")), "used {{instance}}"),
+           PanelQuery(only("decode", of("baton_kv_pages")), "all {{instance}}"))),
     SETBACKS,
     Panel("Committed to first step", "s", "How long a landed request waits for its turn.",
-          (Query(quantile(0.5, "baton_stage_seconds", matchers='stage="decode_queue"'), "p50"),
-           Query(quantile(0.99, "baton_stage_seconds", matchers='stage="decode_queue"'), "p99"),
-           Query(quantile(0.99, "baton_stage_seconds", matchers='stage="first_step"'), "first step p99"))),
+          (PanelQuery(quantile(0.5, "baton_stage_seconds", matchers='stage="decode_queue"'), "p50"),
+           PanelQuery(quantile(0.99, "baton_stage_seconds", matchers='stage="decode_queue"'), "p99"),
+           PanelQuery(quantile(0.99, "baton_stage_seconds", matchers='stage="first_step"'), "first step p99"))),
     BUBBLES,
     Panel("One forward, by stage", "s", "Each stage alone: uneven stages make bubbles.",
-          (Query(mean("baton_pp_stage_step_seconds", "job, stage"), "{{job}} stage {{stage}}"),)),
+          (PanelQuery(mean("baton_pp_stage_step_seconds", "job, stage"), "{{job}} stage {{stage}}"),)),
     Panel("One batch through all stages", "s", "Launch to result, as stage 0 saw it.",
           quantiles("baton_pp_step_seconds")),
     Panel("Between stages", "Bps", "Bytes of the frames a stage sends to the next.",
-          (Query(rate("baton_pp_link_bytes_total", "job, stage"), "{{job}} stage {{stage}}"),)),
+          (PanelQuery(rate("baton_pp_link_bytes_total", "job, stage"), "{{job}} stage {{stage}}"),)),
     Panel("Requests per forward", "short", "Mean batch.",
-          (Query(f"{of_role('decode', 'baton_batch_rows_sum')} / "
+          (PanelQuery(f"{of_role('decode', 'baton_batch_rows_sum')} / "
                  f"({of_role('decode', 'baton_batch_rows_count')} > 0)", "mean"),)),
     Panel("Draining", "short", "Processes that refuse new calls because they stop.",
-          (Query(f"sum by (job) ({of('baton_draining')})", "{{job}}"),)),
+          (PanelQuery(f"sum by (job) ({of('baton_draining')})", "{{job}}"),)),
 ))
 
 HANDOFF = Dashboard("baton-handoff", "Baton / Handoff", "State on its way from prefill to decode.", (
@@ -177,56 +179,57 @@ HANDOFF = Dashboard("baton-handoff", "Baton / Handoff", "State on its way from p
           quantiles("baton_kv_transfer_seconds")),
     Panel("Handshake", "s", "Session opened to every stage ready.", quantiles("baton_handshake_seconds")),
     Panel("Bytes landed", "Bps", "By kind, over all stages.",
-          (Query(of_role("decode", "baton_kv_transfer_bytes_total", "kind"), "{{kind}}"),)),
-    Panel("Open sessions", "short", "Handoffs under way.", (Query(of("baton_kv_sessions"), "{{job}} {{instance}}"),)),
+          (PanelQuery(of_role("decode", "baton_kv_transfer_bytes_total", "kind"), "{{kind}}"),)),
+    Panel("Open sessions", "short", "Handoffs under way.",
+          (PanelQuery(of("baton_kv_sessions"), "{{job}} {{instance}}"),)),
     Panel("Pages held for transfer", "short", "On both sides.",
-          (Query(of("baton_kv_pages_held_for_transfer"), "{{job}} {{instance}}"),)),
+          (PanelQuery(of("baton_kv_pages_held_for_transfer"), "{{job}} {{instance}}"),)),
     Panel("Sessions that failed", "cps", "By reason.",
-          (Query(rate("baton_kv_transfer_failures_total", "reason"), "{{reason}}"),)),
+          (PanelQuery(rate("baton_kv_transfer_failures_total", "reason"), "{{reason}}"),)),
     Panel("Handshakes that failed", "cps", "By reason.",
-          (Query(rate("baton_handshake_failures_total", "reason"), "{{reason}}"),)),
+          (PanelQuery(rate("baton_handshake_failures_total", "reason"), "{{reason}}"),)),
     Panel("Damage and expiry", "cps", "Items with a wrong digest; requests whose handoff took too long.",
-          (Query(rate("baton_kv_integrity_failures_total"), "damaged"),
-           Query(rate("baton_kv_lease_expired_total"), "expired"))),
+          (PanelQuery(rate("baton_kv_integrity_failures_total"), "damaged"),
+           PanelQuery(rate("baton_kv_lease_expired_total"), "expired"))),
 ))
 
 SPECULATION = Dashboard("baton-speculation", "Baton / Speculation", "What drafts cost and what they give.", (
     ACCEPT_LENGTH,
     Panel("Accepted share", "percentunit", "Of the drafted tokens.",
-          (Query(_share(rate("baton_spec_accepted_tokens_total"), rate("baton_spec_drafted_tokens_total")),
+          (PanelQuery(_share(rate("baton_spec_accepted_tokens_total"), rate("baton_spec_drafted_tokens_total")),
                  "accepted"),)),
     Panel("Accepted, by depth", "percentunit", "Share of verified requests that accepted a token this deep.",
-          (Query(f"{rate('baton_spec_accepted_tokens_total', 'depth')} / on () group_left () "
+          (PanelQuery(f"{rate('baton_spec_accepted_tokens_total', 'depth')} / on () group_left () "
                  f"({rate('baton_spec_accept_length_count')} > 0)", "depth {{depth}}"),)),
     Panel("Tokens", "short", "Drafted and accepted per second.",
-          (Query(rate("baton_spec_drafted_tokens_total"), "drafted"),
-           Query(rate("baton_spec_accepted_tokens_total"), "accepted"))),
+          (PanelQuery(rate("baton_spec_drafted_tokens_total"), "drafted"),
+           PanelQuery(rate("baton_spec_accepted_tokens_total"), "accepted"))),
     Panel("Step time", "s", "Between results of steps with drafts and without.",
-          (Query(mean("baton_spec_step_seconds", "drafts"), "drafts: {{drafts}}"),)),
+          (PanelQuery(mean("baton_spec_step_seconds", "drafts"), "drafts: {{drafts}}"),)),
     Panel("Output tokens", "short", "Drawn per second by decode pools.",
-          (Query(of_role("decode", "baton_output_tokens_total"), "drawn"),)),
+          (PanelQuery(of_role("decode", "baton_output_tokens_total"), "drawn"),)),
 ))
 
 ROUTER = Dashboard("baton-router", "Baton / Router", "Who gets what, who is asked again, what clients are told.", (
     Panel("Calls", "reqps", "gRPC calls that ended, by status code.",
-          (Query(of_role("router", "baton_requests_total", "grpc_code"), "{{grpc_code}}"),)),
+          (PanelQuery(of_role("router", "baton_requests_total", "grpc_code"), "{{grpc_code}}"),)),
     Panel("Calls open", "short", "By method.",
-          (Query(f"sum by (method) ({only('router', of('baton_requests_in_flight'))})", "{{method}}"),)),
+          (PanelQuery(f"sum by (method) ({only('router', of('baton_requests_in_flight'))})", "{{method}}"),)),
     WORKERS,
     Panel("Held back", "short", "Requests in the router's queue.",
-          (Query(only("router", of("baton_queue_depth")), "{{instance}}"),)),
+          (PanelQuery(only("router", of("baton_queue_depth")), "{{instance}}"),)),
     Panel("Oldest held back", "s", "Age of the request that waits longest.",
-          (Query(only("router", of("baton_queue_oldest_seconds")), "{{instance}}"),)),
+          (PanelQuery(only("router", of("baton_queue_oldest_seconds")), "{{instance}}"),)),
     Panel("Time held back", "s", "Received to a pair chosen.",
-          (Query(quantile(0.5, "baton_stage_seconds", matchers='stage="admit"'), "p50"),
-           Query(quantile(0.99, "baton_stage_seconds", matchers='stage="admit"'), "p99"))),
+          (PanelQuery(quantile(0.5, "baton_stage_seconds", matchers='stage="admit"'), "p50"),
+           PanelQuery(quantile(0.99, "baton_stage_seconds", matchers='stage="admit"'), "p99"))),
     Panel("Choices", "ops", "By policy and result.",
-          (Query(rate("baton_router_decisions_total", "policy, result"), "{{policy}} {{result}}"),)),
+          (PanelQuery(rate("baton_router_decisions_total", "policy, result"), "{{policy}} {{result}}"),)),
     Panel("Time of a choice", "s", "", quantiles("baton_router_pick_seconds")),
     Panel("Moved", "cps", "Requests that went on with another pair after their decode pool was lost, or could not.",
-          (Query(rate("baton_migrations_total", "type, outcome"), "{{type}} {{outcome}}"),)),
+          (PanelQuery(rate("baton_migrations_total", "type, outcome"), "{{type}} {{outcome}}"),)),
     Panel("Tried again", "cps", "Requests given to another worker, by role and reason.",
-          (Query(rate("baton_router_retries_total", "role, reason"), "{{role}} {{reason}}"),)),
+          (PanelQuery(rate("baton_router_retries_total", "role, reason"), "{{role}} {{reason}}"),)),
 ))
 
 DASHBOARDS: Sequence[Dashboard] = (OVERVIEW, PREFILL, DECODE, HANDOFF, SPECULATION, ROUTER)

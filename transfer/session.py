@@ -16,7 +16,7 @@ from typing import Generic, Self, TypeVar
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, DeadlineError, HandoffError, IntegrityError, InternalError, PeerLostError
-from transfer.plan.terms import StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 
 
 class SessionInput(StrEnum):
@@ -32,7 +32,7 @@ class SessionInput(StrEnum):
 
 class ReceiveState(StrEnum):
     RESERVED = "reserved"  # pages and slot are held; stages are posting receives
-    RECEIVING = "receiving"  # every stage has posted: the landing may travel
+    RECEIVING = "receiving"  # every stage has posted: the destination terms may travel
     COMPLETE = "complete"  # everything landed and was checked
     COMMITTED = "committed"  # the memory is the request's now
     FAILED = "failed"
@@ -231,7 +231,7 @@ class ReceiveSession(_Session[ReceiveState]):
         return self._finish()
 
     def next_epoch(self) -> int:
-        """Another source will deliver into the same reservation; the new epoch, for its landing.
+        """Another source will deliver into the same reservation; the new epoch, for its destination terms.
 
         Raises:
             InternalError: the session is over.

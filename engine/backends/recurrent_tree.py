@@ -130,8 +130,9 @@ def kept_states(batch: ForwardBatch, max_nodes: int) -> list[tuple[int, int]]:
     """(scratch record, slot) of the last node that each row kept of its previous verification."""
     if not isinstance(batch.spec_info, SpecInfo):
         return []
-    return [(slot * max_nodes + row.kept.nodes[-1], slot)
-            for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True) if row.kept is not None]
+    return [(slot * max_nodes + row.accepted.nodes[-1], slot)
+            for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True)
+            if row.accepted is not None]
 
 
 def node_scratch(pool: Tensor, max_nodes: int) -> Tensor:
@@ -172,7 +173,7 @@ def lay_out(batch: ForwardBatch, max_nodes: int) -> TreeLayout:
 def _node_batch(scratch_rows: list[int], positions: list[int]) -> ForwardBatch:
     count = len(positions)
     return ForwardBatch(
-        mode=ForwardMode.DECODE, request_ids=tuple(range(count)), query_lens=(1,) * count,
+        mode=ForwardMode.DECODE, request_keys=tuple(range(count)), query_lens=(1,) * count,
         context_lens=tuple(positions), token_ids=None, positions=torch.tensor(positions),
         page_tables=torch.zeros(count, 1, dtype=torch.int32), slot_ids=torch.tensor(scratch_rows, dtype=torch.int32),
         sampling=(None,) * count)

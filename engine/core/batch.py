@@ -104,7 +104,7 @@ class ForwardBatch:
     Legend: R rows, T tokens, P pages of the longest row. All tensors are on the CPU or on the stage's device,
     contiguous; lengths are Python ints, because planning happens on the host.
 
-    request_ids        one key per row, stable over the request's life on this pool
+    request_keys       one key per row, stable over the request's life on this pool
     query_lens         new tokens per row; sums to T
     context_lens       tokens already in the cache per row, before this batch
     token_ids          [T] int64, or None on stages that get hidden states
@@ -118,7 +118,7 @@ class ForwardBatch:
     """
 
     mode: ForwardMode = field(metadata=_CARRIED)
-    request_ids: tuple[int, ...] = field(metadata=_RECOMPUTED)
+    request_keys: tuple[int, ...] = field(metadata=_RECOMPUTED)
     query_lens: tuple[int, ...] = field(metadata=_RECOMPUTED)
     context_lens: tuple[int, ...] = field(metadata=_RECOMPUTED)
     token_ids: Tensor | None = field(metadata=_RECOMPUTED)
@@ -139,7 +139,7 @@ class ForwardBatch:
 
     @property
     def num_rows(self) -> int:
-        return len(self.request_ids)
+        return len(self.request_keys)
 
     @property
     def num_tokens(self) -> int:
@@ -179,7 +179,7 @@ class ForwardBatch:
         token_index, row_index = torch.tensor(tokens, dtype=torch.long), torch.tensor(rows, dtype=torch.long)
         return ForwardBatch(
             mode=self.mode,
-            request_ids=tuple(self.request_ids[row] for row in rows),
+            request_keys=tuple(self.request_keys[row] for row in rows),
             query_lens=tuple(self.query_lens[row] for row in rows),
             context_lens=tuple(self.context_lens[row] for row in rows),
             token_ids=None if self.token_ids is None else self.token_ids[token_index],
@@ -216,7 +216,7 @@ def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
         ids = torch.cat([first.token_ids, second.token_ids])
     return ForwardBatch(
         mode=first.mode,
-        request_ids=first.request_ids + second.request_ids,
+        request_keys=first.request_keys + second.request_keys,
         query_lens=first.query_lens + second.query_lens,
         context_lens=first.context_lens + second.context_lens,
         token_ids=ids,

@@ -38,10 +38,10 @@ class TokenTree:
     def within(self, depth: int) -> "TokenTree":
         """The nodes of at most this depth; those below the known token have depth 1."""
         depths = node_depths(self.rooted_parents)[1:]
-        kept = [node for node, found in enumerate(depths) if found <= depth]
-        place = {old: new for new, old in enumerate(kept)} | {-1: -1}
-        return TokenTree(tuple(self.token_ids[node] for node in kept),
-                         tuple(place[self.parents[node]] for node in kept))
+        accepted = [node for node, found in enumerate(depths) if found <= depth]
+        place = {old: new for new, old in enumerate(accepted)} | {-1: -1}
+        return TokenTree(tuple(self.token_ids[node] for node in accepted),
+                         tuple(place[self.parents[node]] for node in accepted))
 
 
 def node_depths(parents: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ def node_depths(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class AcceptedNodes:
     """What remains of a row's previous verification: `nodes`, the root first, in depth order. Their cache entries
     belong right behind the `context_len` tokens that were cached before it."""
 
@@ -66,14 +66,14 @@ class SpecRow:
     """One row's share of `SpecInfo`.
 
     parents           VERIFY: per token of the row the index of its parent within the row; -1 for the root
-    kept              to be committed on every stage before the row runs; None if its last step verified nothing
+    accepted          to be committed on every stage before the row runs; None if its last step verified nothing
     next_token_id     the token after the row's last one where the batch does not draw it, else None
     draft_start       tokens before this position have no draft cache (their features were never on this pool)
     num_draft_tokens  how many nodes the next tree may have; 0: the draft leaves this row out
     """
 
     parents: tuple[int, ...] = ()
-    kept: Kept | None = None
+    accepted: AcceptedNodes | None = None
     next_token_id: int | None = None
     draft_start: int = 0
     num_draft_tokens: int = 0

@@ -40,7 +40,7 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
     tables = [[*row.page_ids, *[0] * (width - len(row.page_ids))] for row in rows]
     return ForwardBatch(
         mode=mode,
-        request_ids=tuple(row.key for row in rows),
+        request_keys=tuple(row.key for row in rows),
         query_lens=tuple(len(row.token_ids) for row in rows),
         context_lens=tuple(row.context_len for row in rows),
         token_ids=token_ids,

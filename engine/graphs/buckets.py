@@ -60,7 +60,7 @@ def pad_batch(batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
     token_ids = None if batch.token_ids is None else _followed(batch.token_ids, num_tokens)
     return ForwardBatch(
         mode=bucket.mode,
-        request_ids=(*batch.request_ids, *(_PADDING_ID,) * num_rows),
+        request_keys=(*batch.request_keys, *(_PADDING_ID,) * num_rows),
         query_lens=(*batch.query_lens, *lens),
         context_lens=(*batch.context_lens, *(0,) * num_rows),
         token_ids=token_ids,
@@ -77,7 +77,7 @@ def padding_alone(bucket: GraphBucket) -> ForwardBatch:
     """The batch a capture is made with: every row is padding."""
     none = torch.empty(0, dtype=torch.int64)
     return pad_batch(ForwardBatch(
-        mode=bucket.mode, request_ids=(), query_lens=(), context_lens=(), token_ids=none, positions=none,
+        mode=bucket.mode, request_keys=(), query_lens=(), context_lens=(), token_ids=none, positions=none,
         page_tables=torch.empty(0, 1, dtype=torch.int32), slot_ids=torch.empty(0, dtype=torch.int32), sampling=(),
         spec_info=SpecInfo(none, ())), bucket)
 

@@ -27,7 +27,7 @@ class Route(IntEnum):
     """How the tensors of a packet travel."""
 
     WITHIN = 1  # behind the frame, in the same message
-    BESIDE = 2  # over a lane, from device to device
+    BESIDE = 2  # over a link, from device to device
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Commits(Protocol):
     """A cache that verification leaves with entries of nodes, of which the accepted ones must move to their place."""
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Move what the batch's rows kept of their previous step (`SpecRow.kept`)."""
+        """Move what the batch's rows accepted of their previous step (`SpecRow.accepted`)."""
         ...
 
 

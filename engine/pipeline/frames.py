@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
-from engine.core.draft_trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
+from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.pipeline.channel import Packet
 from engine.sampling.scoring import Scores
@@ -104,7 +104,7 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
     head = np.array([_MODES.index(batch.mode), output.hidden is not None, output.selected_keys is not None,
                      spec is not None, *aux_layers], np.int64)
     arrays: list[Array] = [
-        head, np.array(batch.request_ids, np.int64), np.array(batch.query_lens, np.int64),
+        head, np.array(batch.request_keys, np.int64), np.array(batch.query_lens, np.int64),
         np.array(batch.context_lens, np.int64), batch.positions.numpy(), batch.page_tables.numpy(),
         batch.slot_ids.numpy(), *_pack_sampling(batch.sampling), *_pack_scoring(batch.scoring),
         *(_pack_spec(spec) if spec else ())]
@@ -113,7 +113,7 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
 
 def unpack_batch(frame: Frame, tensors: Sequence[Tensor] = ()) -> StageInput:
     """`tensors`: those of the packet, in its order."""
-    head, request_ids, query_lens, context_lens, positions, page_tables, slot_ids, *rest = frame.arrays
+    head, request_keys, query_lens, context_lens, positions, page_tables, slot_ids, *rest = frame.arrays
     _, has_hidden, has_selected_keys, has_spec, *aux_layers = head.tolist()
     sampling, rest = _unpack_sampling(rest[:_SAMPLING_ARRAYS]), rest[_SAMPLING_ARRAYS:]
     scoring, rest = _unpack_scoring(*rest[:_SCORING_ARRAYS]), rest[_SCORING_ARRAYS:]
@@ -122,7 +122,7 @@ def unpack_batch(frame: Frame, tensors: Sequence[Tensor] = ()) -> StageInput:
         spec = _unpack_spec(rest[:_SPEC_ARRAYS])
     computed = list(tensors)
     batch = ForwardBatch(
-        mode=_MODES[int(head[0])], request_ids=tuple(request_ids.tolist()), query_lens=tuple(query_lens.tolist()),
+        mode=_MODES[int(head[0])], request_keys=tuple(request_keys.tolist()), query_lens=tuple(query_lens.tolist()),
         context_lens=tuple(context_lens.tolist()), token_ids=None, positions=_owned(positions),
         page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, scoring=scoring, spec_info=spec)
     hidden = computed.pop(0) if has_hidden else None
@@ -205,22 +205,23 @@ _SPEC_ARRAYS = 4
 
 
 def _pack_spec(spec: SpecInfo) -> list[Array]:
-    kept = [row.kept or Kept(-1, ()) for row in spec.rows]
+    accepted = [row.accepted or AcceptedNodes(-1, ()) for row in spec.rows]
     return [
         spec.token_ids.numpy(),
         _ragged([row.parents for row in spec.rows]),
-        _ragged([found.nodes for found in kept]),
+        _ragged([found.nodes for found in accepted]),
         np.array([(found.context_len, -1 if row.next_token_id is None else row.next_token_id, row.draft_start,
-                   row.num_draft_tokens) for found, row in zip(kept, spec.rows, strict=True)], np.int64).reshape(-1, 4),
+                   row.num_draft_tokens) for found, row in zip(accepted, spec.rows, strict=True)],
+                   np.int64).reshape(-1, 4),
     ]
 
 
 def _unpack_spec(arrays: Sequence[Array]) -> SpecInfo:
-    token_ids, parents, kept, numbers = arrays
+    token_ids, parents, accepted, numbers = arrays
     rows = []
     for row_parents, nodes, (kept_context, next_token, draft_start, num_draft) in zip(
-            _unragged(parents), _unragged(kept), numbers.tolist(), strict=True):
-        rows.append(SpecRow(row_parents, None if kept_context < 0 else Kept(kept_context, nodes),
+            _unragged(parents), _unragged(accepted), numbers.tolist(), strict=True):
+        rows.append(SpecRow(row_parents, None if kept_context < 0 else AcceptedNodes(kept_context, nodes),
                             None if next_token < 0 else next_token, draft_start, num_draft))
     return SpecInfo(_owned(token_ids), tuple(rows))
 

@@ -1,10 +1,10 @@
 """Tensors from one stage to the next, beside their frames: point-to-point messages of `torch.distributed`.
 
-A lane is one direction between two neighbours, with a process group of its own: a lost neighbour costs the lanes to it
+A link is one direction between two neighbours, with a process group of its own: a lost neighbour costs the links to it
 and no other, and nothing is shared with other users of torch.distributed in this process. A message is received only
 when its frame has said how long it is, so nothing ever waits on a device for a neighbour that has nothing to say.
 
-Opening a lane needs both ends and cannot be told to stop, so it runs in a thread that nobody waits for longer than a
+Opening a link needs both ends and cannot be told to stop, so it runs in a thread that nobody waits for longer than a
 deadline.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.pipeline.c10d import Store
-from engine.pipeline.rendezvous import MeetingPlace
+from engine.pipeline.rendezvous import Rendezvous
 
 OPEN_TIMEOUT_S = 45.0  # both ends hear of a new pool at nearly the same time; NCCL takes seconds to look around
 MESSAGE_TIMEOUT_S = 30.0
@@ -33,11 +33,11 @@ class Transfer(Protocol):
         ...
 
 
-class Lane(Protocol):
-    """One end of an open lane. Belongs to one thread, but for `abort`."""
+class P2PLink(Protocol):
+    """One end of an open link. Belongs to one thread, but for `abort`."""
 
     def send(self, flat: Tensor) -> Transfer:
-        """`flat` [n] uint8 on the lane's device, complete when what was launched so far is done."""
+        """`flat` [n] uint8 on the link's device, complete when what was launched so far is done."""
         ...
 
     def receive(self, num_bytes: int) -> tuple[Tensor, Transfer]:
@@ -49,8 +49,8 @@ class Lane(Protocol):
         ...
 
 
-class LaneBackend(Protocol):
-    """How lanes are made on this stage's device. `device_id` is the same for two stages on one device only."""
+class LinkBackend(Protocol):
+    """How links are made on this stage's device. `device_id` is the same for two stages on one device only."""
 
     @property
     def name(self) -> str: ...
@@ -61,18 +61,18 @@ class LaneBackend(Protocol):
     @property
     def device_id(self) -> str: ...
 
-    def open(self, store: Store, end: int) -> Lane:
+    def open(self, store: Store, end: int) -> P2PLink:
         """Meet the other end in `store`; `end` is 0 for the sender, 1 for the receiver. Blocks until both are there.
         Raises RuntimeError when they do not meet."""
         ...
 
 
-class Opening:
-    """A lane that is being opened, or is open."""
+class PendingLink:
+    """A link that is being opened, or is open."""
 
-    def __init__(self, open_lane: Callable[[], Lane]) -> None:
-        self._opened: Future[Lane] = Future()
-        threading.Thread(target=self._run, args=(open_lane,), name="lane", daemon=True).start()
+    def __init__(self, open_link: Callable[[], P2PLink]) -> None:
+        self._opened: Future[P2PLink] = Future()
+        threading.Thread(target=self._run, args=(open_link,), name="link", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it is open, after at most `timeout_s`. Raises RuntimeError when it cannot be opened."""
@@ -80,48 +80,48 @@ class Opening:
         return self._opened.done() and self._opened.result() is not None
 
     @property
-    def lane(self) -> Lane:
+    def link(self) -> P2PLink:
         """To be asked for once it is open."""
         return self._opened.result(0)
 
     def abort(self) -> None:
-        """End its transfers; a lane that opens later ends at once."""
+        """End its transfers; a link that opens later ends at once."""
         self._opened.add_done_callback(_abort_opened)
 
-    def _run(self, open_lane: Callable[[], Lane]) -> None:
+    def _run(self, open_link: Callable[[], P2PLink]) -> None:
         try:
-            lane = open_lane()
+            link = open_link()
         except RuntimeError as error:
             self._opened.set_exception(error)
         else:
-            self._opened.set_result(lane)
+            self._opened.set_result(link)
 
 
-def _abort_opened(opened: Future[Lane]) -> None:
+def _abort_opened(opened: Future[P2PLink]) -> None:
     with suppress(RuntimeError):
         opened.result().abort()
 
 
-class Lanes:
-    """The lanes of one stage in one pool epoch: from the stage before it, and to the one behind it."""
+class P2PLinks:
+    """The links of one stage in one pool epoch: from the stage before it, and to the one behind it."""
 
-    def __init__(self, backend: LaneBackend, place: MeetingPlace, *, epoch: int, rank: int, size: int) -> None:
+    def __init__(self, backend: LinkBackend, place: Rendezvous, *, epoch: int, rank: int, size: int) -> None:
         self.device = backend.device
-        self._to = {rank + 1: _opening(backend, place, epoch, rank, 0)} if rank + 1 < size else {}
-        self._from = {rank - 1: _opening(backend, place, epoch, rank - 1, 1)} if rank > 0 else {}
+        self._to = {rank + 1: _pending(backend, place, epoch, rank, 0)} if rank + 1 < size else {}
+        self._from = {rank - 1: _pending(backend, place, epoch, rank - 1, 1)} if rank > 0 else {}
 
-    def to(self, rank: int) -> Opening | None:
-        """The lane to that stage; None when it is not the next one."""
+    def to(self, rank: int) -> PendingLink | None:
+        """The link to that stage; None when it is not the next one."""
         return self._to.get(rank)
 
-    def coming_from(self, rank: int) -> Opening | None:
+    def coming_from(self, rank: int) -> PendingLink | None:
         return self._from.get(rank)
 
     def abort(self) -> None:
         """End every transfer on both. They are not to be used afterwards."""
-        for opening in (*self._to.values(), *self._from.values()):
-            opening.abort()
+        for pending in (*self._to.values(), *self._from.values()):
+            pending.abort()
 
 
-def _opening(backend: LaneBackend, place: MeetingPlace, epoch: int, sender: int, end: int) -> Opening:
-    return Opening(lambda: backend.open(place.enter(f"{epoch}/{sender}", OPEN_TIMEOUT_S), end))
+def _pending(backend: LinkBackend, place: Rendezvous, epoch: int, sender: int, end: int) -> PendingLink:
+    return PendingLink(lambda: backend.open(place.enter(f"{epoch}/{sender}", OPEN_TIMEOUT_S), end))

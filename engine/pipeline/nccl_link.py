@@ -1,4 +1,4 @@
-"""Lanes by NCCL, for stages with a device each. NCCL refuses two ends on one device."""
+"""Links by NCCL, for stages with a device each. NCCL refuses two ends on one device."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupNCCL
 
 from engine.pipeline.c10d import PointToPoint, Store, Work
-from engine.pipeline.links import OPEN_TIMEOUT_S, Lane, Transfer
+from engine.pipeline.links import OPEN_TIMEOUT_S, P2PLink, Transfer
 
 _SPIN_S = 200e-6
 _SLEEP_S = 50e-6
@@ -25,7 +25,7 @@ _ENVIRONMENT = {
 
 
 class NcclBackend:
-    """Satisfies `engine.pipeline.lanes.LaneBackend`."""
+    """Satisfies `engine.pipeline.links.LinkBackend`."""
 
     name = "nccl"
 
@@ -35,18 +35,18 @@ class NcclBackend:
         self.device_id = str(torch.cuda.get_device_properties(device).uuid)
         os.environ.update(_ENVIRONMENT)
 
-    def open(self, store: Store, end: int) -> Lane:
+    def open(self, store: Store, end: int) -> P2PLink:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=OPEN_TIMEOUT_S)  # noqa: SLF001 - it has no other name
         with torch.cuda.device(self.device):
-            lane = NcclLane(cast(PointToPoint, ProcessGroupNCCL(store, end, 2, options)), self.device, end)
-            lane.greet()
-        return lane
+            link = NcclLink(cast(PointToPoint, ProcessGroupNCCL(store, end, 2, options)), self.device, end)
+            link.greet()
+        return link
 
 
-class NcclLane:
-    """Satisfies `engine.pipeline.lanes.Lane`. Its messages run on a stream of its own: one that is received waits for
-    nothing that was launched before, one that is sent for everything."""
+class NcclLink:
+    """Satisfies `engine.pipeline.links.P2PLink`. Its messages run on a stream of its own: one that is received waits
+    for nothing that was launched before, one that is sent for everything."""
 
     def __init__(self, group: PointToPoint, device: torch.device, end: int) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Where the two ends of a lane find each other: a key-value store of torch.distributed, served by stage 0."""
+"""Where the two ends of a link find each other: a key-value store of torch.distributed, served by stage 0."""
 
 import secrets
 import socket
@@ -14,7 +14,7 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True)
-class MeetingPlace:
+class Rendezvous:
     """As a stage reaches it. The token keeps out stages that were told of another store at the same address; it is no
     protection, and the store knows none: only the stages of the pool may be able to reach it."""
 
@@ -30,7 +30,7 @@ class MeetingPlace:
         return PrefixStore(f"{self.token}/{room}", store)
 
 
-class MeetingHost:
+class RendezvousHost:
     """Serves the store for as long as it lives. `place` is how its own process reaches it."""
 
     def __init__(self, host: str, ports: tuple[int, int] | None = None) -> None:
@@ -41,7 +41,7 @@ class MeetingHost:
         """
         listening = _listen(host, ports)
         reached = _LOOPBACK.get(host, host)
-        self.place = MeetingPlace(reached, int(listening.getsockname()[1]), secrets.token_hex(8))
+        self.place = Rendezvous(reached, int(listening.getsockname()[1]), secrets.token_hex(8))
         self._store = TCPStore(reached, self.place.port, is_master=True, wait_for_workers=False,
                                master_listen_fd=listening.detach())
 

@@ -1,4 +1,4 @@
-"""A `StageChannel` over a `FrameChannel`: tensors within the frame, or beside it once lanes were given.
+"""A `StageChannel` over a `FrameChannel`: tensors within the frame, or beside it once links were given.
 
 The frame goes first and says what is on its way beside it. Whatever is waited for, the frame channel is asked whether
 the neighbour still lives: it hears of a death, which a device never does.
@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.pipeline import bundle
 from engine.pipeline.bundle import Bundle, Route, TensorSpec
 from engine.pipeline.channel import FrameChannel, Packet
-from engine.pipeline.links import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, Lanes, Opening, Transfer
+from engine.pipeline.links import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, P2PLinks, PendingLink, Transfer
 from runtime.errors import DeadlineError, InternalError, PeerLostError
 
 MAX_MESSAGES_UNDER_WAY = 16
@@ -33,15 +33,15 @@ class TensorChannel:
         self._max_bytes = max_bytes
         self._message_timeout_s = message_timeout_s
         self._on_sent = on_sent
-        self._lanes: Lanes | None = None
+        self._links: P2PLinks | None = None
         self._under_way: deque[Transfer] = deque()
 
-    def use(self, lanes: Lanes | None) -> None:
-        """From here on tensors go over these lanes, or within the frames. What the lanes before carry is dropped."""
-        if self._lanes is not None:
-            self._lanes.abort()
+    def use(self, links: P2PLinks | None) -> None:
+        """From here on tensors go over these links, or within the frames. What the links before carry is dropped."""
+        if self._links is not None:
+            self._links.abort()
         self._under_way.clear()
-        self._lanes = lanes
+        self._links = links
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
         """See `StageChannel.send`. Tensors are copied before they leave: a captured graph writes to the same memory
@@ -50,24 +50,24 @@ class TensorChannel:
         num_bytes = len(packet.frame) + bundle.flat_bytes(specs)
         if num_bytes > self._max_bytes:
             raise InternalError(f"a packet of {num_bytes} bytes to stage {rank}; the limit is {self._max_bytes}")
-        if self._lanes is None or not specs:
+        if self._links is None or not specs:
             self._frames.send(rank, bundle.write(Route.WITHIN, packet.frame, packet.tensors), timeout_s=timeout_s)
             return
-        opening = self._lanes.to(rank)
-        if opening is None:
+        pending = self._links.to(rank)
+        if pending is None:
             raise InternalError(f"tensors go to the next stage only, not to stage {rank}")
         self._frames.check(rank)
-        self._wait(rank, opening, opening.wait, time.monotonic() + OPEN_TIMEOUT_S)  # once per pool, before it serves
+        self._wait(rank, pending, pending.wait, time.monotonic() + OPEN_TIMEOUT_S)  # once per pool, before it serves
         deadline_s = time.monotonic() + timeout_s
         try:
-            self._make_room(rank, opening, deadline_s)
+            self._make_room(rank, pending, deadline_s)
         except DeadlineError as error:
             raise DeadlineError(f"{error}, within {timeout_s:g} s") from error
-        flat = torch.empty(bundle.flat_bytes(specs), dtype=torch.uint8, device=self._lanes.device)
+        flat = torch.empty(bundle.flat_bytes(specs), dtype=torch.uint8, device=self._links.device)
         bundle.fill(flat, packet.tensors)
         self._frames.send(rank, bundle.write(Route.BESIDE, packet.frame, packet.tensors),
                           timeout_s=max(0.0, deadline_s - time.monotonic()))
-        self._under_way.append(opening.lane.send(flat))
+        self._under_way.append(pending.link.send(flat))
         self._on_sent(flat.numel())
 
     def receive(self, rank: int, *, timeout_s: float) -> Packet | None:
@@ -91,26 +91,26 @@ class TensorChannel:
 
     def _arrived(self, rank: int, specs: tuple[TensorSpec, ...]) -> Tensor:
         num_bytes = bundle.flat_bytes(specs)
-        opening = None if self._lanes is None else self._lanes.coming_from(rank)
-        if opening is None or num_bytes > self._max_bytes:
+        pending = None if self._links is None else self._links.coming_from(rank)
+        if pending is None or num_bytes > self._max_bytes:
             raise InternalError(f"stage {rank} announced {num_bytes} bytes of tensors where none can come")
         try:
-            self._wait(rank, opening, opening.wait, time.monotonic() + OPEN_TIMEOUT_S)
+            self._wait(rank, pending, pending.wait, time.monotonic() + OPEN_TIMEOUT_S)
             deadline_s = time.monotonic() + self._message_timeout_s
-            flat, transfer = opening.lane.receive(num_bytes)
-            self._wait(rank, opening, transfer.wait, deadline_s)
+            flat, transfer = pending.link.receive(num_bytes)
+            self._wait(rank, pending, transfer.wait, deadline_s)
         except DeadlineError as error:
             raise PeerLostError(str(error)) from error
         return flat
 
-    def _make_room(self, rank: int, opening: Opening, deadline_s: float) -> None:
+    def _make_room(self, rank: int, pending: PendingLink, deadline_s: float) -> None:
         """Forget what has got across; wait for the oldest when too much is under way."""
         while self._under_way and (len(self._under_way) >= MAX_MESSAGES_UNDER_WAY or self._under_way[0].wait(0)):
-            self._wait(rank, opening, self._under_way[0].wait, deadline_s)
+            self._wait(rank, pending, self._under_way[0].wait, deadline_s)
             self._under_way.popleft()
 
-    def _wait(self, rank: int, opening: Opening, done: Callable[[float], bool], deadline_s: float) -> None:
-        """Until `done(seconds)`. Raises PeerLostError when it never will be, DeadlineError on time; the lane is cut and
+    def _wait(self, rank: int, pending: PendingLink, done: Callable[[float], bool], deadline_s: float) -> None:
+        """Until `done(seconds)`. Raises PeerLostError when it never will be, DeadlineError on time; the link is cut and
         the stage lost then, since what was under way may be half there."""
         try:
             while not done(min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))):
@@ -118,8 +118,8 @@ class TensorChannel:
                 if time.monotonic() >= deadline_s:
                     raise DeadlineError(f"tensors to or from stage {rank} did not get across")
         except (RuntimeError, PeerLostError, DeadlineError) as error:
-            opening.abort()
-            self._frames.fail(rank, f"the lane to or from stage {rank} failed: {error}")
+            pending.abort()
+            self._frames.fail(rank, f"the link to or from stage {rank} failed: {error}")
             if isinstance(error, DeadlineError):
                 raise
             self._frames.check(rank)

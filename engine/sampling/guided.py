@@ -16,7 +16,7 @@ from engine.core.batch import GrammarRow, SamplingRow
 from engine.core.request import DrawnToken
 from engine.sampling.sampler import sample
 from runtime.errors import InternalError, InvalidRequestError
-from runtime.grammar import Grammar, Grammars, Matcher
+from runtime.grammar import Grammar, GrammarMatcher, Grammars
 
 MAX_MATCHERS = 1024
 
@@ -27,7 +27,7 @@ class GuidedSampler:
     def __init__(self, grammars: Grammars | None) -> None:
         """Without `grammars` (a model without a tokenizer) rows must not bring any."""
         self._grammars = grammars
-        self._matchers: OrderedDict[tuple[str, Grammar], Matcher] = OrderedDict()
+        self._matchers: OrderedDict[tuple[str, Grammar], GrammarMatcher] = OrderedDict()
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
         """As `sample`. A row whose grammar cannot be followed gets a token with `problem` set."""

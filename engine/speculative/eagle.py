@@ -20,7 +20,7 @@ from engine.speculative.draft_handoff import DraftEnd, HandedEnds
 from engine.speculative.draft_model import CarriedKeys, DraftModel
 from engine.speculative.proposal import Proposal
 from engine.speculative.round_graphs import RoundGraphs
-from engine.speculative.tree_expander import Growth
+from engine.speculative.tree_expander import TreeExpander
 from engine.speculative.verify import Run
 from runtime.errors import InternalError
 
@@ -65,7 +65,7 @@ class EagleDrafter:
                  rounds: RoundGraphs | None = None) -> None:
         self._model = model
         self._attention = attention
-        self._growth = Growth(model=model, rounds=attention.round, context=attention.in_round, topk=topk)
+        self._expander = TreeExpander(model=model, rounds=attention.round, context=attention.in_round, topk=topk)
         self._steps = steps
         self._handed = handed
         self._graphs = graphs
@@ -126,7 +126,7 @@ class EagleDrafter:
 
     def _end(self, hidden: Tensor) -> DraftEnd:
         """hidden: [R, hidden] at each row's last slot."""
-        return DraftEnd(*self._growth.best(hidden), hidden)
+        return DraftEnd(*self._expander.best(hidden), hidden)
 
     def _grow(self, rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd,
               num_nodes: list[int]) -> list[TokenTree]:
@@ -141,7 +141,7 @@ class EagleDrafter:
             if self._rounds is not None and bucket is not None:
                 return self._rounds.run(batch, bucket, ends).trees(num_nodes)
             self._attention.round.plan(batch)
-            self._growth.expand(proposal, batch, ends.hidden, steps)
+            self._expander.expand(proposal, batch, ends.hidden, steps)
         return proposal.candidates().trees(num_nodes)
 
 
@@ -175,7 +175,7 @@ def _extend_batch(batch: ForwardBatch, followed: list[_Followed]) -> ForwardBatc
     assert isinstance(info, SpecInfo)
     rows = torch.tensor([row.row for row in followed])
     return ForwardBatch(
-        mode=ForwardMode.DRAFT, request_ids=tuple(batch.request_ids[row.row] for row in followed),
+        mode=ForwardMode.DRAFT, request_keys=tuple(batch.request_keys[row.row] for row in followed),
         query_lens=tuple(len(row.features) for row in followed),
         context_lens=tuple(row.position - info.rows[row.row].draft_start for row in followed),
         token_ids=torch.tensor([token for row in followed for token in row.next_tokens]),
@@ -192,7 +192,7 @@ def _round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, wi
     """A row's branches at the slot after its last; each step sets tokens and positions. Only chains carry keys: the
     branches of a tree change places between steps."""
     return ForwardBatch(
-        mode=ForwardMode.DRAFT, request_ids=rows.request_ids, query_lens=(width,) * rows.num_rows,
+        mode=ForwardMode.DRAFT, request_keys=rows.request_keys, query_lens=(width,) * rows.num_rows,
         context_lens=tuple(slots), token_ids=None, positions=positions.repeat_interleave(width),
         page_tables=rows.page_tables, slot_ids=rows.slot_ids, sampling=(None,) * rows.num_rows,
         spec_info=rows.spec_info if width == 1 else None)

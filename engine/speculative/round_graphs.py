@@ -17,7 +17,7 @@ from engine.memory.static import StaticInts
 from engine.speculative.draft_handoff import DraftEnd
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.proposal import Candidates, Proposal
-from engine.speculative.tree_expander import Growth
+from engine.speculative.tree_expander import TreeExpander
 
 _PADDING_ID = -1
 
@@ -25,10 +25,11 @@ _PADDING_ID = -1
 class RoundGraphs:
     """The captured rounds of one draft, of `topk` branches and `steps` levels each."""
 
-    def __init__(self, *, growth: Growth, rounds: DeviceRounds, max_rows: int, topk: int, steps: int, capture: Capture,
+    def __init__(self, *, expander: TreeExpander, rounds: DeviceRounds, max_rows: int, topk: int, steps: int,
+                 capture: Capture,
                  width: int, dtype: torch.dtype, device: torch.device) -> None:
         """`width` is that of the draft's hidden states. Nothing is captured before `capture_all`."""
-        self._growth, self._rounds, self._capture = growth, rounds, capture
+        self._expander, self._rounds, self._capture = expander, rounds, capture
         self._topk, self.steps = topk, steps
         self._device = device
         self._buckets = [GraphBucket(ForwardMode.DRAFT, rows, topk) for rows in reversed(row_counts(max_rows))]
@@ -69,7 +70,7 @@ class RoundGraphs:
     def _captured_round(self, bucket: GraphBucket) -> CapturedForward:
         rows, none = bucket.max_rows, torch.empty(0, dtype=torch.int64)
         batch = self._padded(ForwardBatch(
-            mode=ForwardMode.DRAFT, request_ids=(), query_lens=(), context_lens=(), token_ids=None, positions=none,
+            mode=ForwardMode.DRAFT, request_keys=(), query_lens=(), context_lens=(), token_ids=None, positions=none,
             page_tables=torch.empty(0, 1, dtype=torch.int32), slot_ids=torch.empty(0, dtype=torch.int32),
             sampling=()), bucket)
         self._rounds.plan(batch)
@@ -78,7 +79,7 @@ class RoundGraphs:
             batch.positions = self._positions["positions"][:rows * self._topk]
             self._rounds.restart(batch)
             proposal = Proposal(self._ends.log_p[:rows], self._ends.tokens[:rows])
-            self._growth.expand(proposal, batch, self._ends.hidden[:rows], self.steps)
+            self._expander.expand(proposal, batch, self._ends.hidden[:rows], self.steps)
             for static, grown in zip(_parts(self._grown), _parts(proposal.candidates()), strict=True):
                 static[:rows] = grown
 
@@ -88,7 +89,7 @@ class RoundGraphs:
         """The batch's rows, then rows with one slot on the null page; without a marker."""
         rows, missing = bucket.max_rows, bucket.max_rows - batch.num_rows
         return ForwardBatch(
-            mode=batch.mode, request_ids=(*batch.request_ids, *(_PADDING_ID,) * missing),
+            mode=batch.mode, request_keys=(*batch.request_keys, *(_PADDING_ID,) * missing),
             query_lens=(self._topk,) * rows, context_lens=(*batch.context_lens, *(1,) * missing), token_ids=None,
             positions=F.pad(batch.positions, (0, missing * self._topk)),
             page_tables=F.pad(batch.page_tables, (0, 0, 0, missing), value=NULL_INDEX),

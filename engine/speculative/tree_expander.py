@@ -10,7 +10,7 @@ from engine.speculative.draft_model import DraftModel
 from engine.speculative.proposal import Proposal
 
 
-class Growth:
+class TreeExpander:
     """A draft over the attention of a round. `topk` is 1 for chains."""
 
     def __init__(self, *, model: DraftModel, rounds: RoundPlanner, context: ForwardContext, topk: int) -> None:

@@ -33,7 +33,7 @@ from runtime.errors import DeadlineError, PeerLostError
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from transfer.plan import codec
-from transfer.plan.terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent
 
 REJOIN_MIN_S, REJOIN_MAX_S = 0.2, 2.0
 SETTLE_S = 60.0  # for the longest step; transfers are cut much earlier
@@ -125,7 +125,7 @@ class Follower:
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
-        self._outbox: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
+        self._window: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
         self._is_leaving = False
         self._has_parted = asyncio.Event()
         self.joined = False
@@ -133,7 +133,7 @@ class Follower:
     def on_stage_event(self, event: StageSessionEvent) -> None:
         """Event loop's thread: a report of the transfer agent for the leader."""
         if self.joined:
-            self._outbox.put_nowait(pb.JoinRequest(session=codec.event_to_proto(event)))
+            self._window.put_nowait(pb.JoinRequest(session=codec.event_to_proto(event)))
 
     async def leave(self, grace_s: float) -> None:
         """Serve on until the leader says goodbye, because nothing runs any more. Not longer than the grace, and not at
@@ -142,7 +142,7 @@ class Follower:
         if not self.joined:
             return
         logger.info("leaving: waiting for the leader's goodbye")
-        self._outbox.put_nowait(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
+        self._window.put_nowait(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + GOODBYE_S):
                 await self._has_parted.wait()
@@ -177,14 +177,14 @@ class Follower:
 
     async def _requests(self) -> AsyncIterator[pb.JoinRequest]:
         compatibility = self._stage.plan.compatibility
-        self._outbox = asyncio.Queue(EVENT_LIMIT)
+        self._window = asyncio.Queue(EVENT_LIMIT)
         yield pb.JoinRequest(hello=pb.StageHello(
             rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
             channel_address=self._channel_address, compatibility=compatibility.digest,
             compatibility_text=compatibility.text))
         self.joined = True
         self._has_parted.clear()
-        while (request := await self._outbox.get()) is not None:
+        while (request := await self._window.get()) is not None:
             yield request
 
     def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
@@ -194,11 +194,11 @@ class Follower:
                 on_joined(True)  # noqa: FBT003
             case "open_session":
                 source = codec.source_from_proto(command.open_session.source)
-                landing = codec.landing_from_proto(command.open_session.landing)
+                destination = codec.destination_from_proto(command.open_session.destination)
                 if command.open_session.request_key:
-                    self._stage.agent.open_send(command.open_session.request_key, source, landing)
+                    self._stage.agent.open_send(command.open_session.request_key, source, destination)
                 else:
-                    self._stage.agent.open_receive(source, landing)
+                    self._stage.agent.open_receive(source, destination)
             case "close_session":
                 if command.close_session.request_key:
                     self._stage.agent.close_request(command.close_session.request_key)
@@ -208,7 +208,7 @@ class Follower:
     def _drop(self) -> None:
         """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""
         if self.joined:
-            self._outbox.put_nowait(None)
+            self._window.put_nowait(None)
 
     def _part(self, on_joined: Callable[[bool], None]) -> Future[None]:
         """Stop all that goes on; done when the step that runs is over."""

@@ -11,7 +11,13 @@ from protos import pipeline_pb2 as pb
 from runtime.errors import PeerLostError, UnavailableError
 from transfer.agent.agent import TransferAgent
 from transfer.plan import codec
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import (
+    DestinationTerms,
+    SourceTerms,
+    StageEndpoint,
+    StageSessionEvent,
+    StageSessionState,
+)
 
 Listener = Callable[[int, StageSessionEvent], object]
 
@@ -63,18 +69,19 @@ class StageGroup:
         if listener is not None:
             listener(rank, event)
 
-    def open_receive(self, source: SourceTerms, landing: Landing, listener: Listener) -> None:
+    def open_receive(self, source: SourceTerms, destination: DestinationTerms, listener: Listener) -> None:
         """Post receives for this epoch on every stage; an older epoch of the session is closed by that."""
-        for session_id, epoch in [key for key in self._listeners if key[0] == landing.session_id]:
+        for session_id, epoch in [key for key in self._listeners if key[0] == destination.session_id]:
             self.forget(session_id, epoch)
-        self._listeners[landing.session_id, landing.epoch] = listener
-        self._send_open(0, source, landing)
-        self._agent.open_receive(source, landing)
+        self._listeners[destination.session_id, destination.epoch] = listener
+        self._send_open(0, source, destination)
+        self._agent.open_receive(source, destination)
 
-    def open_send(self, request_key: int, source: SourceTerms, landing: Landing, listener: Listener) -> None:
-        self._listeners[landing.session_id, landing.epoch] = listener
-        self._send_open(request_key, source, landing)
-        self._agent.open_send(request_key, source, landing)
+    def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms,
+                  listener: Listener) -> None:
+        self._listeners[destination.session_id, destination.epoch] = listener
+        self._send_open(request_key, source, destination)
+        self._agent.open_send(request_key, source, destination)
 
     def close_receive(self, session_id: str) -> None:
         """Release or abort on every stage; DRAINED follows from each."""
@@ -82,7 +89,7 @@ class StageGroup:
         self._agent.close(session_id)
 
     def close_request(self, request_key: int, session_id: str) -> None:
-        """The sending side is done with this request; `session_id` is empty if no landing ever came."""
+        """The sending side is done with this request; `session_id` is empty if no destination terms ever came."""
         self._send_close(session_id, request_key)
         self._agent.close_request(request_key)
 
@@ -95,9 +102,9 @@ class StageGroup:
         """Nobody listens to this epoch of the session any more."""
         self._listeners.pop((session_id, epoch), None)
 
-    def _send_open(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
-        message = pb.OpenSession(session_id=landing.session_id, source=codec.source_to_proto(source),
-                                 landing=codec.landing_to_proto(landing), request_key=request_key)
+    def _send_open(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
+        message = pb.OpenSession(session_id=destination.session_id, source=codec.source_to_proto(source),
+                                 destination=codec.destination_to_proto(destination), request_key=request_key)
         for link in self._links:
             link.send(open_session=message)
 

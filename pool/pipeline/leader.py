@@ -17,7 +17,7 @@ from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_c
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
 from runtime.errors import BatonError, PeerLostError
-from transfer.plan.terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from protos import pipeline_pb2_grpc
 from runtime.errors import ConfigError
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility, check_same
-from transfer.plan.terms import StageEndpoint, StageSessionEvent
+from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
 HELLO_TIMEOUT_S = 10.0
@@ -39,15 +39,15 @@ class StageLink:
     rank: int
     endpoint: StageEndpoint
     channel_address: bytes
-    outbox: asyncio.Queue[pb.JoinResponse | None] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
+    window: asyncio.Queue[pb.JoinResponse | None] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
 
     def send(self, **command: Message) -> None:
         """Queue one command. A stage that lets thousands pile up is as good as lost: asyncio.QueueFull says so."""
-        self.outbox.put_nowait(pb.JoinResponse(**command))  # type: ignore[arg-type]
+        self.window.put_nowait(pb.JoinResponse(**command))  # type: ignore[arg-type]
 
     def dismiss(self) -> None:
         """Say goodbye: the stage's stream ends when all that was said before has gone out."""
-        self.outbox.put_nowait(None)
+        self.window.put_nowait(None)
 
     def wake(self) -> None:
         """Whoever waits for a command is to look whether the stream goes on."""
@@ -93,7 +93,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         reader = asyncio.create_task(self._read(link, request_iterator))
         reader.add_done_callback(lambda ended: link.wake())
         try:
-            while not reader.done() and (response := await link.outbox.get()) is not None:
+            while not reader.done() and (response := await link.window.get()) is not None:
                 yield response
         finally:
             reader.cancel()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from engine.loop import EngineLoop
 from pool.pipeline.group import StageGroup
 from runtime.clock import HELD_UP_S
-from transfer.plan.terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.session import ReceiveSession, SendSession
 
 logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 30.0
 
 
-class Janitor:
+class MemoryReclaimer:
     """Runs one short task per ended request. `unhealthy` hears of a session that will not drain: its memory stays
     leased rather than be written to by a stranger."""
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed
 
 from engine.pipeline.channel import Packet
-from engine.pipeline.links import LaneBackend, Lanes
-from engine.pipeline.rendezvous import MeetingHost, MeetingPlace
+from engine.pipeline.links import LinkBackend, P2PLinks
+from engine.pipeline.rendezvous import Rendezvous, RendezvousHost
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.stage.config import WorkerConfig
 from runtime.config import parse_address
@@ -31,13 +31,13 @@ BUNDLE_OVERHEAD = 1 << 12  # head and table of a packet's tensors
 
 @dataclass(frozen=True)
 class StageAddress:
-    """What a stage's neighbours need to reach it. `lanes` names the backend its tensors could travel by beside their
+    """What a stage's neighbours need to reach it. `links` names the backend its tensors could travel by beside their
     frames, empty when they cannot, for the reason in `why`; `is_demanded`: or not at all. Port and token are those of
-    stage 0's meeting place."""
+    stage 0's rendezvous."""
 
     rank: int
     frames: bytes
-    lanes: str = ""
+    links: str = ""
     device_id: str = ""
     why: str = ""
     is_demanded: bool = False
@@ -64,17 +64,17 @@ class StageAddress:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend's lanes tensors travel by; none: within the frames."""
+    """Which backend's links tensors travel by; none: within the frames."""
 
-    lanes: str
+    links: str
     reason: str
 
 
 def choose(stages: Sequence[StageAddress]) -> Choice:
-    """By the addresses of stages, in rank order. Raises ConfigError when lanes are demanded and cannot be."""
+    """By the addresses of stages, in rank order. Raises ConfigError when links are demanded and cannot be."""
     choice = _choose(stages)
     demanding = [stage for stage in stages if stage.is_demanded]
-    if demanding and not choice.lanes:
+    if demanding and not choice.links:
         raise ConfigError(f"stage {demanding[0].rank} demands stage_channel nccl, but {choice.reason}",
                           field="stage_channel")
     return choice
@@ -88,36 +88,36 @@ def check_channels(addresses: Sequence[bytes]) -> None:
 def _choose(stages: Sequence[StageAddress]) -> Choice:
     owners: dict[str, int] = {}
     for stage in stages:
-        if not stage.lanes:
+        if not stage.links:
             return Choice("", f"stage {stage.rank} {stage.why}")
-        if stage.lanes != stages[0].lanes:
-            return Choice("", f"stage {stage.rank} has {stage.lanes}, stage {stages[0].rank} {stages[0].lanes}")
+        if stage.links != stages[0].links:
+            return Choice("", f"stage {stage.rank} has {stage.links}, stage {stages[0].rank} {stages[0].links}")
         owner = owners.setdefault(stage.device_id, stage.rank)
         if owner != stage.rank:
             return Choice("", f"stages {owner} and {stage.rank} share device {stage.device_id}")
-    return Choice(stages[0].lanes, "every stage has a device of its own")
+    return Choice(stages[0].links, "every stage has a device of its own")
 
 
 class PoolChannel:
     """A `StageChannel` that can be formed anew. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
 
-    def __init__(self, frames: UcxStageChannel, *, rank: int, max_bytes: int, backend: LaneBackend | None = None,
+    def __init__(self, frames: UcxStageChannel, *, rank: int, max_bytes: int, backend: LinkBackend | None = None,
                  why: str = "", is_demanded: bool = False, leader_host: str = "127.0.0.1",
                  ports: tuple[int, int] | None = None,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """`backend` makes lanes; without one `why` says the reason. Stage 0 listens at `leader_host` for those who open
-        lanes, the others find it there. Raises ConfigError when it cannot listen."""
+        """`backend` makes links; without one `why` says the reason. Stage 0 listens at `leader_host` for those who open
+        links, the others find it there. Raises ConfigError when it cannot listen."""
         self._frames = frames
         self._rank = rank
         self._backend = backend
         self._leader_host = leader_host
         self._channel = TensorChannel(frames, max_bytes=max_bytes, on_sent=on_sent)
-        self._meeting = MeetingHost(leader_host, ports) if backend is not None and rank == 0 else None
+        self._rendezvous = RendezvousHost(leader_host, ports) if backend is not None and rank == 0 else None
         address = StageAddress(rank, frames.address, why=why, is_demanded=is_demanded)
         if backend is not None:
-            address = replace(address, lanes=backend.name, device_id=backend.device_id)
-        if self._meeting is not None:
-            address = replace(address, port=self._meeting.place.port, token=self._meeting.place.token)
+            address = replace(address, links=backend.name, device_id=backend.device_id)
+        if self._rendezvous is not None:
+            address = replace(address, port=self._rendezvous.place.port, token=self._rendezvous.place.token)
         self.address = address.pack()
 
     def connect(self, addresses: Sequence[bytes], pool_epoch: int) -> None:
@@ -125,20 +125,20 @@ class PoolChannel:
 
         Raises:
             PeerLostError: an address is not usable here.
-            ConfigError: lanes are demanded and cannot be.
+            ConfigError: links are demanded and cannot be.
             InternalError: the epoch is not newer than the present one.
         """
         stages = [StageAddress.unpack(address) for address in addresses]
         choice = choose(stages)
         self._frames.connect([stage.frames for stage in stages], pool_epoch)
-        lanes = None
-        if choice.lanes and self._backend is not None:
-            place = self._meeting.place if self._meeting is not None else MeetingPlace(
+        links = None
+        if choice.links and self._backend is not None:
+            place = self._rendezvous.place if self._rendezvous is not None else Rendezvous(
                 self._leader_host, stages[0].port, stages[0].token)
-            lanes = Lanes(self._backend, place, epoch=pool_epoch, rank=self._rank, size=len(stages))
-        self._channel.use(lanes)
+            links = P2PLinks(self._backend, place, epoch=pool_epoch, rank=self._rank, size=len(stages))
+        self._channel.use(links)
         logger.info("tensors go to the next stage %s: %s",
-                    f"beside their frames, by {choice.lanes}" if choice.lanes else "within their frames, over UCX",
+                    f"beside their frames, by {choice.links}" if choice.links else "within their frames, over UCX",
                     choice.reason)
 
     def fail(self, rank: int, reason: str) -> None:
@@ -165,7 +165,7 @@ def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: 
     Raises:
         ConfigError: UCX cannot work here, or NCCL is demanded and this stage cannot use it.
     """
-    backend, why = _lane_backend(config, device)
+    backend, why = _link_backend(config, device)
     frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + BUNDLE_OVERHEAD,
                              profile=TransportProfile(config.transport), binding=config.binding, on_sent=on_sent)
     host = parse_address(config.listen if config.rank == 0 else config.leader).host
@@ -174,7 +174,7 @@ def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: 
                        on_sent=on_sent)
 
 
-def _lane_backend(config: WorkerConfig, device: torch.device) -> tuple[LaneBackend | None, str]:
+def _link_backend(config: WorkerConfig, device: torch.device) -> tuple[LinkBackend | None, str]:
     """What carries this stage's tensors beside their frames, or why nothing does."""
     if config.stage_channel == "ucx":
         return None, "was told to use UCX (--stage-channel)"

@@ -13,7 +13,7 @@ from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.round_graphs import RoundGraphs
-from engine.speculative.tree_expander import Growth
+from engine.speculative.tree_expander import TreeExpander
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
 from pool.stage.speculation import CapturedDraft, SpeculationPlan
@@ -59,9 +59,9 @@ def build_draft_graphs(config: WorkerConfig, parts: Capturable | None, plan: Spe
     follows.capture_all()
     if attention.capturable_round is None or plan.config.steps < 2:
         return CapturedDraft(follows)
-    growth = Growth(model=model, rounds=attention.round, context=attention.in_round, topk=plan.config.topk)
+    expander = TreeExpander(model=model, rounds=attention.round, context=attention.in_round, topk=plan.config.topk)
     rounds = RoundGraphs(
-        growth=growth, rounds=attention.capturable_round, max_rows=config.max_running, steps=plan.config.steps,
+        expander=expander, rounds=attention.capturable_round, max_rows=config.max_running, steps=plan.config.steps,
         topk=min(plan.config.topk, model.vocab_size), capture=parts.capture, width=width, dtype=dtype,
         device=parts.device)
     rounds.capture_all()

@@ -12,7 +12,7 @@ from pool.stage.layer_observer import LayerMark
 from runtime.clock import SystemClock
 from transfer.agent.agent import TransferAgent
 from transfer.plan.copy_plan import MAX_RUN_BYTES
-from transfer.plan.terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.transport.device import DeviceTransport, Route
 from transfer.transport.protocol import Transport
 

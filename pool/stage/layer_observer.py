@@ -22,7 +22,7 @@ def layer_observer(agent: TransferAgent, mark: LayerMark | None = None) -> Layer
         if batch.mode is not ForwardMode.PREFILL:
             return
         event = None if mark is None else mark()
-        for key, context_len, query_len in zip(batch.request_ids, batch.context_lens, batch.query_lens, strict=True):
+        for key, context_len, query_len in zip(batch.request_keys, batch.context_lens, batch.query_lens, strict=True):
             if context_len == 0:
                 agent.expect_send(key)
             agent.layer_done(key, layer_id, context_len + query_len, after=event)

@@ -17,7 +17,7 @@ BUBBLE_WINDOW_S = 1.0
 
 
 @dataclass(frozen=True)
-class PoolCensus:
+class PoolOccupancy:
     """Requests that hold memory by what they hold it for, the pages of those whose bytes are on their way, and the age
     of the request that waits longest."""
 
@@ -121,12 +121,12 @@ class LeaderMeters:
         self.pool.slots_used.set(max(0, self.geometry.num_slots - 1 - load.slots_free))
         self.handoff.sessions.set(load.open_sessions)
 
-    def on_census(self, census: PoolCensus, *, num_draining: int) -> None:
-        for state, count in census.leases.items():
+    def on_occupancy(self, occupancy: PoolOccupancy, *, num_draining: int) -> None:
+        for state, count in occupancy.leases.items():
             self.pool.leases.labels(state).set(count)
         self.pool.leases.labels("draining").set(num_draining)
-        self.pool.pages_held.set(census.num_pages_held)
-        self.work.queue_oldest_s.set(census.oldest_s)
+        self.pool.pages_held.set(occupancy.num_pages_held)
+        self.work.queue_oldest_s.set(occupancy.oldest_s)
 
     def handshake_failed(self, error: BatonError) -> None:
         """A session failed before every stage was ready for it."""

@@ -31,7 +31,7 @@ from runtime.errors import ConfigError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammars, load_grammars
 from transfer.agent.agent import TransferAgent
 from transfer.plan.compatibility import Compatibility, compatibility
-from transfer.plan.terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.transport.device import Route
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport

@@ -12,12 +12,12 @@ import grpc
 from protos import generation_pb2, generation_pb2_grpc
 from router.api.load import RequestCounts, load_of
 from router.request.choices import choice_of, emit_into, run_together
-from router.request.flow import Flow, Services
+from router.request.flow import RequestFlow, Services
 from router.request.output import Output
-from router.request.response_queue import Outbox
+from router.request.response_queue import ResponseQueue
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest, admissible
-from router.text.model_facts import ModelFacts, ServedModel
+from router.text.model_facts import ModelLimits, ServedModel
 from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError
 from runtime.log import rebind
@@ -43,7 +43,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._limits = limits
         self._clock = clock
         self.counts = RequestCounts()
-        self._running: dict[str, tuple[Flow, ...]] = {}  # a flow per choice
+        self._running: dict[str, tuple[RequestFlow, ...]] = {}  # a flow per choice
 
     async def Generate(self, request: generation_pb2.GenerateRequest,
                        context: Context) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
@@ -51,13 +51,13 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         rebind(request_id=request.request_id)
         checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed,
                                    self._model.grammars)
-        outbox = Outbox(self._limits.client_stall_s)
-        request_id = self._register(checked, outbox, timeline, context)
+        responses = ResponseQueue(self._limits.client_stall_s)
+        request_id = self._register(checked, responses, timeline, context)
         task = asyncio.create_task(run_together(self._running[request_id]))
         # By callback, because this handler may be cancelled at any await, more than once.
-        task.add_done_callback(lambda ended: self._ended(request_id, outbox, ended))
+        task.add_done_callback(lambda ended: self._ended(request_id, responses, ended))
         try:
-            async for response in outbox:
+            async for response in responses:
                 yield response
             await task
         finally:
@@ -106,10 +106,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             model=self._model.facts.name, waiting_requests=num_waiting,
             running_requests=max(0, self.num_active - num_waiting), workers=self._services.directory.status())
 
-    def _facts(self) -> ModelFacts:
+    def _facts(self) -> ModelLimits:
         return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)
 
-    def _register(self, checked: AdmissibleRequest, outbox: Outbox, timeline: Timeline, context: Context) -> str:
+    def _register(self, checked: AdmissibleRequest, responses: ResponseQueue, timeline: Timeline,
+                  context: Context) -> str:
         """Make a flow per choice; returns the id they run under."""
         engine = checked.engine
         engine.request_id = engine.request_id or uuid.uuid4().hex
@@ -123,7 +124,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
         self.counts.accepted += 1
         self._running[engine.request_id] = tuple(
-            Flow(choice_of(checked, index), self._output(checked), emit_into(outbox, engine.request_id, index),
+            RequestFlow(choice_of(checked, index), self._output(checked),
+                        emit_into(responses, engine.request_id, index),
                  timeline.sibling() if index else timeline, self._services, limit_s)
             for index in range(checked.num_choices))
         return engine.request_id
@@ -133,10 +135,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         detokeniser = tokeniser.detokenisers.new() if tokeniser is not None and checked.wants_text else None
         return Output(checked.engine, checked.stop_strings, detokeniser)
 
-    def _ended(self, request_id: str, outbox: Outbox, task: "asyncio.Task[None]") -> None:
+    def _ended(self, request_id: str, responses: ResponseQueue, task: "asyncio.Task[None]") -> None:
         self.counts.failed += not task.cancelled() and task.exception() is not None
         del self._running[request_id]
-        outbox.close()
+        responses.close()
 
 
 def draw_seed() -> int:

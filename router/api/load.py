@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from protos import generation_pb2, orca_load_report_pb2, orca_service_pb2, orca_service_pb2_grpc
-from router.workers.worker import Role, Worker
+from router.workers.worker import Worker, WorkerRole
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ORCA_SERVICE = "xds.service.orca.v3.OpenRcaService"
@@ -21,7 +21,7 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 def load_of(workers: Iterable[Worker], num_waiting: int) -> generation_pb2.GetLoadResponse:
     """Sums over the usable workers; `num_waiting` requests are held back here."""
     usable = [worker for worker in workers if worker.is_usable and worker.info is not None]
-    pools = [worker for worker in usable if worker.role is Role.DECODE]
+    pools = [worker for worker in usable if worker.role is WorkerRole.DECODE]
     infos = [worker.info for worker in pools if worker.info is not None]
     places, running = (sum(info.max_running_requests for info in infos),
                        sum(worker.load.running_requests for worker in pools))

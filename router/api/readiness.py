@@ -12,7 +12,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2, types_pb2
-from router.request.flow import Flow, Services
+from router.request.flow import RequestFlow, Services
 from router.request.output import Output
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
@@ -66,7 +66,7 @@ class Readiness:
             if response.HasField("finish"):
                 finishes.append(response)
 
-        flow = Flow(AdmissibleRequest(engine, (), wants_text=False), Output(engine, (), None), emit,
+        flow = RequestFlow(AdmissibleRequest(engine, (), wants_text=False), Output(engine, (), None), emit,
                     Timeline(SystemClock(), self._services.metrics), self._services, self._warm_up_s)
         try:
             await flow.run()

@@ -22,7 +22,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from protos import generation_pb2 as pb
 from router.api.generation import GenerationService
-from router.api.vllm_translate import Answer, error_for_vllm, request_from_vllm
+from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
 from router.text.tokenise import read_json
 from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
 from runtime.version import VERSION
@@ -47,7 +47,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> AsyncIterator[vllm.GenerateResponse]:
         self._last_received_s = time.time()
         try:
-            wanted, answer = request_from_vllm(request), Answer(request)
+            wanted, answer = request_from_vllm(request), VllmAnswer(request)
             async with contextlib.aclosing(self._generation.Generate(wanted, context)) as responses:
                 async for response in responses:
                     for ours in answer.add(response):

@@ -121,7 +121,7 @@ def _literal(text: str) -> str:
     return "".join(f"\\{character}" if character in _REGEX_SYNTAX else character for character in text)
 
 
-class Answer:
+class VllmAnswer:
     """One request's answer in that contract's terms, from the responses of `baton.v1.Generation` in their order."""
 
     def __init__(self, request: vllm.GenerateRequest) -> None:

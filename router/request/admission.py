@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from router.request.validate import AdmissibleRequest
-from router.workers.directory import Directory, Placement
+from router.workers.directory import Directory, WorkerPair
 from runtime.clock import Clock
 from runtime.errors import CapacityError, UnavailableError
 from runtime.metrics import RouterMetrics
@@ -33,7 +33,7 @@ class _Waiter:
     arrival: int
     since_s: float = field(compare=False)
     request: AdmissibleRequest = field(compare=False)
-    placed: asyncio.Future[Placement] = field(compare=False)
+    placed: asyncio.Future[WorkerPair] = field(compare=False)
 
 
 class Admission:
@@ -69,32 +69,32 @@ class Admission:
                     await self._directory.changed()
 
     @asynccontextmanager
-    async def pair_for(self, request: AdmissibleRequest) -> AsyncIterator[Placement]:
+    async def pair_for(self, request: AdmissibleRequest) -> AsyncIterator[WorkerPair]:
         """A pair of workers, booked until the block ends.
 
         Raises:
             CapacityError: the queue is full, or the wait was too long.
             UnavailableError: there is no pair, and there was none for a while.
         """
-        placement = await self._wait(request)
+        pair = await self._wait(request)
         try:
-            yield placement
+            yield pair
         finally:
-            placement.release()
+            pair.release()
 
-    async def _wait(self, request: AdmissibleRequest) -> Placement:
+    async def _wait(self, request: AdmissibleRequest) -> WorkerPair:
         waiter = self._enter(request)
         self._pump()
-        placement: Placement | None = None
+        pair: WorkerPair | None = None
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
-                placement = await waiter.placed
-            return placement
+                pair = await waiter.placed
+            return pair
         except TimeoutError:
             raise CapacityError(f"no pair of workers had room for {self._limits.max_wait_s:g} s",
                                 resource="workers") from None
         finally:
-            if placement is None:
+            if pair is None:
                 self._abandon(waiter)
             self._note_depth()
 
@@ -121,14 +121,14 @@ class Admission:
 
     def _pump(self) -> None:
         while self._waiting:
-            placement = self._directory.place(self._waiting[0].request.engine.prompt_token_ids)
-            if placement is None:
+            pair = self._directory.place(self._waiting[0].request.engine.prompt_token_ids)
+            if pair is None:
                 break
             waiter = self._waiting.pop(0)
             if waiter.placed.done():  # cancelled, and has not run since
-                placement.release()
+                pair.release()
             else:
-                waiter.placed.set_result(placement)
+                waiter.placed.set_result(pair)
         self._note_depth()
 
     def _fail_all(self) -> None:

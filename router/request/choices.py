@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import Emit
-from router.request.flow import Flow
-from router.request.response_queue import Outbox
-from router.request.task_group import task_scope
+from router.request.flow import RequestFlow
+from router.request.response_queue import ResponseQueue
+from router.request.task_group import task_group
 from router.request.validate import AdmissibleRequest
 
 # 2^64 divided by the golden ratio: seeds of neighbouring requests do not meet (Knuth, TAOCP 3, section 6.4).
@@ -35,18 +35,18 @@ def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
     return replace(request, engine=engine)
 
 
-def emit_into(outbox: Outbox, request_id: str, index: int) -> Emit:
+def emit_into(responses: ResponseQueue, request_id: str, index: int) -> Emit:
     """Where a choice's flow puts what it says: under the client's id and the choice's index."""
 
     async def emit(response: generation_pb2.GenerateResponse) -> None:
         response.request_id, response.index = request_id, index
-        await outbox.put(response)
+        await responses.put(response)
 
     return emit
 
 
-async def run_together(flows: Sequence[Flow]) -> None:
+async def run_together(flows: Sequence[RequestFlow]) -> None:
     """Every flow to its end. Raises the first BatonError, when the others have been cancelled."""
-    async with task_scope() as group:
+    async with task_group() as group:
         for flow in flows:
             group.create_task(flow.run())

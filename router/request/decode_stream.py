@@ -5,26 +5,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
-from router.request.stream_base import RETRY_PAUSE_S, Leg, cancel, may_retry, search, suspect
+from router.request.parts import RETRY_PAUSE_S, FlowParts, cancel, may_retry, search, suspect
 from router.request.worker_stream import WorkerStream
 from router.workers.worker import Booking
 from runtime.clock import HELD_UP_S
 from runtime.errors import BatonError, CapacityError, PeerLostError
 
-DecodeStream = WorkerStream[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
+DecodeCall = WorkerStream[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 MAX_RETRY_PAUSE_S = 0.5
 
 
-class DecodeLeg:
+class DecodeStream:
     """One reservation in a decode pool, offered to pool after pool until one takes it.
 
     `due_at` is the loop time by which the pool owes an answer, None while it owes none.
     """
 
-    def __init__(self, leg: Leg, booking: Booking, replayed: Sequence[int] = ()) -> None:
+    def __init__(self, parts: FlowParts, booking: Booking, replayed: Sequence[int] = ()) -> None:
         """`replayed`: output tokens after the first that the client has, of a request that moves here."""
-        self._leg = leg
+        self._parts = parts
         self._booking = booking
         self._replayed = tuple(replayed)
         self._search: asyncio.Task[None] | None = None
@@ -32,10 +32,10 @@ class DecodeLeg:
         self._refused_since: float | None = None
         self._source: transfer_pb2.SourceTerms | None = None
         self._first_token: types_pb2.TokenChunk | None = None
-        self._num_offers = 0  # on the present stream; a landing's epoch says which of them it answers
-        self._is_landing_due = False
-        self.stream: DecodeStream | None = None
-        self.has_landed = False
+        self._num_offers = 0  # on the present stream; destination terms's epoch says which of them it answers
+        self._is_destination_due = False
+        self.stream: DecodeCall | None = None
+        self.has_reserved = False
         self.due_at: float | None = None
 
     @property
@@ -59,7 +59,7 @@ class DecodeLeg:
         self._source = source
         if self.stream is not None:
             self.stream.send(decode_pb2.DecodeRequest(new_source=source))
-            self._expect_landing()
+            self._expect_destination()
         elif self._search is None or self._search.done():
             if self._booking.is_outlived:
                 raise PeerLostError(f"decode worker {self.address} started anew while the request queued")
@@ -69,9 +69,9 @@ class DecodeLeg:
         """The prefill worker is gone; the next one makes a new offer. The pool is told, so that it waits for it; a pool
         that may still refuse is told when it has landed."""
         self._source = None
-        if self.has_landed:
+        if self.has_reserved:
             self._send_source_lost()
-        if not self._is_landing_due:
+        if not self._is_destination_due:
             self.due_at = None
 
     def first_token(self, token: types_pb2.TokenChunk) -> None:
@@ -80,30 +80,30 @@ class DecodeLeg:
         if self._first_token is not None:
             return
         self._first_token = token
-        if self.has_landed:
+        if self.has_reserved:
             self._send_first_token(token)
 
-    def landed(self, landing: transfer_pb2.Landing) -> bool:
-        """A landing arrived; False if it answers an offer that was overtaken, or whose worker is gone: the successor
-        that queues gets a landing of its own when it has started."""
-        if not self.has_landed and self._first_token is not None:
+    def reserved(self, destination: transfer_pb2.DestinationTerms) -> bool:
+        """Destination terms arrived; False if they answer an offer that was overtaken, or whose worker is gone: the
+        successor that queues gets terms of its own when it has started."""
+        if not self.has_reserved and self._first_token is not None:
             self._send_first_token(self._first_token)
-        if not self.has_landed and self._source is None:
+        if not self.has_reserved and self._source is None:
             self._send_source_lost()
-        self.has_landed = True
-        self._booking.landed()
-        if landing.epoch != self._num_offers - 1:
+        self.has_reserved = True
+        self._booking.reserved()
+        if destination.epoch != self._num_offers - 1:
             return False
-        self._is_landing_due, self.due_at = False, None
+        self._is_destination_due, self.due_at = False, None
         return self._source is not None
 
     def expect_commit(self) -> None:
-        self._owe(self._leg.limits.commit_s)
+        self._owe(self._parts.limits.commit_s)
 
     @property
     def lacks_first_token(self) -> bool:
         """Whether it cannot give the commit it owes, because nobody has said the first token."""
-        return not self._is_landing_due and self._first_token is None
+        return not self._is_destination_due and self._first_token is None
 
     def committed(self) -> None:
         self.due_at = None
@@ -119,7 +119,7 @@ class DecodeLeg:
 
     def overdue(self) -> BatonError:
         """What it means that `due_at` has passed."""
-        missing = "commit a handoff that was sent" if self.has_landed else "answer a reservation"
+        missing = "commit a handoff that was sent" if self.has_reserved else "answer a reservation"
         return PeerLostError(f"decode worker {self.address} did not {missing} in time")
 
     def move_on(self, error: BatonError) -> None:
@@ -137,7 +137,7 @@ class DecodeLeg:
         self._tried |= {self.address}
         # What the prompt's source sends must fit, which is more than what fits the pool that is left.
         wanted = self.compatibility if self._source is None else self._source.compatibility
-        self._search = self._leg.group.create_task(self._reopen(error, wanted))
+        self._search = self._parts.group.create_task(self._reopen(error, wanted))
 
     def close(self) -> None:
         """Idempotent."""
@@ -149,7 +149,7 @@ class DecodeLeg:
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
-        directory, prompt = self._leg.directory, self._leg.request.prompt_token_ids
+        directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
         booking = directory.book_decode(prompt, compatibility, tried=self._tried)
         if booking is None:
             patience_s = self._patience_s(error, compatibility)
@@ -169,16 +169,16 @@ class DecodeLeg:
         await asyncio.sleep(RETRY_PAUSE_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(MAX_RETRY_PAUSE_S):
-                await self._leg.directory.changed()
+                await self._parts.directory.changed()
 
     def _open(self, source: transfer_pb2.SourceTerms) -> None:
         stub = decode_pb2_grpc.DecodeStub(self._booking.worker.channel)
-        self.stream = WorkerStream.open(stub.Generate, self._booking.worker, self._leg.inbox.put, self._leg.group,
-                                        self._leg.time_left_s())
+        self.stream = WorkerStream.open(stub.Generate, self._booking.worker, self._parts.inbox.put, self._parts.group,
+                                        self._parts.time_left_s())
         self._num_offers = 0
         self.stream.send(decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(
-            request=self._leg.request, source=source, replayed_token_ids=self._replayed)))
-        self._expect_landing()
+            request=self._parts.request, source=source, replayed_token_ids=self._replayed)))
+        self._expect_destination()
 
     def _send_first_token(self, token: types_pb2.TokenChunk) -> None:
         if self.stream is not None:
@@ -192,14 +192,14 @@ class DecodeLeg:
         """What is left of it since the first refusal: more where pools live and are only full."""
         now = asyncio.get_running_loop().time()
         self._refused_since = now if self._refused_since is None else self._refused_since
-        is_full = isinstance(error, CapacityError) and self._leg.directory.has_decode(compatibility)
-        patience_s = self._leg.limits.capacity_wait_s if is_full else self._leg.limits.peer_wait_s
+        is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(compatibility)
+        patience_s = self._parts.limits.capacity_wait_s if is_full else self._parts.limits.peer_wait_s
         return self._refused_since + patience_s - now
 
-    def _expect_landing(self) -> None:
+    def _expect_destination(self) -> None:
         self._num_offers += 1
-        self._is_landing_due = True
-        self._owe(self._leg.limits.reserve_s)
+        self._is_destination_due = True
+        self._owe(self._parts.limits.reserve_s)
 
     def _owe(self, seconds: float) -> None:
         self.due_at = asyncio.get_running_loop().time() + seconds

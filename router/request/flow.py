@@ -5,9 +5,10 @@ Life of a request:
  1. `Admission` holds it back until a compatible pair could take it soon, and books both workers.
  2. `Prefill.Run` opens. The worker queues the request; `started` says that its turn has come, with the terms of what
     it will send.
- 3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with a `Landing`, or refuses
+ 3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with a `DestinationTerms`,
+ or refuses
     and the next pool is asked; when all refuse, they are asked again while prefill computes.
- 4. The landing goes to prefill, which starts to send.
+ 4. The destination terms goes to prefill, which starts to send.
  5. `first_token` comes from prefill and goes to the client at once, and to decode.
  6. `committed` comes from decode when everything landed and was checked: the prefill stream is half-closed and its
     worker lets go.
@@ -32,18 +33,18 @@ from dataclasses import dataclass
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
 from router.request.answer import Answer, Emit
-from router.request.decode_stream import DecodeLeg
+from router.request.decode_stream import DecodeStream
 from router.request.migration import Migrations
 from router.request.output import Output
-from router.request.prefill_rate import PrefillPace
-from router.request.prefill_stream import PrefillLeg
-from router.request.stream_base import Event, FlowLimits, Leg
-from router.request.task_group import task_scope
+from router.request.parts import Event, FlowLimits, FlowParts
+from router.request.prefill_rate import PrefillRateEstimate
+from router.request.prefill_stream import PrefillStream
+from router.request.task_group import task_group
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import Ended
-from router.workers.directory import Directory, Placement
-from router.workers.worker import Role
+from router.workers.directory import Directory, WorkerPair
+from router.workers.worker import WorkerRole
 from runtime.errors import BatonError, DeadlineError, InternalError, PeerLostError
 from runtime.metrics import RouterMetrics
 from runtime.tracing import begin
@@ -59,10 +60,10 @@ class Services:
     directory: Directory
     limits: FlowLimits
     metrics: RouterMetrics
-    pace: PrefillPace
+    prefill_rate: PrefillRateEstimate
 
 
-class Flow:
+class RequestFlow:
     """Drives one request. `run` may be called once.
 
     `emit` may wait for chunks, so that a slow client slows its workers; it must take a finish at once.
@@ -118,12 +119,12 @@ class Flow:
             self.abort()
         held_back = begin("baton.router.admit", request_id=self.request_id)
         try:
-            async with self._services.admission.pair_for(self._request) as placement:
+            async with self._services.admission.pair_for(self._request) as pair:
                 held_back.end()
                 self._timeline.placed()
                 self._check_time()
                 with self._services.metrics.running.track_inprogress():
-                    await self._serve(placement)
+                    await self._serve(pair)
         finally:
             held_back.end()
             self._is_running = False
@@ -132,7 +133,7 @@ class Flow:
         """Raises DeadlineError if even the best pace seen lately could not give the first token in time. Prompts that
         queue at the worker do not count: this one may go before them."""
         num_tokens = len(self._request.engine.prompt_token_ids)
-        least_s = self._services.pace.least_s(num_tokens)
+        least_s = self._services.prefill_rate.least_s(num_tokens)
         left_s = self._ends_at - asyncio.get_running_loop().time()
         if least_s > left_s:
             raise DeadlineError(f"prefill of {num_tokens} prompt tokens takes at least {least_s:.2g} s; the deadline "
@@ -145,11 +146,12 @@ class Flow:
             raise DeadlineError(f"the request did not end within its {self._time_limit_s:g} s") from None
         await self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
 
-    async def _serve(self, placement: Placement) -> None:
-        async with task_scope() as group:
-            self._leg = Leg(self._request.engine, self._services.directory, self._services.limits, self._inbox, group,
+    async def _serve(self, pair: WorkerPair) -> None:
+        async with task_group() as group:
+            self._parts = FlowParts(self._request.engine, self._services.directory, self._services.limits, self._inbox,
+                                    group,
                             self._ends_at)
-            self._start(placement)
+            self._start(pair)
             try:
                 while self._finish is None:
                     await self._handle(await self._next_event())
@@ -161,11 +163,11 @@ class Flow:
                 self._decode.close()
                 self._migrations.ended()
 
-    def _start(self, placement: Placement) -> None:
+    def _start(self, pair: WorkerPair) -> None:
         """Give the request to this pair, with what its client has already."""
         self._is_committed = False
-        self._prefill = PrefillLeg.open(self._leg, placement.prefill)
-        self._decode = DecodeLeg(self._leg, placement.decode, self._answer.token_ids[1:])
+        self._prefill = PrefillStream.open(self._parts, pair.prefill)
+        self._decode = DecodeStream(self._parts, pair.decode, self._answer.token_ids[1:])
 
     async def _next_event(self) -> Event:
         """What a worker said; saying nothing when it owes an answer is an event too."""
@@ -206,7 +208,7 @@ class Flow:
             case "first_token":
                 timings.prefill_s = response.first_token.prefill_s
                 self._prefill.computed()
-                self._services.pace.observe(len(self._request.engine.prompt_token_ids), timings.prefill_s)
+                self._services.prefill_rate.observe(len(self._request.engine.prompt_token_ids), timings.prefill_s)
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":
@@ -234,14 +236,14 @@ class Flow:
             raise error  # nothing to hand over any more, but nobody can say the first token
         self._decode.source_lost()
         self._prefill.move_on(error, self._decode.compatibility)
-        self._timeline.retried(Role.PREFILL, error.reason)
+        self._timeline.retried(WorkerRole.PREFILL, error.reason)
 
     async def _decode_said(self, response: decode_pb2.DecodeResponse) -> None:
         match response.WhichOneof("event"):
-            case "landing":
-                if self._decode.landed(response.landing):
+            case "destination":
+                if self._decode.reserved(response.destination):
                     self._timeline.reserved()
-                    self._prefill.deliver_to(response.landing)
+                    self._prefill.deliver_to(response.destination)
             case "committed":
                 self._is_committed = True
                 self._decode.committed()
@@ -257,11 +259,11 @@ class Flow:
 
     async def _decode_ended(self, error: BatonError | None) -> None:
         error = error or PeerLostError(f"decode worker {self._decode.address} ended its stream too early")
-        if self._decode.has_landed:
+        if self._decode.has_reserved:
             await self._decode_lost(error)
         else:
             self._decode.move_on(error)
-        self._timeline.retried(Role.DECODE, error.reason)
+        self._timeline.retried(WorkerRole.DECODE, error.reason)
 
     async def _decode_lost(self, error: BatonError) -> None:
         """The pool that held the state is gone, or gave up on it: go on with another pair."""

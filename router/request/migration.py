@@ -11,14 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.request.stream_base import RETRY_PAUSE_S, FlowLimits
-from router.workers.directory import Directory, Placement
+from router.request.parts import RETRY_PAUSE_S, FlowLimits
+from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import Booking
 from runtime.errors import BatonError, DrainingError, PeerLostError, RequestAborted, UnavailableError
 from runtime.metrics import RouterMetrics
 
 
-class Departure(StrEnum):
+class MoveReason(StrEnum):
     """Why a pool gave a request up, as metrics name it."""
 
     LOST = "lost"
@@ -34,9 +34,9 @@ class Migrations:
     limits: FlowLimits
     metrics: RouterMetrics
     num_lost: int = 0
-    _under_way: Departure | None = None
+    _under_way: MoveReason | None = None
 
-    async def another_pair(self, lost: Booking, error: BatonError, prompt_token_ids: Sequence[int]) -> Placement:
+    async def another_pair(self, lost: Booking, error: BatonError, prompt_token_ids: Sequence[int]) -> WorkerPair:
         """A pair in place of the one whose pool is gone, rather not with the same pool.
 
         Raises:
@@ -45,16 +45,16 @@ class Migrations:
         self.ended()
         if not isinstance(error, UnavailableError | RequestAborted):
             raise error
-        self._under_way = Departure.DRAINED if isinstance(error, DrainingError) else Departure.LOST
-        self.num_lost += self._under_way is Departure.LOST
-        placement = None
+        self._under_way = MoveReason.DRAINED if isinstance(error, DrainingError) else MoveReason.LOST
+        self.num_lost += self._under_way is MoveReason.LOST
+        pair = None
         if self.num_lost <= self.limits.migrations:
             lost.lost(str(error))  # it gets nothing until it reports again
             await asyncio.sleep(RETRY_PAUSE_S)
-            placement = await self._search(lost, prompt_token_ids)
-        if placement is None:
+            pair = await self._search(lost, prompt_token_ids)
+        if pair is None:
             raise PeerLostError(str(error))
-        return placement
+        return pair
 
     def resumed(self) -> None:
         """The new pool has everything it needs."""
@@ -69,14 +69,14 @@ class Migrations:
             self.metrics.migrations.labels(self._under_way.value, outcome).inc()
         self._under_way = None
 
-    async def _search(self, lost: Booking, prompt_token_ids: Sequence[int]) -> Placement | None:
+    async def _search(self, lost: Booking, prompt_token_ids: Sequence[int]) -> WorkerPair | None:
         """Longer while there is a pair that is only full."""
         loop, compatibility = asyncio.get_running_loop(), lost.compatibility
         began = loop.time()
         while True:
-            placement = self.directory.place_again(prompt_token_ids, compatibility, lost.worker.address)
-            if placement is not None:
-                return placement
+            pair = self.directory.place_again(prompt_token_ids, compatibility, lost.worker.address)
+            if pair is not None:
+                return pair
             is_full = self.directory.has_pair(compatibility)
             patience_s = self.limits.capacity_wait_s if is_full else self.limits.peer_wait_s
             if loop.time() >= began + patience_s:

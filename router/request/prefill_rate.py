@@ -14,7 +14,7 @@ MEMORY_S = 60.0
 REMEMBERED = 64
 
 
-class PrefillPace:
+class PrefillRateEstimate:
     """Seconds per prompt token, as prefills that ended within the last `MEMORY_S` showed it."""
 
     def __init__(self, clock: Clock) -> None:
@@ -29,5 +29,5 @@ class PrefillPace:
     def least_s(self, num_tokens: int) -> float:
         """The time that many tokens take at best; 0 while too little is known, or for too few to tell."""
         oldest_s = self._clock.now() - MEMORY_S
-        paces = [pace for at_s, pace in self._seen if at_s >= oldest_s]
-        return num_tokens * min(paces) if num_tokens >= MIN_TOKENS and len(paces) >= MIN_PROMPTS else 0.0
+        rates = [prefill_rate for at_s, prefill_rate in self._seen if at_s >= oldest_s]
+        return num_tokens * min(rates) if num_tokens >= MIN_TOKENS and len(rates) >= MIN_PROMPTS else 0.0

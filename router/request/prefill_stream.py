@@ -4,20 +4,20 @@ import asyncio
 from typing import Self
 
 from protos import prefill_pb2, prefill_pb2_grpc, transfer_pb2
-from router.request.stream_base import RETRY_PAUSE_S, Leg, cancel, may_retry, search, suspect
+from router.request.parts import RETRY_PAUSE_S, FlowParts, cancel, may_retry, search, suspect
 from router.request.worker_stream import WorkerStream
 from router.workers.worker import Booking
 from runtime.errors import BatonError, PeerLostError
 
-PrefillStream = WorkerStream[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
+PrefillCall = WorkerStream[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
 
 
-class PrefillLeg:
+class PrefillStream:
     """Attempts to run the prompt; the first one is opened by the flow."""
 
-    def __init__(self, leg: Leg, booking: Booking, stream: PrefillStream) -> None:
-        """`open` makes legs."""
-        self._leg = leg
+    def __init__(self, parts: FlowParts, booking: Booking, stream: PrefillCall) -> None:
+        """`open` makes one."""
+        self._parts = parts
         self._booking = booking
         self._tried: frozenset[str] = frozenset()
         self._attempts = 1
@@ -26,16 +26,16 @@ class PrefillLeg:
         self.stream = stream
 
     @classmethod
-    def open(cls, leg: Leg, booking: Booking) -> Self:
+    def open(cls, parts: FlowParts, booking: Booking) -> Self:
         """Run the prompt on the worker that is booked."""
-        return cls(leg, booking, _run(leg, booking))
+        return cls(parts, booking, _run(parts, booking))
 
     @property
     def address(self) -> str:
         return self._booking.worker.address
 
-    def deliver_to(self, landing: transfer_pb2.Landing) -> None:
-        self.stream.send(prefill_pb2.RunRequest(landing=landing))
+    def deliver_to(self, destination: transfer_pb2.DestinationTerms) -> None:
+        self.stream.send(prefill_pb2.RunRequest(destination=destination))
 
     def computed(self) -> None:
         """The prompt waits for nothing on that worker any more."""
@@ -55,9 +55,9 @@ class PrefillLeg:
         self.close()
         suspect(self._booking, error)
         self._tried |= {self.address}
-        if self._attempts >= self._leg.limits.prefill_attempts or not may_retry(error):
+        if self._attempts >= self._parts.limits.prefill_attempts or not may_retry(error):
             raise error
-        self._search = self._leg.group.create_task(self._reopen(error, compatibility))
+        self._search = self._parts.group.create_task(self._reopen(error, compatibility))
 
     def close(self) -> None:
         """Idempotent."""
@@ -67,17 +67,17 @@ class PrefillLeg:
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         await asyncio.sleep(RETRY_PAUSE_S)
-        directory, prompt = self._leg.directory, self._leg.request.prompt_token_ids
+        directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
         self._booking = await search(
             directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried),
-            self._leg.limits.peer_wait_s, error)
+            self._parts.limits.peer_wait_s, error)
         self._attempts += 1
         self.has_first_token = False
-        self.stream = _run(self._leg, self._booking)
+        self.stream = _run(self._parts, self._booking)
 
 
-def _run(leg: Leg, booking: Booking) -> PrefillStream:
+def _run(parts: FlowParts, booking: Booking) -> PrefillCall:
     stub = prefill_pb2_grpc.PrefillStub(booking.worker.channel)
-    stream = WorkerStream.open(stub.Run, booking.worker, leg.inbox.put, leg.group, leg.time_left_s())
-    stream.send(prefill_pb2.RunRequest(request=leg.request))
+    stream = WorkerStream.open(stub.Run, booking.worker, parts.inbox.put, parts.group, parts.time_left_s())
+    stream.send(prefill_pb2.RunRequest(request=parts.request))
     return stream

@@ -10,7 +10,7 @@ from runtime.errors import RequestAborted
 MAX_UNREAD = 64
 
 
-class Outbox:
+class ResponseQueue:
     """Messages of one stream. `put` waits while `MAX_UNREAD` chunks are unread; a finish is always taken at once."""
 
     def __init__(self, stall_limit_s: float) -> None:
@@ -40,7 +40,7 @@ class Outbox:
         return self
 
     async def __anext__(self) -> generation_pb2.GenerateResponse:
-        """The next message, until the outbox is closed and empty."""
+        """The next message, until the queue is closed and empty."""
         while not self._unread:
             if self._is_closed:
                 raise StopAsyncIteration

@@ -9,7 +9,7 @@ from runtime.supervision import first_leaf
 
 
 @asynccontextmanager
-async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """A TaskGroup whose first BatonError comes out as itself instead of inside a group."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from protos import types_pb2
-from router.workers.worker import Role
+from router.workers.worker import WorkerRole
 from runtime.clock import Clock
 from runtime.metrics import RouterMetrics
 
@@ -73,7 +73,7 @@ class Timeline:
         self.num_tokens += count
         self.metrics.completion_tokens.inc(count)
 
-    def retried(self, role: Role, reason: str) -> None:
+    def retried(self, role: WorkerRole, reason: str) -> None:
         self.metrics.retries.labels(role.value, reason).inc()
 
     def ended(self, outcome: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from protos import generation_pb2, types_pb2
-from router.text.model_facts import ModelFacts
+from router.text.model_facts import ModelLimits
 from router.text.tokenise import Message, Tokeniser
 from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
@@ -65,7 +65,7 @@ class AdmissibleRequest:
     num_choices: int = 1
 
 
-async def admissible(request: generation_pb2.GenerateRequest, facts: ModelFacts, tokeniser: Tokeniser | None,
+async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None,
                      draw_seed: Callable[[], int], grammars: Grammars | None = None) -> AdmissibleRequest:
     """The request in the workers' terms. `draw_seed` gives the seed of a request that brings none; without `grammars`
     structured output cannot be had.
@@ -105,7 +105,7 @@ def _identity(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolatio
         yield FieldViolation("n", f"must be between 1 and {MAX_CHOICES}, got {request.n}")
 
 
-def _prompt(request: generation_pb2.GenerateRequest, facts: ModelFacts,
+def _prompt(request: generation_pb2.GenerateRequest, facts: ModelLimits,
             tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
     kind = request.WhichOneof("prompt")
     if kind is None:
@@ -122,7 +122,7 @@ def _prompt(request: generation_pb2.GenerateRequest, facts: ModelFacts,
         yield from _fits("text", len(request.text), facts, tokeniser)
 
 
-def _prompt_ids(ids: Sequence[int], facts: ModelFacts) -> Iterable[FieldViolation]:
+def _prompt_ids(ids: Sequence[int], facts: ModelLimits) -> Iterable[FieldViolation]:
     if not ids:
         yield FieldViolation("token_ids.ids", "must not be empty")
     elif len(ids) >= facts.max_context_tokens:
@@ -132,7 +132,7 @@ def _prompt_ids(ids: Sequence[int], facts: ModelFacts) -> Iterable[FieldViolatio
         yield FieldViolation(f"token_ids.ids[{index}]", _not_in_vocabulary(token_id, facts))
 
 
-def _chat(chat: generation_pb2.ChatMessages, facts: ModelFacts, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
+def _chat(chat: generation_pb2.ChatMessages, facts: ModelLimits, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
     if not tokeniser.has_chat_template:
         yield FieldViolation("chat", "the model has no chat template")
     if not chat.messages:
@@ -147,13 +147,13 @@ def _chat(chat: generation_pb2.ChatMessages, facts: ModelFacts, tokeniser: Token
                      tokeniser)
 
 
-def _fits(field: str, num_characters: int, facts: ModelFacts, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
+def _fits(field: str, num_characters: int, facts: ModelLimits, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
     if num_characters > tokeniser.longest_token * facts.max_context_tokens:
         yield FieldViolation(field, f"has {num_characters} characters, which cannot fit into the context limit of "
                                     f"{facts.max_context_tokens} tokens")
 
 
-def _sampling(sampling: types_pb2.SamplingParams, facts: ModelFacts) -> Iterable[FieldViolation]:
+def _sampling(sampling: types_pb2.SamplingParams, facts: ModelLimits) -> Iterable[FieldViolation]:
     for name, interval in SAMPLING_INTERVALS.items():
         if sampling.HasField(name) and (value := getattr(sampling, name)) not in interval:
             yield FieldViolation(f"sampling.{name}", f"{interval}, got {value:g}")
@@ -168,7 +168,7 @@ def _sampling(sampling: types_pb2.SamplingParams, facts: ModelFacts) -> Iterable
             yield FieldViolation(f"sampling.logit_bias[{token_id}]", f"{LOGIT_BIAS_INTERVAL}, got {bias:g}")
 
 
-def _stop(request: generation_pb2.GenerateRequest, facts: ModelFacts,
+def _stop(request: generation_pb2.GenerateRequest, facts: ModelLimits,
           tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
     stop = request.stop
     if stop.HasField("max_tokens"):
@@ -236,7 +236,7 @@ async def _prompt_token_ids(request: generation_pb2.GenerateRequest, tokeniser: 
     return await tokeniser.encode_chat([Message(message.role, message.content) for message in request.chat.messages])
 
 
-def _context(request: generation_pb2.GenerateRequest, facts: ModelFacts, num_tokens: int) -> Iterable[FieldViolation]:
+def _context(request: generation_pb2.GenerateRequest, facts: ModelLimits, num_tokens: int) -> Iterable[FieldViolation]:
     kind = request.WhichOneof("prompt") or "prompt"
     room = facts.max_context_tokens - num_tokens
     if num_tokens == 0:
@@ -249,7 +249,7 @@ def _context(request: generation_pb2.GenerateRequest, facts: ModelFacts, num_tok
                                                 f"got {request.stop.min_tokens}")
 
 
-def _resolve(request: generation_pb2.GenerateRequest, facts: ModelFacts, prompt: list[int],
+def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt: list[int],
              draw_seed: Callable[[], int]) -> AdmissibleRequest:
     stop, room = request.stop, facts.max_context_tokens - len(prompt)
     eos = () if stop.ignore_eos else facts.eos_token_ids
@@ -278,7 +278,7 @@ def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], 
     return sampling
 
 
-def _too_long(field: str, num_tokens: int, facts: ModelFacts) -> FieldViolation:
+def _too_long(field: str, num_tokens: int, facts: ModelLimits) -> FieldViolation:
     return FieldViolation(field, f"has {num_tokens} tokens; the context limit of {facts.max_context_tokens} tokens "
                                  "must leave room for at least one more")
 
@@ -287,5 +287,5 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]!r}..."
 
 
-def _not_in_vocabulary(token_id: int, facts: ModelFacts) -> str:
+def _not_in_vocabulary(token_id: int, facts: ModelLimits) -> str:
     return f"{token_id} is not in the vocabulary of {facts.vocab_size} tokens"

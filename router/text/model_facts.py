@@ -10,7 +10,7 @@ from runtime.grammar import Grammars, load_grammars
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelLimits:
     """Limits of the served model. `max_context_tokens` counts prompt plus completion."""
 
     name: str
@@ -26,7 +26,7 @@ class ServedModel:
     """The facts, and the tokeniser if the model directory has one. `grammars` is None where structured output cannot be
     offered."""
 
-    facts: ModelFacts
+    facts: ModelLimits
     tokeniser: Tokeniser | None
     grammars: Grammars | None = None
 
@@ -46,7 +46,7 @@ def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
               if source.get("eos_token_id") is not None]
     eos = stated[0] if stated else []
     architectures = config.get("architectures") or [""]
-    facts = ModelFacts(
+    facts = ModelLimits(
         name=name or model_dir.resolve().name,
         architecture=str(architectures[0]),
         vocab_size=_positive(text_config, "vocab_size"),

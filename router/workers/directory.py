@@ -14,12 +14,12 @@ from enum import StrEnum
 from typing import TypeVar
 
 from protos import generation_pb2
-from router.text.model_facts import ModelFacts
+from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Draw, Policy, choose
 from router.workers.watch import watch_worker
-from router.workers.worker import Booking, Role, Worker
-from router.workers.worker_set import Roster, open_source
+from router.workers.worker import Booking, Worker, WorkerRole
+from router.workers.worker_set import WorkerSet, open_source
 from runtime.access import PeerRole
 from runtime.client import open_channel
 from runtime.metrics import RouterMetrics
@@ -37,7 +37,7 @@ class Room(StrEnum):
 
 
 @dataclass(frozen=True)
-class Placement:
+class WorkerPair:
     """A pair of workers for one request. The decode pool reserves only when prefill starts."""
 
     prefill: Booking
@@ -64,31 +64,32 @@ class DirectoryOptions:
 class Directory:
     """Workers of one model. Build inside a running event loop; `run` watches until it is cancelled."""
 
-    def __init__(self, options: DirectoryOptions, facts: ModelFacts, metrics: RouterMetrics,
+    def __init__(self, options: DirectoryOptions, facts: ModelLimits, metrics: RouterMetrics,
                  rng: random.Random) -> None:
         self._options = options
         self._facts = facts
         self._metrics = metrics
         self._rng = rng
-        self._turns = dict.fromkeys(Role, 0)
+        self._turns = dict.fromkeys(WorkerRole, 0)
         self._changed = asyncio.Event()
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
-                   for role, targets in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode))}
-        self._roster = Roster(sources, self._worker, self._watch)
+                   for role, targets in ((WorkerRole.PREFILL, options.prefill), (WorkerRole.DECODE, options.decode))}
+        self._worker_set = WorkerSet(sources, self._worker, self._watch)
         # Affinity is about prompts; a decode pool has nothing to remember of them.
         affine = options.policy is Policy.PREFIX_AFFINITY
-        self._policies = {Role.PREFILL: options.policy, Role.DECODE: Policy.LEAST_LOAD if affine else options.policy}
+        self._policies = {WorkerRole.PREFILL: options.policy, WorkerRole.DECODE: Policy.LEAST_LOAD if affine
+                          else options.policy}
         self._count_workers()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        return self._roster.workers
+        return self._worker_set.workers
 
     async def run(self) -> None:
         """Find and watch every worker."""
-        await self._roster.run()
+        await self._worker_set.run()
 
-    def _worker(self, role: Role, address: str) -> Worker:
+    def _worker(self, role: WorkerRole, address: str) -> Worker:
         channel = open_channel(address, security=self._options.security.to(PeerRole(role.value)))
         return Worker(role, address, channel, self._on_change, self._options.decode_lookahead)
 
@@ -115,33 +116,33 @@ class Directory:
     def revision(self) -> str:
         """Digest of the weights, as the workers of a pair state it; empty while there is none."""
         pair = self.pair_problem() == ""
-        return next((w.info.revision for w in self._usable(Role.DECODE) if pair and w.info is not None), "")
+        return next((w.info.revision for w in self._usable(WorkerRole.DECODE) if pair and w.info is not None), "")
 
     def pair_problem(self) -> str:
         """Why no prefill and decode worker can serve together; empty if some can."""
-        for role in Role:
+        for role in WorkerRole:
             if not self._usable(role):
                 reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
                 return f"no {role} worker is usable ({'; '.join(reasons) or 'none found'})"
-        if any(self._fits(digest, Role.DECODE) for digest in self._digests(Role.PREFILL)):
+        if any(self._fits(digest, WorkerRole.DECODE) for digest in self._digests(WorkerRole.PREFILL)):
             return ""
-        prefill, decode = (next(iter(self._usable(role))).info for role in Role)
+        prefill, decode = (next(iter(self._usable(role))).info for role in WorkerRole)
         assert prefill is not None
         assert decode is not None
         return ("prefill and decode workers do not fit together: prefill has "
                 f"{prefill.compatibility_text or prefill.compatibility}, decode has "
                 f"{decode.compatibility_text or decode.compatibility}")
 
-    def place(self, prompt_token_ids: Sequence[int]) -> Placement | None:
+    def place(self, prompt_token_ids: Sequence[int]) -> WorkerPair | None:
         """Book a compatible pair that could take the request now or soon; None if there is none."""
         num_tokens = len(prompt_token_ids)
-        pools = [worker for worker in self._usable(Role.DECODE) if worker.as_candidate(num_tokens).has_room]
-        return self._book_pair(self._usable(Role.PREFILL), pools, prompt_token_ids)
+        pools = [worker for worker in self._usable(WorkerRole.DECODE) if worker.as_candidate(num_tokens).has_room]
+        return self._book_pair(self._usable(WorkerRole.PREFILL), pools, prompt_token_ids)
 
     def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                      tried: frozenset[str]) -> Booking | None:
         """A prefill worker for a request that lost its own; one that was tried only if there is no other."""
-        fitting = self._fitting(Role.PREFILL, compatibility)
+        fitting = self._fitting(WorkerRole.PREFILL, compatibility)
         others = [worker for worker in fitting if worker.address not in tried]
         chosen = self._choose(others or fitting, prompt_token_ids)
         return None if chosen is None else self._book(chosen, prompt_token_ids)
@@ -149,31 +150,31 @@ class Directory:
     def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                     tried: frozenset[str]) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
-        chosen = self._choose(self._fitting(Role.DECODE, compatibility), prompt_token_ids, tried, Room.ANY)
+        chosen = self._choose(self._fitting(WorkerRole.DECODE, compatibility), prompt_token_ids, tried, Room.ANY)
         return None if chosen is None else self._book(chosen, prompt_token_ids)
 
-    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str) -> Placement | None:
+    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str) -> WorkerPair | None:
         """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
         again and there is no other."""
-        sources, pools = self._fitting(Role.PREFILL, compatibility), self._usable(Role.DECODE)
+        sources, pools = self._fitting(WorkerRole.PREFILL, compatibility), self._usable(WorkerRole.DECODE)
         others = [worker for worker in pools if worker.address != lost]
         return (self._book_pair(sources, others, prompt_token_ids)
                 or self._book_pair(sources, pools, prompt_token_ids))
 
     def has_pair(self, compatibility: str) -> bool:
         """Whether workers of both roles that fit are alive, with room or without."""
-        return self._fits(compatibility, Role.PREFILL) and self._fits(compatibility, Role.DECODE)
+        return self._fits(compatibility, WorkerRole.PREFILL) and self._fits(compatibility, WorkerRole.DECODE)
 
     def has_decode(self, compatibility: str) -> bool:
         """Whether a decode pool that fits is alive, with room or without."""
-        return self._fits(compatibility, Role.DECODE)
+        return self._fits(compatibility, WorkerRole.DECODE)
 
     def status(self) -> list[generation_pb2.WorkerStatus]:
         """Every worker, for people."""
         return [self._status_of(worker) for worker in self.workers]
 
     def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker],
-                   prompt_token_ids: Sequence[int]) -> Placement | None:
+                   prompt_token_ids: Sequence[int]) -> WorkerPair | None:
         """A source with room and one of the pools, full or not. Both are chosen before either is booked: a booking that
         is given back wakes whoever waits for room, and two of those would wake each other for ever."""
         digests = {pool.compatibility for pool in pools}
@@ -185,7 +186,7 @@ class Directory:
         decode = self._choose(fitting, prompt_token_ids, room=Room.ANY)
         if decode is None:
             return None
-        return Placement(self._book(prefill, prompt_token_ids), self._book(decode, prompt_token_ids))
+        return WorkerPair(self._book(prefill, prompt_token_ids), self._book(decode, prompt_token_ids))
 
     def _book(self, worker: Worker, prompt_token_ids: Sequence[int]) -> Booking:
         self._metrics.decisions.labels(self._policies[worker.role].value, "chosen").inc()
@@ -209,26 +210,26 @@ class Directory:
             return None
         return by_address[chosen.address]
 
-    def _fitting(self, role: Role, compatibility: str) -> list[Worker]:
+    def _fitting(self, role: WorkerRole, compatibility: str) -> list[Worker]:
         return [worker for worker in self._usable(role) if may_pair(worker.compatibility, compatibility)]
 
-    def _usable(self, role: Role) -> list[Worker]:
+    def _usable(self, role: WorkerRole) -> list[Worker]:
         return [worker for worker in self.workers if worker.role is role and worker.is_usable]
 
-    def _digests(self, role: Role) -> set[str]:
+    def _digests(self, role: WorkerRole) -> set[str]:
         return {worker.compatibility for worker in self._usable(role)}
 
-    def _fits(self, digest: str, role: Role) -> bool:
+    def _fits(self, digest: str, role: WorkerRole) -> bool:
         return any(may_pair(digest, other) for other in self._digests(role))
 
     def _on_change(self) -> None:
-        self._roster.sweep()
+        self._worker_set.sweep()
         self._changed.set()
         self._changed = asyncio.Event()
         self._count_workers()
 
     def _count_workers(self) -> None:
-        for role in Role:
+        for role in WorkerRole:
             usable = len(self._usable(role))
             total = sum(worker.role is role for worker in self.workers)
             self._metrics.workers.labels(role.value, "usable").set(usable)
@@ -249,7 +250,7 @@ class Directory:
         return status
 
     def _unpaired(self, worker: Worker) -> str:
-        other = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+        other = WorkerRole.DECODE if worker.role is WorkerRole.PREFILL else WorkerRole.PREFILL
         if self._fits(worker.compatibility, other):
             return ""
         others = [peer.info.compatibility_text for peer in self.workers if peer.role is other and peer.info is not None]

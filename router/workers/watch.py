@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
-from router.text.model_facts import ModelFacts
+from router.text.model_facts import ModelLimits
 from router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ SILENT_INTERVALS = 5
 _LOOKS = 8  # how often a silence is looked at before it is over
 
 
-async def watch_worker(worker: Worker, facts: ModelFacts, interval_s: float, rng: random.Random) -> None:
+async def watch_worker(worker: Worker, facts: ModelLimits, interval_s: float, rng: random.Random) -> None:
     """Keep `worker` up to date until cancelled."""
     backoff_s = FIRST_BACKOFF_S
     while True:
@@ -55,7 +55,7 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
 
 
-async def _follow(worker: Worker, facts: ModelFacts, interval_s: float) -> str:
+async def _follow(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
     """Apply reports until they end; the reason why they did."""
     silence_s = max(MIN_SILENCE_S, SILENT_INTERVALS * interval_s)
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(worker_pb2.WatchRequest(interval_s=interval_s))
@@ -75,7 +75,7 @@ async def _follow(worker: Worker, facts: ModelFacts, interval_s: float) -> str:
     return "it ended its reports"
 
 
-def _apply(worker: Worker, facts: ModelFacts, response: worker_pb2.WatchResponse) -> bool:
+def _apply(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> bool:
     if response.HasField("info"):
         logger.info("worker found", extra={"worker": worker.address, "incarnation": response.info.incarnation})
         worker.introduced(response.info, facts)

@@ -11,11 +11,11 @@ from enum import StrEnum
 import grpc
 
 from protos import worker_pb2
-from router.text.model_facts import ModelFacts
+from router.text.model_facts import ModelLimits
 from router.workers.policy import Candidate
 
 
-class Role(StrEnum):
+class WorkerRole(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -30,7 +30,7 @@ class Booking:
     compatibility: str
     num_tokens: int  # of the prompt
     num_pages: int  # the prompt and one token
-    has_landed: bool = False
+    has_reserved: bool = False
     is_reported: bool = False
 
     @property
@@ -43,10 +43,10 @@ class Booking:
         if not self.is_outlived:
             self.worker.lost(reason)
 
-    def landed(self) -> None:
+    def reserved(self) -> None:
         """The worker has reserved; its next report shows it."""
-        if not self.has_landed:
-            self.has_landed = True
+        if not self.has_reserved:
+            self.has_reserved = True
             self.worker.on_change()
 
     def release(self) -> None:
@@ -71,7 +71,7 @@ class _Claims:
 class Worker:
     """Mutable state of one address; only discovery, its watch and its requests write it."""
 
-    role: Role
+    role: WorkerRole
     address: str
     channel: grpc.aio.Channel
     on_change: Callable[[], None]
@@ -137,7 +137,7 @@ class Worker:
             return None
         return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
 
-    def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelFacts) -> None:
+    def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
         """Its facts arrived. Claims on an earlier incarnation died with it."""
         if info.incarnation != self.incarnation:
             self._outlived += self._bookings
@@ -154,7 +154,7 @@ class Worker:
         self.load = load
         self._claims_at_report = self._claims()
         for booking in self._bookings:
-            booking.is_reported = booking.has_landed
+            booking.is_reported = booking.has_reserved
         not_serving = "" if load.serving else load.reason or "not serving"
         self.problem = self.mismatch or not_serving
         self.on_change()
@@ -177,7 +177,7 @@ class Worker:
 
     def as_candidate(self, num_tokens: int) -> Candidate:
         """This worker for a policy that places a prompt of `num_tokens`."""
-        if self.role is Role.PREFILL:
+        if self.role is WorkerRole.PREFILL:
             now = self._estimate(self.load.queued_requests, self.load.queued_tokens)
             limit = self.info.max_queued_requests if self.info is not None else 0
             return Candidate(self.address, now.tokens, has_room=not limit or now.requests < limit)
@@ -185,7 +185,7 @@ class Worker:
         return Candidate(self.address, self._used_share(now.requests), has_room=self._decode_room(now, num_tokens))
 
     def _decode_room(self, now: _Claims, num_tokens: int) -> bool:
-        coming = [booking for booking in self._bookings if not booking.has_landed]
+        coming = [booking for booking in self._bookings if not booking.has_reserved]
         if len(coming) < self.decode_lookahead or self.info is None:
             return True
         unreported = [booking for booking in self._bookings if not booking.is_reported]
@@ -211,7 +211,7 @@ class Worker:
         return -(-(num_tokens + 1) // page_size)
 
 
-def _mismatch(info: worker_pb2.WorkerInfo, role: Role, facts: ModelFacts) -> str:
+def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits) -> str:
     """Why a worker must not serve this router's model; empty if it may."""
     if info.role != role:
         return f"it is a {info.role} worker, configured as {role}"

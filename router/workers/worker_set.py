@@ -14,11 +14,11 @@ from prometheus_client import Counter
 
 from router.workers.discovery import DNS, DiscoveryOptions, DnsSource, ServiceTarget, Source, StaticSource, parse_target
 from router.workers.endpoints import EndpointSource
-from router.workers.worker import Role, Worker
+from router.workers.worker import Worker, WorkerRole
 
 logger = logging.getLogger(__name__)
 
-Make = Callable[[Role, str], Worker]
+Make = Callable[[WorkerRole, str], Worker]
 Watch = Callable[[Worker], Coroutine[None, None, None]]
 
 
@@ -30,16 +30,16 @@ def open_source(target: str, options: DiscoveryOptions, errors: Counter, rng: ra
     return DnsSource(place, options.interval_s, errors) if target.startswith(DNS) else StaticSource(str(place))
 
 
-class Roster:
+class WorkerSet:
     """Build inside a running event loop. Addresses given outright are there from the start, others while `run` runs."""
 
-    def __init__(self, sources: Mapping[Role, Sequence[Source]], make: Make, watch: Watch) -> None:
+    def __init__(self, sources: Mapping[WorkerRole, Sequence[Source]], make: Make, watch: Watch) -> None:
         self._sources = [(role, source) for role, several in sources.items() for source in several]
         self._make = make
         self._watch = watch
         self._listed: list[frozenset[str]] = [frozenset() for _ in self._sources]
-        self._workers: dict[tuple[Role, str], Worker] = {}
-        self._watches: dict[tuple[Role, str], asyncio.Task[None]] = {}
+        self._workers: dict[tuple[WorkerRole, str], Worker] = {}
+        self._watches: dict[tuple[WorkerRole, str], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         for index, (_, source) in enumerate(self._sources):
             if isinstance(source, StaticSource):
@@ -48,7 +48,7 @@ class Roster:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """Prefill first, then by address in order of appearance."""
-        return tuple(sorted(self._workers.values(), key=lambda worker: list(Role).index(worker.role)))
+        return tuple(sorted(self._workers.values(), key=lambda worker: list(WorkerRole).index(worker.role)))
 
     async def run(self) -> None:
         """Follow every source and watch every worker, until cancelled."""

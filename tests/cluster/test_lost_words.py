@@ -19,7 +19,7 @@ from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
 from tests.support.one_process import cluster_in_process
 from tests.support.questions import as_query, make_questions, shown
-from transfer.plan.terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.session import ReceiveSession, ReceiveState
 
 hear = ReceiveSession.on_stage_event

@@ -37,7 +37,7 @@ def test_the_first_tree_is_grown_before_the_first_step_and_verified_by_it() -> N
     scheduler = drafting()
     key, client = joined(scheduler, request(prompt=5, max_tokens=8))
     begun = next_batch(scheduler)
-    assert (begun.mode, begun.request_ids, begun.context_lens, begun.num_tokens) == (
+    assert (begun.mode, begun.request_keys, begun.context_lens, begun.num_tokens) == (
         ForwardMode.PREBUILT, (key,), (5,), 0)
     assert isinstance(begun.spec_info, SpecInfo)
     assert begun.spec_info.rows[0].num_draft_tokens == 3

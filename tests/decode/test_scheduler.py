@@ -146,7 +146,7 @@ def test_a_deeper_pipeline_gets_as_many_micro_batches(depth: int) -> None:
     in_flight = [scheduler.next_batch() for _ in range(depth)]
     assert [batch.num_rows for batch in in_flight if batch is not None] == [6 // depth] * depth
     assert scheduler.next_batch() is None
-    keys = [key for batch in in_flight if batch is not None for key in batch.request_ids]
+    keys = [key for batch in in_flight if batch is not None for key in batch.request_keys]
     assert len(set(keys)) == 6
 
 
@@ -257,6 +257,6 @@ def test_s4_6_more_may_be_held_than_run_and_all_take_their_turns() -> None:
         scheduler.reserve(request(), lambda event: None)
     batches = run(scheduler, 3)
     assert [batch.num_rows for batch in batches] == [2, 2, 2]
-    assert len({key for batch in batches for key in batch.request_ids}) == 6
+    assert len({key for batch in batches for key in batch.request_keys}) == 6
     run(scheduler, 100)
     assert all(isinstance(client.last, Finished) for client in clients)

@@ -29,7 +29,7 @@ from tests.support.handoff import assert_handed_over
 from tests.support.local_pool import call
 from tests.support.tiny_models import HYBRID, tiny
 from transfer.plan import codec
-from transfer.plan.terms import SourceTerms, StageSessionState
+from transfer.plan.handoff_terms import SourceTerms, StageSessionState
 from transfer.session import SessionDeadlines
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
@@ -65,12 +65,12 @@ def run_step(pools: Arrivals, error: BatonError | None = None) -> None:
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(pools: Arrivals, late: int) -> None:
-    stream, landing = await pools.open()
+    stream, destination = await pools.open()
     late_layers = pools.dest.stages[late].memory.geometry.layers
-    pools.deliver(landing, layers=lambda layer_id: layer_id not in late_layers)
+    pools.deliver(destination, layers=lambda layer_id: layer_id not in late_layers)
     stream.send(first_token())
     others = [stage for rank, stage in enumerate(pools.dest.stages) if rank != late]
-    await pools.until(lambda: all(COMPLETE in stage.log.states(landing.session_id) for stage in others))
+    await pools.until(lambda: all(COMPLETE in stage.log.states(destination.session_id) for stage in others))
     await asyncio.sleep(0.05)  # for whoever would commit now
     assert pools.next_batch() is None
     assert stream.responses.empty()
@@ -78,52 +78,53 @@ async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(pools: Arri
     assert (await stream.next()).WhichOneof("event") == "committed"
     batch = pools.next_batch()
     assert batch is not None
-    assert (batch.mode, batch.slot_ids.tolist()) == (ForwardMode.DECODE, [landing.slot_id])
+    assert (batch.mode, batch.slot_ids.tolist()) == (ForwardMode.DECODE, [destination.slot_id])
     call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)])))
     await stream.drop()
-    await assert_gone(pools, landing.session_id)
+    await assert_gone(pools, destination.session_id)
 
 
 @pytest.mark.parametrize("layer_id", range(NUM_LAYERS))
 async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(pools: Arrivals, layer_id: int) -> None:
     pools.network.fault = lambda tag, num_bytes: Fault.FLIP if num_bytes == state_bytes(layer_id) else Fault.NONE
-    stream, landing = await pools.open()
+    stream, destination = await pools.open()
     stream.send(first_token())
-    pools.deliver(landing)
-    with pytest.raises(IntegrityError, match=f"stage {layer_id // 2}: layer {layer_id} state slot {landing.slot_id}"):
+    pools.deliver(destination)
+    where = f"stage {layer_id // 2}: layer {layer_id} state slot {destination.slot_id}"
+    with pytest.raises(IntegrityError, match=where):
         await stream.ended()
     assert pools.next_batch() is None
     assert pools.metric("baton_kv_integrity_failures_total") == 1
     assert pools.metric("baton_kv_transfer_failures_total", reason="digest_mismatch") == 1
-    await assert_gone(pools, landing.session_id)
+    await assert_gone(pools, destination.session_id)
     pools.network.fault = None
-    pools.source.close(landing.session_id)
-    again, landing = await pools.open()  # the same memory serves the next request
-    pools.deliver(landing)
+    pools.source.close(destination.session_id)
+    again, destination = await pools.open()  # the same memory serves the next request
+    pools.deliver(destination)
     again.send(first_token())
     assert (await again.next()).WhichOneof("event") == "committed"
     await again.drop()
-    await assert_gone(pools, landing.session_id)
+    await assert_gone(pools, destination.session_id)
 
 
-async def to_landing(pools: Arrivals) -> tuple[DecodeStream, str]:
-    stream, landing = await pools.open()
-    return stream, landing.session_id
+async def to_destination(pools: Arrivals) -> tuple[DecodeStream, str]:
+    stream, destination = await pools.open()
+    return stream, destination.session_id
 
 
 async def to_half_landed(pools: Arrivals) -> tuple[DecodeStream, str]:
-    stream, landing = await pools.open()
-    pools.deliver(landing, layers=lambda layer_id: layer_id < 3)
-    await pools.until(lambda: COMPLETE in pools.dest.stages[0].log.states(landing.session_id))
-    return stream, landing.session_id
+    stream, destination = await pools.open()
+    pools.deliver(destination, layers=lambda layer_id: layer_id < 3)
+    await pools.until(lambda: COMPLETE in pools.dest.stages[0].log.states(destination.session_id))
+    return stream, destination.session_id
 
 
 async def to_landed(pools: Arrivals) -> tuple[DecodeStream, str]:
     """Everything but the first token is here."""
-    stream, landing = await pools.open()
-    pools.deliver(landing)
-    await all_landed(pools, landing.session_id)
-    return stream, landing.session_id
+    stream, destination = await pools.open()
+    pools.deliver(destination)
+    await all_landed(pools, destination.session_id)
+    return stream, destination.session_id
 
 
 async def to_committed(pools: Arrivals) -> tuple[DecodeStream, str]:
@@ -140,7 +141,7 @@ async def to_decoding(pools: Arrivals) -> tuple[DecodeStream, str]:
     return stream, session_id
 
 
-@pytest.mark.parametrize("reach", [to_landing, to_half_landed, to_landed, to_committed, to_decoding])
+@pytest.mark.parametrize("reach", [to_destination, to_half_landed, to_landed, to_committed, to_decoding])
 async def test_s4_7_an_abort_frees_at_every_step(
         pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[DecodeStream, str]]]) -> None:
     stream, session_id = await reach(pools)
@@ -159,20 +160,20 @@ async def test_s4_7_a_failed_step_frees(pools: Arrivals) -> None:
 
 @pytest.mark.parametrize("how", ["length", "stop token"])
 async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(pools: Arrivals, how: str) -> None:
-    stream, landing = await pools.open(max_tokens=1) if how == "length" else await pools.open(stop_token_ids=[7])
-    pools.deliver(landing)
+    stream, destination = await pools.open(max_tokens=1) if how == "length" else await pools.open(stop_token_ids=[7])
+    pools.deliver(destination)
     stream.send(first_token(7))
     assert (await stream.next()).WhichOneof("event") == "committed"
     assert (await stream.next()).WhichOneof("event") == "finished"
     await stream.ended()
     assert pools.next_batch() is None
-    await assert_gone(pools, landing.session_id)
+    await assert_gone(pools, destination.session_id)
 
 
 async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and_ends_like_any_other(
         pools: Arrivals) -> None:
-    stream, landing = await pools.open(max_tokens=16)
-    pools.deliver(landing)
+    stream, destination = await pools.open(max_tokens=16)
+    pools.deliver(destination)
     stream.send(first_token())
     assert (await stream.next()).WhichOneof("event") == "committed"
     others = pools.scheduler.pages.alloc(pools.scheduler.pages.num_free, owner="others")
@@ -180,16 +181,16 @@ async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and
         run_step(pools)
     assert pools.scheduler.slots.num_free == pools.scheduler.slots.num_total
     assert pools.scheduler.pages.num_free == pools.scheduler.pages.num_total - others.num_pages
-    census = await pools.loop.submit(pools.scheduler.census)
-    assert census.leases == {"landing": 0, "running": 0}
-    assert census.oldest_s > 0
+    occupancy = await pools.loop.submit(pools.scheduler.occupancy)
+    assert occupancy.leases == {"landing": 0, "running": 0}
+    assert occupancy.oldest_s > 0
     others.end()
     while pools.scheduler.load().running_requests or pools.scheduler.load().waiting_requests:
         run_step(pools)
     await stream.ended()
     assert pools.metric("baton_preemptions_total") == 1
     assert pools.metric("baton_local_prefill_total", reason="preempted") == 1
-    await assert_gone(pools, landing.session_id)
+    await assert_gone(pools, destination.session_id)
 
 
 async def test_terms_that_do_not_fit_are_a_handshake_that_failed(pools: Arrivals) -> None:
@@ -223,12 +224,12 @@ async def test_a_source_lost_with_everything_sent_and_nothing_said_is_replaced(p
     for stage in pools.source.stages:
         stage.memory.randomize(99)  # what another worker computed in its own pages
     stream.send(new_source(pools.terms))
-    landing = codec.landing_from_proto((await stream.next()).landing)
-    assert (landing.session_id, landing.epoch) == (session_id, 1)
-    pools.deliver(landing, request_key=2)
+    destination = codec.destination_from_proto((await stream.next()).destination)
+    assert (destination.session_id, destination.epoch) == (session_id, 1)
+    pools.deliver(destination, request_key=2)
     stream.send(first_token())
     assert (await stream.next()).WhichOneof("event") == "committed"
-    assert_handed_over(pools.source, pools.dest, SOURCE_PAGES, landing.page_ids, 1, landing.slot_id)
+    assert_handed_over(pools.source, pools.dest, SOURCE_PAGES, destination.page_ids, 1, destination.slot_id)
     assert all(stage.log.states(session_id) == [OPEN, COMPLETE, DRAINED] for stage in pools.dest.stages)
     await stream.drop()
     await pools.until(lambda: pools.is_free)
@@ -259,29 +260,29 @@ async def test_a_first_token_outside_the_vocabulary_is_refused_by_name(pools: Ar
 async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
         pools: Arrivals, monkeypatch: pytest.MonkeyPatch, remaining_s: float) -> None:
     monkeypatch.setattr(arrival, "HANDOFF_TIMEOUT_S", 0.01)  # for a request that does not say
-    stream, landing = await pools.open(remaining_s=remaining_s)
+    stream, destination = await pools.open(remaining_s=remaining_s)
     if remaining_s == 1.0:
         with pytest.raises(DeadlineError, match="the prompt to land"):
             await stream.ended()
     else:
-        assert (await pools.loop.submit(pools.scheduler.census)).leases == {"landing": 1, "running": 0}
+        assert (await pools.loop.submit(pools.scheduler.occupancy)).leases == {"landing": 1, "running": 0}
         await asyncio.sleep(0.3)
-        pools.deliver(landing)
+        pools.deliver(destination)
         stream.send(first_token())
         assert (await stream.next()).WhichOneof("event") == "committed"
         await stream.drop()
-    await assert_gone(pools, landing.session_id)
+    await assert_gone(pools, destination.session_id)
 
 
 async def to_failed(pools: Arrivals) -> tuple[DecodeStream, str]:
     """The source died with its bytes under way."""
     pools.network.fault = lambda tag, num_bytes: Fault.DIE
-    stream, landing = await pools.open()
-    pools.deliver(landing)
+    stream, destination = await pools.open()
+    pools.deliver(destination)
     failed = StageSessionState.FAILED
-    await pools.until(lambda: all(failed in stage.log.states(landing.session_id) for stage in pools.dest.stages))
+    await pools.until(lambda: all(failed in stage.log.states(destination.session_id) for stage in pools.dest.stages))
     pools.network.fault = None
-    return stream, landing.session_id
+    return stream, destination.session_id
 
 
 async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason(
@@ -298,18 +299,18 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
         pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one may queue for long on another worker."""
     monkeypatch.setattr(arrival, "SessionDeadlines", Impatient)
-    stream, landing = await pools.open()
+    stream, destination = await pools.open()
     stream.send(pb.DecodeRequest(source_lost=pb.DecodeSourceLost()))
     pools.network.fault = lambda tag, num_bytes: Fault.DIE
-    pools.deliver(landing)
+    pools.deliver(destination)
     failed = StageSessionState.FAILED
-    await pools.until(lambda: all(failed in stage.log.states(landing.session_id) for stage in pools.dest.stages))
+    await pools.until(lambda: all(failed in stage.log.states(destination.session_id) for stage in pools.dest.stages))
     pools.network.fault = None
     await asyncio.sleep(3 * Impatient.word_s)
     stream.send(new_source(pools.terms))
-    assert codec.landing_from_proto((await stream.next()).landing).epoch == 1
+    assert codec.destination_from_proto((await stream.next()).destination).epoch == 1
     await stream.drop()
-    await assert_gone(pools, landing.session_id)
+    await assert_gone(pools, destination.session_id)
 
 
 async def test_a_pool_that_cannot_open_says_so_instead_of_a_landing(
@@ -325,9 +326,9 @@ async def test_a_pool_that_cannot_open_says_so_instead_of_a_landing(
 
 async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrival, "HANDOFF_TIMEOUT_S", 0.05)
-    stream, landing = await pools.open()
+    stream, destination = await pools.open()
     with pytest.raises(DeadlineError):
         await stream.ended()
     assert pools.metric("baton_handshake_seconds_count") == 1
     assert pools.metric("baton_kv_lease_expired_total") == 1
-    await assert_gone(pools, landing.session_id)
+    await assert_gone(pools, destination.session_id)

@@ -31,10 +31,10 @@ class ScriptedScheduler:
         return build_batch(ForwardMode.DECODE, [Row(self._next, [1], 0, [1], 0, None)])
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        self.log.append(f"result {batch.request_ids[0]} {'error' if result.error else 'ok'}")
+        self.log.append(f"result {batch.request_keys[0]} {'error' if result.error else 'ok'}")
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
-        self.log.append(f"lost {[batch.request_ids[0] for batch in in_flight]} {error.reason}")
+        self.log.append(f"lost {[batch.request_keys[0] for batch in in_flight]} {error.reason}")
 
     def on_idle(self) -> None:
         self.idle.set()

@@ -21,7 +21,7 @@ from tests.support.damaging_transport import DamagingTransport, flip
 from tests.support.device_memory import DeviceStage
 from tests.support.handoff import Pool, hybrid_specs
 from transfer.agent.agent import TransferAgent
-from transfer.plan.terms import StageSessionState
+from transfer.plan.handoff_terms import StageSessionState
 from transfer.transport.device import DeviceTransport
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile
@@ -43,10 +43,10 @@ def test_device_to_device_drains_and_lends_nothing(device: torch.device) -> None
     source, dest = (DeviceStage(name, shm(), SPECS, device=device) for name in ("prefill", "decode"))
     source.randomize(1)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.agent.open_receive(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.agent.open_receive(terms, destination)
     dest.log.wait("s", OPEN)
-    source.open_send(terms, landing)
+    source.open_send(terms, destination)
     source.layers_done(NUM_TOKENS)
     assert dest.log.wait("s", COMPLETE, FAILED).state is COMPLETE
     assert source.bytes_of(SOURCE_PAGES) == dest.bytes_of(DEST_PAGES)
@@ -62,16 +62,16 @@ def test_device_to_host_and_back(device: torch.device) -> None:
     stage, host = DeviceStage("device", shm(), SPECS, device=device), Pool("host", [shm()], SPECS)
     stage.randomize(2)
     terms = stage.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = host.landing(terms, DEST_PAGES)
-    host.open_receive(terms, landing)
-    stage.open_send(terms, landing)
+    destination = host.destination(terms, DEST_PAGES)
+    host.open_receive(terms, destination)
+    stage.open_send(terms, destination)
     stage.layers_done(NUM_TOKENS)
     assert host.wait("s", COMPLETE, FAILED)[0].state is COMPLETE
     back, pages = host.terms(DEST_PAGES, NUM_TOKENS), [20, 21, 25, 26, 30]
-    landing = stage.landing(back, pages, session_id="back")
-    stage.agent.open_receive(back, landing)
+    destination = stage.destination(back, pages, session_id="back")
+    stage.agent.open_receive(back, destination)
     stage.log.wait("back", OPEN)
-    host.send(back, landing, request_key=2)
+    host.send(back, destination, request_key=2)
     assert stage.log.wait("back", COMPLETE, FAILED).state is COMPLETE
     assert stage.bytes_of(pages) == stage.bytes_of(SOURCE_PAGES)
     host.shutdown()
@@ -85,10 +85,10 @@ def test_one_flipped_bit_is_caught(device: torch.device) -> None:
     dest = DeviceStage("decode", network.transport(SystemClock()), SPECS, device=device)
     source.randomize(3)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    damaging.damage = {landing.tag_base + 2: flip(77)}
-    dest.agent.open_receive(terms, landing)
-    source.open_send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    damaging.damage = {destination.tag_base + 2: flip(77)}
+    dest.agent.open_receive(terms, destination)
+    source.open_send(terms, destination)
     source.layers_done(NUM_TOKENS)
     assert dest.log.wait("s", COMPLETE, FAILED).error_reason == "DIGEST_MISMATCH"
     for stage in (dest, source):
@@ -101,10 +101,10 @@ def test_the_first_chunk_leaves_while_the_last_one_computes(device: torch.device
     source, dest = (DeviceStage(name, shm(), SPECS, device=device) for name in ("prefill", "decode"))
     source.randomize(4)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.agent.open_receive(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.agent.open_receive(terms, destination)
     dest.log.wait("s", OPEN)
-    source.open_send(terms, landing)
+    source.open_send(terms, destination)
     mark = layer_mark(device)
     assert mark is not None
     square = torch.randn(4096, 4096, device=device)
@@ -116,11 +116,11 @@ def test_the_first_chunk_leaves_while_the_last_one_computes(device: torch.device
             source.agent.layer_done(1, layer_id, num_tokens, after=event)
     torch.cuda.synchronize()
     computed_s = time.monotonic()
-    departures = source.log.wait("s", COMPLETE, FAILED).departures
-    assert [part.num_tokens for part in departures] == [8, 16, NUM_TOKENS]
-    assert departures[0].num_bytes > 0
-    assert departures[0].left_s < computed_s
-    assert departures[2].released_s >= departures[1].released_s
+    chunk_timings = source.log.wait("s", COMPLETE, FAILED).chunk_timings
+    assert [part.num_tokens for part in chunk_timings] == [8, 16, NUM_TOKENS]
+    assert chunk_timings[0].num_bytes > 0
+    assert chunk_timings[0].left_s < computed_s
+    assert chunk_timings[2].released_s >= chunk_timings[1].released_s
     dest.log.wait("s", COMPLETE)
     assert source.bytes_of(SOURCE_PAGES) == dest.bytes_of(DEST_PAGES)
     for stage in (dest, source):

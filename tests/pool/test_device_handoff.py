@@ -17,7 +17,7 @@ from tests.support.batches import Row, make_batch
 from tests.support.device_memory import DeviceStage, HandCopies, HandEvent
 from tests.support.handoff import hybrid_specs, wait_until
 from transfer.plan.copy_plan import MAX_RUN_BYTES
-from transfer.plan.terms import StageSessionState
+from transfer.plan.handoff_terms import StageSessionState
 
 HOST = torch.device("cpu")
 
@@ -35,10 +35,10 @@ def test_a_batch_s_layer_is_marked_once_and_released_behind_its_mark() -> None:
 
     observe = layer_observer(source.agent, mark)
     terms = source.terms([1, 2], 8)
-    landing = dest.landing(terms, [5, 4])
-    dest.agent.open_receive(terms, landing)
+    destination = dest.destination(terms, [5, 4])
+    dest.agent.open_receive(terms, destination)
     dest.log.wait("s", StageSessionState.OPEN)
-    source.agent.open_send(0, terms, landing)
+    source.agent.open_send(0, terms, destination)
     observe(make_batch(ForwardMode.DECODE, [Row(1, 8, (1, 2, 3)), Row(1, 4, (4, 5))]), 0)
     assert events == [], "decoding sends nothing"
     batch = make_batch(ForwardMode.PREFILL, [Row(8, 0, (1, 2)), Row(4, 0, (6,))])

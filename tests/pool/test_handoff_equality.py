@@ -26,8 +26,8 @@ from tests.support.handoff import EventLog
 from tests.support.local_pool import build_executor
 from tests.support.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
 from transfer.agent.agent import TransferAgent
-from transfer.plan.destination import landing_for
-from transfer.plan.terms import SourceTerms, StageSessionState
+from transfer.plan.destination import plan_destination
+from transfer.plan.handoff_terms import SourceTerms, StageSessionState
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, CHUNK_TOKENS, NUM_STEPS = 16, 14, 4, 64, 4
 PROMPT = [random.Random(1).randrange(3, 256) for _ in range(70)]
@@ -116,14 +116,14 @@ def hand_over(model: str, source: Side, dest: Side) -> None:
     specs = described(model).cache_specs(PAGE_SIZE)
     terms = SourceTerms("c", "text", PAGE_SIZE, len(PROMPT), CHUNK_TOKENS, tuple(SOURCE_PAGES), SOURCE_SLOT,
                         tuple(agent.endpoint for agent in source.agents))
-    landing = landing_for(terms, session_id="s", epoch=0, nonce=1, page_ids=DEST_PAGES[:len(SOURCE_PAGES)],
+    destination = plan_destination(terms, session_id="s", epoch=0, nonce=1, page_ids=DEST_PAGES[:len(SOURCE_PAGES)],
                           slot_id=DEST_SLOT, stages=[agent.endpoint for agent in dest.agents], specs=specs)
     for agent in dest.agents:
-        agent.open_receive(terms, landing)
+        agent.open_receive(terms, destination)
     dest.wait(StageSessionState.OPEN)
     for agent in source.agents:
         agent.expect_send(1, len(PROMPT))
-        agent.open_send(1, terms, landing)
+        agent.open_send(1, terms, destination)
         for layer_id in agent.endpoint.layers:
             agent.layer_done(1, layer_id, len(PROMPT))
     dest.wait(StageSessionState.COMPLETE)

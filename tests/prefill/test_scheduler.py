@@ -38,14 +38,14 @@ def submit(scheduler: PrefillScheduler, prompt: int, *, priority: int = 0) -> tu
 
 
 def answer(scheduler: PrefillScheduler, batch: ForwardBatch) -> None:
-    tokens = [DrawnToken(key) for key, row in zip(batch.request_ids, batch.sampling, strict=True) if row is not None]
+    tokens = [DrawnToken(key) for key, row in zip(batch.request_keys, batch.sampling, strict=True) if row is not None]
     scheduler.on_result(batch, StepResult(0, tokens))
 
 
 def spans(batch: ForwardBatch) -> list[tuple[int, int, int]]:
     """(key, from token, to token) per row."""
     return [(key, start, start + count) for key, start, count in
-            zip(batch.request_ids, batch.context_lens, batch.query_lens, strict=True)]
+            zip(batch.request_keys, batch.context_lens, batch.query_lens, strict=True)]
 
 
 def drain(scheduler: PrefillScheduler) -> list[list[tuple[int, int, int]]]:
@@ -227,8 +227,9 @@ def test_a_census_tells_prompts_that_run_from_those_held_for_their_handoff() -> 
     answer(scheduler, first)
     assert isinstance(scheduler.clock, ManualClock)
     scheduler.clock.advance(3.0)
-    census = scheduler.census()
-    assert census.leases == {"computing": 1, "handoff": 1}
-    assert (census.num_pages_held, census.oldest_s) == (1, 3.0)  # three tokens on pages of four; the third one waits
+    occupancy = scheduler.occupancy()
+    assert occupancy.leases == {"computing": 1, "handoff": 1}
+    assert (occupancy.num_pages_held, occupancy.oldest_s) == (1,
+                                                              3.0)  # three tokens on pages of four; the third one waits
     scheduler.release(done)
-    assert scheduler.census().leases == {"computing": 1, "handoff": 0}
+    assert scheduler.occupancy().leases == {"computing": 1, "handoff": 0}

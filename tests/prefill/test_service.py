@@ -1,4 +1,5 @@
-"""One prompt on a prefill pool of two stages, when its landing meets a pool that is no longer the one it started on."""
+"""One prompt on a prefill pool of two stages, whose destination terms meet a pool that is no longer the one it started
+on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +18,7 @@ from engine.memory.slots import SlotAllocator
 from pool.pipeline.group import StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
-from pool.pipeline.reclaimer import Janitor
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from prefill.scheduler import PrefillLimits, PrefillScheduler
@@ -34,7 +35,7 @@ from tests.support.streams import Stream
 from tests.support.tiny_models import HYBRID, tiny
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility
-from transfer.plan.terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent
 
 
 @dataclass
@@ -46,21 +47,21 @@ class _Leader:
 
 
 @dataclass
-class Departures:
-    """The service, its pool, a decode pool to land in, and what the janitor complained of. Nothing computes."""
+class SendingPool:
+    """The service, its pool, a decode pool to land in, and what the reclaimer complained of. Nothing computes."""
 
     service: PrefillService
     scheduler: PrefillScheduler
     loop: EngineLoop
     group: StageGroup
     second: StageLink
-    janitor: Janitor
+    reclaimer: MemoryReclaimer
     dest: Pool
     complaints: list[str]
 
 
 @asynccontextmanager
-async def departures() -> AsyncIterator[Departures]:
+async def sending_pool() -> AsyncIterator[SendingPool]:
     network, event_loop, complaints = MemoryNetwork(), asyncio.get_running_loop(), list[str]()
 
     def on_report(rank: int, event: StageSessionEvent) -> None:
@@ -77,33 +78,33 @@ async def departures() -> AsyncIterator[Departures]:
     loop.start()
     ranges = [get_pp_indices(NUM_LAYERS, rank, 2) for rank in range(2)]
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, ranges[0], specs())
-    janitor = Janitor(group, loop, complaints.append)
+    reclaimer = MemoryReclaimer(group, loop, complaints.append)
     service = PrefillService(PrefillParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
         plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64, max_held=8),
-        janitor=janitor, meters=LeaderMeters.create(CollectorRegistry(), geometry), chunk_tokens=8))
+        reclaimer=reclaimer, meters=LeaderMeters.create(CollectorRegistry(), geometry), chunk_tokens=8))
     try:
-        yield Departures(service, scheduler, loop, group, second, janitor, dest, complaints)
+        yield SendingPool(service, scheduler, loop, group, second, reclaimer, dest, complaints)
     finally:
         loop.stop()
         for pool in (source, dest):
             await asyncio.to_thread(pool.shutdown)
 
 
-def lost(pools: Departures) -> None:
+def lost(pools: SendingPool) -> None:
     pools.group.stage_lost(1)
 
 
-def lost_and_replaced(pools: Departures) -> None:
+def lost_and_replaced(pools: SendingPool) -> None:
     pools.group.stage_lost(1)
     successor = replace(pools.second.endpoint, incarnation="another life")
     pools.group.pool_formed([replace(pools.second, endpoint=successor)])
 
 
 @pytest.mark.parametrize("change", [lost, lost_and_replaced])
-async def test_a_landing_that_meets_a_broken_pool_ends_the_request_and_leaves_nothing(
-        change: Callable[[Departures], None]) -> None:
-    async with departures() as pools:
+async def test_destination_terms_that_meet_a_broken_pool_ends_the_request_and_leaves_nothing(
+        change: Callable[[SendingPool], None]) -> None:
+    async with sending_pool() as pools:
         stream = Stream(pools.service.Run)
         stream.send(pb.RunRequest(request=types_pb2.EngineRequest(
             request_id="r", prompt_token_ids=PROMPT, max_tokens=4)))
@@ -112,11 +113,11 @@ async def test_a_landing_that_meets_a_broken_pool_ends_the_request_and_leaves_no
                 await pools.loop.submit(pools.scheduler.next_batch)  # and the engine is within its forward from then on
             terms = codec.source_from_proto((await stream.next()).started.terms)
             change(pools)
-            landing = pools.dest.landing(terms, range(1, len(terms.page_ids) + 1))
-            stream.send(pb.RunRequest(landing=codec.landing_to_proto(landing)))
+            destination = pools.dest.destination(terms, range(1, len(terms.page_ids) + 1))
+            stream.send(pb.RunRequest(destination=codec.destination_to_proto(destination)))
             with pytest.raises(UnavailableError):
                 await stream.ended()
-            assert (pools.janitor.open_tasks, pools.group.open_sessions) == (0, 0), "there is no session to drain"
+            assert (pools.reclaimer.open_tasks, pools.group.open_sessions) == (0, 0), "there is no session to drain"
         call(pools.loop, lambda: pools.scheduler.on_pipeline_lost([], PeerLostError("stage 1 died")))
         pages, slots = pools.scheduler.pages, pools.scheduler.slots
         assert (pages.num_free, slots.num_free) == (pages.num_total, slots.num_total)

@@ -19,14 +19,14 @@ from router.api.generation import GenerationService, RequestLimits
 from router.api.readiness import SERVICE, Readiness
 from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
-from router.request.prefill_rate import PrefillPace
-from router.request.stream_base import FlowLimits
-from router.text.model_facts import ModelFacts, ServedModel
+from router.request.parts import FlowLimits
+from router.request.prefill_rate import PrefillRateEstimate
+from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenise import ChatTemplate, Tokeniser
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Policy
-from router.workers.worker import Role
+from router.workers.worker import WorkerRole
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
 from runtime.metrics import RouterMetrics, RpcMetrics
@@ -35,7 +35,7 @@ from runtime.status import error_from_rpc
 from tests.support.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
 
 EOS = VOCAB_SIZE - 1
-FACTS = ModelFacts(name="tiny", architecture="Tiny", vocab_size=VOCAB_SIZE, max_context_tokens=256, num_layers=4,
+FACTS = ModelLimits(name="tiny", architecture="Tiny", vocab_size=VOCAB_SIZE, max_context_tokens=256, num_layers=4,
                    eos_token_ids=(EOS,))
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}<bot>{% endif %}")
@@ -97,7 +97,7 @@ def token_request(prompt: list[int], max_tokens: int = 4, **fields: Any) -> gene
     return request
 
 
-def worker_info(role: Role, **changes: object) -> worker_pb2.WorkerInfo:
+def worker_info(role: WorkerRole, **changes: object) -> worker_pb2.WorkerInfo:
     """A small worker of the tests' model."""
     facts: dict[str, object] = {
         "role": role.value, "incarnation": "a", "architecture": "Tiny", "vocab_size": VOCAB_SIZE, "num_layers": 4,
@@ -201,7 +201,7 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
                               discovery=discovered.options)
         directory = Directory(options, model.facts, metrics, random.Random(0))
         services = Services(Admission(directory, admission, metrics, clock), directory, flow, metrics,
-                            PrefillPace(clock))
+                            PrefillRateEstimate(clock))
         server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
                             metrics=RpcMetrics.create(registry))
         service = GenerationService(model, services, RequestLimits(60.0, 30.0), clock)

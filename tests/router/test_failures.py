@@ -233,7 +233,8 @@ async def test_prefill_dies_while_all_pools_are_full(workers: Workers) -> None:
 
 
 async def test_prefill_dies_between_reservation_and_landing(workers: Workers) -> None:
-    """The landing for the dead worker arrives when its successor is already announced, and must reach nobody."""
+    """The destination terms for the dead worker arrive when its successor is already announced, and must reach nobody.
+    """
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         may_land = asyncio.Event()
         workers.d0.at(Point.RESERVE, lambda _: may_land.wait())
@@ -252,7 +253,7 @@ async def test_prefill_dies_between_reservation_and_landing(workers: Workers) ->
 
 
 async def test_a_landing_for_a_dead_worker_is_not_sent_to_its_successor_in_the_queue(workers: Workers) -> None:
-    """A prefill worker takes a landing only after it has started."""
+    """A prefill worker takes destination terms only after it has started."""
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         first, successor = sorted((workers.p0, workers.p1), key=lambda worker: worker.address)
         may_land, may_start = asyncio.Event(), asyncio.Event()
@@ -263,7 +264,7 @@ async def test_a_landing_for_a_dead_worker_is_not_sent_to_its_successor_in_the_q
         await eventually(lambda: successor.open_requests, "the successor")
         may_land.set()
         pool = router.directory.workers[-1]
-        await eventually(lambda: any(booking.has_landed for booking in pool._bookings), "the landing")
+        await eventually(lambda: any(booking.has_reserved for booking in pool._bookings), "the destination terms")
         await asyncio.sleep(0.1)  # in which it would reach the successor
         may_start.set()
         assert (await answer).token_ids == expected_tokens(PROMPT, 5)

@@ -3,7 +3,7 @@
 import asyncio
 from functools import partial
 
-from router.workers.worker import Role
+from router.workers.worker import WorkerRole
 from runtime.errors import BatonError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
@@ -33,7 +33,7 @@ async def test_both_fill_the_same_pools_and_nobody_loses_a_request() -> None:
 def all_know_of(routers: tuple[RouterHarness, ...], count: int) -> bool:
     """Whether the decode pools' last reports to each router show so many requests in all."""
     return all(count == sum(worker.load.running_requests for worker in router.directory.workers
-                            if worker.role is Role.DECODE) for router in routers)
+                            if worker.role is WorkerRole.DECODE) for router in routers)
 
 
 async def test_one_routers_load_shows_in_the_others_choices() -> None:

@@ -6,7 +6,7 @@ import grpc
 
 from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.request.worker_stream import Ended, Received, WorkerStream
-from router.workers.worker import Role, Worker
+from router.workers.worker import Worker, WorkerRole
 from runtime.errors import PeerLostError
 from tests.router.harness import FACTS, eventually, running_router, token_request, worker_info
 from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
@@ -15,11 +15,11 @@ PROMPT = [1, 2, 3]
 
 
 async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarnation() -> None:
-    worker = Worker(Role.DECODE, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None)
-    worker.introduced(worker_info(Role.DECODE, compatibility="m"), FACTS)
+    worker = Worker(WorkerRole.DECODE, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None)
+    worker.introduced(worker_info(WorkerRole.DECODE, compatibility="m"), FACTS)
     booking = worker.book(10)
     assert not booking.is_outlived
-    worker.introduced(worker_info(Role.DECODE, incarnation="b", compatibility="other"), FACTS)
+    worker.introduced(worker_info(WorkerRole.DECODE, incarnation="b", compatibility="other"), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
     assert (booking.is_outlived, booking.compatibility) == (True, "m")
     assert worker.as_candidate(1).load == 0
@@ -33,7 +33,7 @@ async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarna
 
 async def test_a_worker_whose_channel_is_closed_was_lost() -> None:
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    worker = Worker(Role.PREFILL, "h:1", channel, lambda: None)
+    worker = Worker(WorkerRole.PREFILL, "h:1", channel, lambda: None)
     await channel.close()
     inbox: asyncio.Queue[Received[prefill_pb2.RunResponse] | Ended] = asyncio.Queue()
     async with asyncio.TaskGroup() as group, asyncio.timeout(30):
@@ -57,7 +57,7 @@ async def test_a_pool_that_restarts_unlisted_while_its_request_queues_is_replace
         prefill.at(Point.QUEUED, lambda _: may_start.wait())
         answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
         await eventually(lambda: prefill.open_requests, "the request")
-        (booked,) = (w for w in router.directory.workers if w.role is Role.DECODE and w.is_in_use)
+        (booked,) = (w for w in router.directory.workers if w.role is WorkerRole.DECODE and w.is_in_use)
         (pool,) = (pool for pool in pools if pool.address == booked.address)
         await pool.die()
         await eventually(lambda: booked.problem, "trust in the dead")

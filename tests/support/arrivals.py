@@ -23,7 +23,7 @@ from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from pool.pipeline.group import Listener, StageGroup
 from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import Janitor
+from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb
@@ -37,7 +37,7 @@ from tests.support.streams import Stream
 from tests.support.tiny_models import HYBRID, tiny
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_LAYERS = 4, 32, 8, 6
 PROMPT = list(range(1, 19))
@@ -76,11 +76,11 @@ class _Group:
         assert self.pool is not None
         return tuple(stage.agent.endpoint for stage in self.pool.stages)
 
-    def open_receive(self, source: SourceTerms, landing: Landing, listener: Listener) -> None:
+    def open_receive(self, source: SourceTerms, destination: DestinationTerms, listener: Listener) -> None:
         assert self.pool is not None
-        self.listen(landing.session_id, landing.epoch, listener)
+        self.listen(destination.session_id, destination.epoch, listener)
         for stage in self.pool.stages:
-            stage.agent.open_receive(source, landing)
+            stage.agent.open_receive(source, destination)
 
     def close_receive(self, session_id: str) -> None:
         assert self.pool is not None
@@ -126,11 +126,11 @@ class Arrivals:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     async def open(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (),
-                   remaining_s: float | None = None) -> tuple[DecodeStream, Landing]:
-        """A request up to its landing."""
+                   remaining_s: float | None = None) -> tuple[DecodeStream, DestinationTerms]:
+        """A request up to its destination terms."""
         stream = self.begin(max_tokens=max_tokens, stop_token_ids=stop_token_ids, remaining_s=remaining_s)
         response = await stream.next()
-        return stream, codec.landing_from_proto(response.landing)
+        return stream, codec.destination_from_proto(response.destination)
 
     def begin(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (),
               remaining_s: float | None = None) -> DecodeStream:
@@ -141,10 +141,10 @@ class Arrivals:
         stream.send(pb.DecodeRequest(open=pb.DecodeOpen(request=request, source=codec.source_to_proto(self.terms))))
         return stream
 
-    def deliver(self, landing: Landing, *, layers: Callable[[int], bool] = lambda layer_id: True,
+    def deliver(self, destination: DestinationTerms, *, layers: Callable[[int], bool] = lambda layer_id: True,
                 request_key: int = 1) -> None:
         """The source has computed these layers."""
-        self.source.open_send(self.terms, landing, request_key=request_key)
+        self.source.open_send(self.terms, destination, request_key=request_key)
         self.finish_layers(layers, request_key=request_key)
 
     def finish_layers(self, layers: Callable[[int], bool], *, request_key: int = 1) -> None:
@@ -193,7 +193,7 @@ async def arrivals() -> AsyncIterator[Arrivals]:
     parts = DecodeParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
         plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64, max_held=8),
-        janitor=Janitor(cast(StageGroup, group), loop, complaints.append),
+        reclaimer=MemoryReclaimer(cast(StageGroup, group), loop, complaints.append),
         meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry))
     try:
         yield Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints, registry)

@@ -27,7 +27,7 @@ def make_batch(mode: ForwardMode, rows: Sequence[Row], *, spec_info: object | No
     flat = torch.cat(positions) if positions else torch.empty(0, dtype=torch.long)
     return ForwardBatch(
         mode=mode,
-        request_ids=tuple(range(len(rows))),
+        request_keys=tuple(range(len(rows))),
         query_lens=tuple(row.query_len for row in rows),
         context_lens=tuple(row.context_len for row in rows),
         token_ids=torch.zeros(len(flat), dtype=torch.long),

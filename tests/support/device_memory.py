@@ -19,8 +19,8 @@ from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging
 from runtime.clock import SystemClock
 from tests.support.handoff import EventLog
 from transfer.agent.agent import AgentLimits, TransferAgent
-from transfer.plan.destination import landing_for
-from transfer.plan.terms import Landing, SourceTerms
+from transfer.plan.destination import plan_destination
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.transport.device import DeviceTransport, Route
 from transfer.transport.protocol import Transport
 
@@ -142,13 +142,13 @@ class DeviceStage:
         return SourceTerms("c", "text", self.page_size, num_tokens, chunk_tokens, tuple(page_ids), 1,
                            (self.agent.endpoint,))
 
-    def landing(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s") -> Landing:
-        return landing_for(source, session_id=session_id, epoch=0, nonce=next(self._nonces), page_ids=page_ids,
+    def destination(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s") -> DestinationTerms:
+        return plan_destination(source, session_id=session_id, epoch=0, nonce=next(self._nonces), page_ids=page_ids,
                            slot_id=1, stages=[self.agent.endpoint], specs=self.specs)
 
-    def open_send(self, source: SourceTerms, landing: Landing, *, request_key: int = 1) -> None:
+    def open_send(self, source: SourceTerms, destination: DestinationTerms, *, request_key: int = 1) -> None:
         self.agent.expect_send(request_key, source.num_tokens)
-        self.agent.open_send(request_key, source, landing)
+        self.agent.open_send(request_key, source, destination)
 
     def layers_done(self, num_tokens: int, *, request_key: int = 1) -> None:
         for layer_id in self.pools.geometry.layers:

@@ -14,7 +14,7 @@ from engine.assembly.backend_set import Backends, StageCaches, build_executor
 from engine.assembly.cuda import DeviceBackends
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
-from engine.core.draft_trees import Kept, SpecRow
+from engine.core.draft_trees import AcceptedNodes, SpecRow
 from engine.core.layer_range import LayerRange
 from engine.core.placement import HOST
 from engine.core.request import SamplingParams
@@ -47,8 +47,8 @@ class Step:
 
 
 def _row(number: int, start: int, count: int, *, draws: bool, parents: tuple[int, ...] = (),
-         kept: Kept | None = None) -> Row:
-    spec = SpecRow(parents, kept, _TOKENS[number][start + count], num_draft_tokens=MAX_NODES - 1)
+         accepted: AcceptedNodes | None = None) -> Row:
+    spec = SpecRow(parents, accepted, _TOKENS[number][start + count], num_draft_tokens=MAX_NODES - 1)
     return Row(number + 1, _TOKENS[number][start:start + count], start, _PAGES[number], number + 1,
                _DRAW if draws else None, spec)
 
@@ -59,10 +59,10 @@ STEPS = (
     Step(ForwardMode.DECODE, (_row(0, 81, 1, draws=True), _row(1, 13, 1, draws=True))),
     Step(ForwardMode.VERIFY, (_row(0, 82, 5, draws=True, parents=(-1, 0, 0, 1, 2)),
                               _row(1, 14, 3, draws=True, parents=(-1, 0, 1)))),
-    Step(ForwardMode.VERIFY, (_row(0, 85, 3, draws=True, parents=(-1, 0, 0), kept=Kept(82, (0, 2, 4))),
-                              _row(1, 16, 2, draws=True, parents=(-1, 0), kept=Kept(14, (0, 1))))),
-    Step(ForwardMode.VERIFY, (_row(0, 87, 1, draws=True, parents=(-1,), kept=Kept(85, (0, 2))),
-                              _row(1, 17, 1, draws=True, parents=(-1,), kept=Kept(16, (0,))))),
+    Step(ForwardMode.VERIFY, (_row(0, 85, 3, draws=True, parents=(-1, 0, 0), accepted=AcceptedNodes(82, (0, 2, 4))),
+                              _row(1, 16, 2, draws=True, parents=(-1, 0), accepted=AcceptedNodes(14, (0, 1))))),
+    Step(ForwardMode.VERIFY, (_row(0, 87, 1, draws=True, parents=(-1,), accepted=AcceptedNodes(85, (0, 2))),
+                              _row(1, 17, 1, draws=True, parents=(-1,), accepted=AcceptedNodes(16, (0,))))),
 )
 
 

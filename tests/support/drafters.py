@@ -54,7 +54,7 @@ class OracleDrafter:
             sampling = batch.sampling[run.row]
             assert sampling is not None
             after = sampling.position + len(run.tokens)
-            truth = list(self.truth.get(batch.request_ids[run.row], ()))[after:after + self.shape.depth]
+            truth = list(self.truth.get(batch.request_keys[run.row], ()))[after:after + self.shape.depth]
             trees.append(self._tree(truth).first(batch.spec_info.rows[run.row].num_draft_tokens))
         return trees
 

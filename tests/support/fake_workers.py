@@ -52,7 +52,7 @@ class Point(StrEnum):
     POSTING = "posting"  # decode has reserved and is about to say where
     LANDED = "landed"  # decode said where
     COMPUTED = "computed"  # prefill is about to say the first token
-    SENDING = "sending"  # prefill got the landing
+    SENDING = "sending"  # prefill got the destination terms
     SENT = "sent"  # prefill said that every byte has left
     COMMIT = "commit"  # decode is about to commit
     TOKEN = "token"  # decode is about to send a token
@@ -66,8 +66,8 @@ class Fabric:
     def __init__(self) -> None:
         self._delivered: defaultdict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
 
-    def deliver(self, landing: transfer_pb2.Landing) -> None:
-        self._delivered[landing.session_id, landing.epoch].set()
+    def deliver(self, destination: transfer_pb2.DestinationTerms) -> None:
+        self._delivered[destination.session_id, destination.epoch].set()
 
     def delivered(self, session_id: str, epoch: int) -> asyncio.Event:
         return self._delivered[session_id, epoch]
@@ -190,7 +190,7 @@ class FakeWorker:
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
-    """Computes the first token, 'sends' to the landing it is given, waits for the half-close."""
+    """Computes the first token, 'sends' to the destination terms it is given, waits for the half-close."""
 
     role = "prefill"
     service = "baton.v1.Prefill"
@@ -205,10 +205,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     async def Run(self, request_iterator: AsyncIterator[prefill_pb2.RunRequest],
                   context: Context) -> AsyncIterator[prefill_pb2.RunResponse]:
         request = (await anext(request_iterator)).request
-        with self.holding(request.request_id), _awaiting(request_iterator) as landing:
+        with self.holding(request.request_id), _awaiting(request_iterator) as destination:
             await self.reached(Point.QUEUED, request)
-            if landing.done() and landing.result() is not None:
-                raise InvalidRequestError(FieldViolation("input", "expected one landing, after started"))
+            if destination.done() and destination.result() is not None:
+                raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
             yield prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
             await self.reached(Point.STARTED, request)
             for scored in self._scores(request):
@@ -218,14 +218,14 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             if self.says_first_token:
                 yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
                     token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=self.prefill_s))
-            if (answer := await landing) is None:
-                return  # the router let go before it had a landing: an abort
+            if (answer := await destination) is None:
+                return  # the router let go before it had destination terms: an abort
             await self.reached(Point.SENDING, request)
-            self.fabric.deliver(answer.landing)
+            self.fabric.deliver(answer.destination)
             yield prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent(num_bytes=1))
             await self.reached(Point.SENT, request)
             async for _ in request_iterator:
-                raise AssertionError("a prefill stream gets a request and a landing, nothing else")
+                raise AssertionError("a prefill stream gets a request and destination terms, nothing else")
             await self.reached(Point.RELEASED, request)
 
     def _scores(self, request: types_pb2.EngineRequest) -> Iterator[types_pb2.PromptLogprobs]:
@@ -256,8 +256,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     async def Generate(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
                        context: Context) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        opening = (await anext(request_iterator)).open
-        request = opening.request
+        pending = (await anext(request_iterator)).open
+        request = pending.request
         await self.reached(Point.RESERVE, request)
         if len(self.open_requests) >= self.max_running:
             self.refused[request.request_id] += 1
@@ -266,7 +266,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             inputs: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
             reader = asyncio.create_task(self._read_into(request_iterator, inputs))
             try:
-                async for response in self._receive_and_decode(opening, inputs):
+                async for response in self._receive_and_decode(pending, inputs):
                     yield response
             finally:
                 reader.cancel()
@@ -279,10 +279,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             else:
                 await inputs.put(request)
 
-    async def _receive_and_decode(self, opening: decode_pb2.DecodeOpen,
+    async def _receive_and_decode(self, pending: decode_pb2.DecodeOpen,
                                   inputs: "asyncio.Queue[decode_pb2.DecodeRequest]",
                                   ) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        session_id, first_token, request = uuid.uuid4().hex, None, opening.request
+        session_id, first_token, request = uuid.uuid4().hex, None, pending.request
         for epoch in itertools.count():
             await self.reached(Point.POSTING, request)
             if not inputs.empty():
@@ -290,14 +290,15 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 if message.HasField("new_source"):
                     continue  # overtaken: it lands for the newer source only
                 first_token = message.first_token.token_ids[0]
-            yield decode_pb2.DecodeResponse(landing=transfer_pb2.Landing(session_id=session_id, epoch=epoch))
+            yield decode_pb2.DecodeResponse(destination=transfer_pb2.DestinationTerms(session_id=session_id,
+                                                                                      epoch=epoch))
             await self.reached(Point.LANDED, request)
             delivered = self.fabric.delivered(session_id, epoch)
             first_token = await _first_token_and_delivery(inputs, delivered, first_token)
             if delivered.is_set() and first_token is not None:
                 break
         assert first_token is not None
-        async for response in self._decode(request, [first_token, *opening.replayed_token_ids]):
+        async for response in self._decode(request, [first_token, *pending.replayed_token_ids]):
             yield response
 
     async def _decode(self, request: types_pb2.EngineRequest,
@@ -346,10 +347,10 @@ def _finish_reason(request: types_pb2.EngineRequest, tokens: list[int]) -> types
 async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeRequest]", delivered: asyncio.Event,
                                     first_token: int | None) -> int | None:
     """Wait until both are there; the token alone if another source takes over first."""
-    landing, message = asyncio.create_task(delivered.wait()), asyncio.create_task(inputs.get())
+    destination, message = asyncio.create_task(delivered.wait()), asyncio.create_task(inputs.get())
     try:
         while first_token is None or not delivered.is_set():
-            await asyncio.wait({message} if delivered.is_set() else {message, landing},
+            await asyncio.wait({message} if delivered.is_set() else {message, destination},
                                return_when=asyncio.FIRST_COMPLETED)
             if message.done():
                 if message.result().HasField("new_source"):
@@ -358,6 +359,6 @@ async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeRequ
                 message = asyncio.create_task(inputs.get())
         return first_token
     finally:
-        landing.cancel()
+        destination.cancel()
         message.cancel()
 

@@ -14,8 +14,8 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from runtime.clock import Clock, SystemClock
 from runtime.errors import InternalError
 from transfer.agent.agent import AgentLimits, TransferAgent
-from transfer.plan.destination import landing_for
-from transfer.plan.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.plan.destination import plan_destination
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.transport.protocol import Transport
 
 Bytes = npt.NDArray[np.uint8]
@@ -126,27 +126,29 @@ class Pool:
         return SourceTerms("c", "text", self.page_size, num_tokens, chunk_tokens, tuple(page_ids), slot_id,
                            tuple(stage.agent.endpoint for stage in self.stages))
 
-    def landing(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s", epoch: int = 0,
-                nonce: int = 7, slot_id: int = 1) -> Landing:
+    def destination(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s", epoch: int = 0,
+                nonce: int = 7, slot_id: int = 1) -> DestinationTerms:
         """As the destination of a handoff."""
-        return landing_for(source, session_id=session_id, epoch=epoch, nonce=nonce, page_ids=page_ids, slot_id=slot_id,
+        return plan_destination(source, session_id=session_id, epoch=epoch, nonce=nonce, page_ids=page_ids,
+                                slot_id=slot_id,
                            stages=[stage.agent.endpoint for stage in self.stages], specs=self.specs)
 
-    def open_receive(self, source: SourceTerms, landing: Landing) -> None:
+    def open_receive(self, source: SourceTerms, destination: DestinationTerms) -> None:
         for stage in self.stages:
-            stage.agent.open_receive(source, landing)
+            stage.agent.open_receive(source, destination)
         for stage in self.stages:
-            stage.log.wait(landing.session_id, StageSessionState.OPEN, StageSessionState.FAILED, epoch=landing.epoch)
+            stage.log.wait(destination.session_id, StageSessionState.OPEN, StageSessionState.FAILED,
+                           epoch=destination.epoch)
 
-    def send(self, source: SourceTerms, landing: Landing, *, request_key: int = 1) -> None:
+    def send(self, source: SourceTerms, destination: DestinationTerms, *, request_key: int = 1) -> None:
         """Announce, open and release everything."""
-        self.open_send(source, landing, request_key=request_key)
+        self.open_send(source, destination, request_key=request_key)
         self.layers_done(source.num_tokens, request_key=request_key)
 
-    def open_send(self, source: SourceTerms, landing: Landing, *, request_key: int = 1) -> None:
+    def open_send(self, source: SourceTerms, destination: DestinationTerms, *, request_key: int = 1) -> None:
         for stage in self.stages:
             stage.agent.expect_send(request_key, source.num_tokens)
-            stage.agent.open_send(request_key, source, landing)
+            stage.agent.open_send(request_key, source, destination)
 
     def layers_done(self, num_tokens: int, *, request_key: int = 1) -> None:
         for stage in self.stages:
@@ -172,7 +174,7 @@ class Pool:
 
 def assert_handed_over(source: Pool, dest: Pool, source_pages: Sequence[int], dest_pages: Sequence[int],
                        source_slot: int = 1, dest_slot: int = 1) -> None:
-    """Every record of the request is where the landing wanted it, and no other byte of the destination has changed."""
+    """Every record of the request is where the destination terms wanted it, and no other byte there has changed."""
     paged = {kind for kind in CacheKind if kind.is_paged}
     slots = set(CacheKind) - paged
     for kinds, theirs, ours in ((paged, source_pages, dest_pages), (slots, [source_slot], [dest_slot])):
@@ -184,7 +186,7 @@ def assert_handed_over(source: Pool, dest: Pool, source_pages: Sequence[int], de
             for (layer_id, kind), array in stage.memory.arrays.items():
                 if kind in kinds:
                     others = np.delete(array, list(ours), axis=0)
-                    assert not others.any(), f"layer {layer_id} {kind}: bytes outside the landing changed"
+                    assert not others.any(), f"layer {layer_id} {kind}: bytes outside the destination terms changed"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

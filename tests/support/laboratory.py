@@ -17,7 +17,7 @@ from engine.core.request import Request, SamplingParams
 from engine.memory.layout import Buffer
 from pool import process as process_module
 from pool.pipeline.leader import Leader
-from pool.process import Role, run_worker
+from pool.process import PoolRole, run_worker
 from pool.stage import stage as stage_module
 from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
@@ -68,7 +68,7 @@ class Laboratory:
     leaders: list[Leader] = field(default_factory=list)
     schedulers: list[DecodeScheduler] = field(default_factory=list)
 
-    async def start_worker(self, name: str, role: Role) -> None:
+    async def start_worker(self, name: str, role: PoolRole) -> None:
         """Under its old addresses if it ran before."""
         announce = self.folder / f"{name}.json"
         announce.unlink(missing_ok=True)

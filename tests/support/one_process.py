@@ -12,7 +12,7 @@ import torch
 
 from baton.client import AsyncBatonClient
 from decode.worker import DecodeRole
-from pool.process import Role, run_worker
+from pool.process import PoolRole, run_worker
 from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
 from router.api.readiness import SERVICE
@@ -60,7 +60,7 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
             await asyncio.gather(*tasks)
 
 
-async def _start_pool(role: Role, config: WorkerConfig, folder: Path, tasks: list[asyncio.Task[None]],
+async def _start_pool(role: PoolRole, config: WorkerConfig, folder: Path, tasks: list[asyncio.Task[None]],
                       stop: StopSignal) -> str:
     """The address of the pool's leader."""
     leader = ""

@@ -59,7 +59,7 @@ class StageDriver:
         index = torch.tensor(list(rows), dtype=torch.long)
         drawn = SamplingRow(params=SamplingParams(), position=0) if draw else None
         return ForwardBatch(
-            mode=mode, request_ids=tuple(rows), query_lens=tuple(len(tokens) for tokens in rows.values()),
+            mode=mode, request_keys=tuple(rows), query_lens=tuple(len(tokens) for tokens in rows.values()),
             context_lens=tuple(contexts),
             token_ids=torch.tensor([token for tokens in rows.values() for token in tokens], dtype=torch.long),
             positions=torch.tensor(positions, dtype=torch.long), page_tables=self._tables[index],
@@ -95,7 +95,7 @@ class StageDriver:
                 local.token_ids = None
             self.plan(index, local)
             output = stage.forward(local, output.hidden, context, output.aux_hidden, output.selected_keys)
-        for row, length in zip(batch.request_ids, batch.query_lens, strict=True):
+        for row, length in zip(batch.request_keys, batch.query_lens, strict=True):
             self._lengths[row] += length
         return output
 

@@ -87,7 +87,7 @@ class CheckedDrafter:
             if not batch.spec_info.rows[run.row].num_draft_tokens:
                 assert tree == TokenTree()
                 continue
-            slots = self.slots[batch.request_ids[run.row]]
+            slots = self.slots[batch.request_keys[run.row]]
             self.num_calls += 1
             if self.num_calls % 4:
                 continue  # the oracle takes its time
@@ -104,7 +104,7 @@ class CheckedDrafter:
         assert isinstance(batch.spec_info, SpecInfo)
         features = torch.cat([output.aux_hidden[layer_id] for layer_id in self.oracle.layers], -1)
         tokens, first = batch.spec_info.token_ids.tolist(), 0
-        for row, (key, length, start) in enumerate(zip(batch.request_ids, batch.query_lens, batch.context_lens,
+        for row, (key, length, start) in enumerate(zip(batch.request_keys, batch.query_lens, batch.context_lens,
                                                        strict=True)):
             run, spec = runs.get(row), batch.spec_info.rows[row]
             verified = run is not None and batch.mode is ForwardMode.VERIFY

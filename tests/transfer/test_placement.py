@@ -17,8 +17,8 @@ from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
 from tests.support.handoff import EventLog
 from transfer.agent.agent import TransferAgent
-from transfer.plan.destination import landing_for
-from transfer.plan.terms import SourceTerms, StageSessionEvent, StageSessionState
+from transfer.plan.destination import plan_destination
+from transfer.plan.handoff_terms import SourceTerms, StageSessionEvent, StageSessionState
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
@@ -106,14 +106,14 @@ def hand_over(source: list[StageOfPools], dest: list[StageOfPools], specs: tuple
     """One whole session, with the prompt computed in chunks of two pages."""
     terms = SourceTerms("c", "text", PAGE_SIZE, NUM_TOKENS, 2 * PAGE_SIZE, SOURCE_PAGES, SOURCE_SLOT,
                         tuple(stage.agent.endpoint for stage in source))
-    landing = landing_for(terms, session_id="s", epoch=0, nonce=7, page_ids=DEST_PAGES, slot_id=DEST_SLOT,
+    destination = plan_destination(terms, session_id="s", epoch=0, nonce=7, page_ids=DEST_PAGES, slot_id=DEST_SLOT,
                           stages=[stage.agent.endpoint for stage in dest], specs=specs)
     for stage in dest:
-        stage.agent.open_receive(terms, landing)
+        stage.agent.open_receive(terms, destination)
     wait_all(dest, StageSessionState.OPEN)
     for stage in source:
         stage.agent.expect_send(1, NUM_TOKENS)
-        stage.agent.open_send(1, terms, landing)
+        stage.agent.open_send(1, terms, destination)
     for num_tokens in (8, 16, NUM_TOKENS):
         for stage in source:
             for layer_id in stage.pools.geometry.layers:

@@ -7,7 +7,7 @@ import pytest
 from runtime.clock import ManualClock
 from runtime.errors import HandoffError, IntegrityError, InternalError, PeerLostError
 from transfer.agent.tombstones import Tombstones
-from transfer.plan.terms import StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 from transfer.session import (
     RECEIVE_TRANSITIONS,
     SEND_TRANSITIONS,

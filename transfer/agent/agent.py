@@ -29,11 +29,11 @@ from transfer.agent.memory import PoolMemory
 from transfer.agent.prompts import Prompt, Prompts
 from transfer.agent.readiness import DeviceEvent, DoneLayer
 from transfer.agent.receiver import Receiver
-from transfer.agent.sender import Outbox, Sender
-from transfer.agent.stage_transfer import Flow, RefusedFlow
-from transfer.agent.transfer_table import FlowTable
+from transfer.agent.sender import Sender, SendWindow
+from transfer.agent.stage_transfer import RefusedTransfer, StageTransfer
+from transfer.agent.transfer_table import TransferTable
 from transfer.plan.destination import check_plan
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent
 from transfer.transport.protocol import Operation, Transport
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ class AgentStats:
 class TransferAgent:
     """Sends and receives for one stage.
 
-    Which stage of a `SourceTerms` or `Landing` this is, is told by `incarnation`: terms made for another process (an
+    Which stage of a `SourceTerms` or `DestinationTerms` this is,
+    is told by `incarnation`: terms made for another process (an
     earlier life of this one) are refused with a FAILED report.
     """
 
@@ -85,9 +86,9 @@ class TransferAgent:
         self._incarnation = incarnation
         self._address = transport.address
         limits = limits or AgentLimits()
-        self._outbox = Outbox(limits.window_bytes)
-        self._flows = FlowTable(transport, clock, on_event, drain_s=limits.drain_s)
-        self._prompts = Prompts(self._flows, clock, max_waiting=limits.max_waiting_layers, layer_s=limits.layer_s)
+        self._window = SendWindow(limits.window_bytes)
+        self._transfers = TransferTable(transport, clock, on_event, drain_s=limits.drain_s)
+        self._prompts = Prompts(self._transfers, clock, max_waiting=limits.max_waiting_layers, layer_s=limits.layer_s)
         self._commands: deque[Callable[[], None]] = deque()
         self._on_thread_start = on_thread_start
         self._has_started = threading.Event()
@@ -107,7 +108,7 @@ class TransferAgent:
 
     @property
     def endpoint(self) -> StageEndpoint:
-        """This stage as it appears in `SourceTerms.stages` and `Landing.stages`."""
+        """This stage as it appears in `SourceTerms.stages` and `DestinationTerms.stages`."""
         return StageEndpoint(self._memory.geometry.layers, self._address, self._incarnation)
 
     @property
@@ -116,8 +117,9 @@ class TransferAgent:
         return self._failure
 
     def stats(self) -> AgentStats:
-        flows = self._flows
-        return AgentStats(flows.num_bytes_sent, flows.num_bytes_received, flows.num_open, flows.num_draining,
+        transfers = self._transfers
+        return AgentStats(transfers.num_bytes_sent, transfers.num_bytes_received, transfers.num_open,
+                          transfers.num_draining,
                           self._transport.num_pending, self._prompts.num_waiting, self._prompts.num_open)
 
     def start(self) -> None:
@@ -132,9 +134,9 @@ class TransferAgent:
         if self._failure is not None:
             raise self._failure
 
-    def open_receive(self, source: SourceTerms, landing: Landing) -> None:
-        """Post the receives of one epoch. Send the landing to the source only after every stage reported OPEN."""
-        self._submit(lambda: self._flows.open(self._receiver(source, landing)))
+    def open_receive(self, source: SourceTerms, destination: DestinationTerms) -> None:
+        """Post the receives of one epoch. The destination terms go to the source after every stage reported OPEN."""
+        self._submit(lambda: self._transfers.open(self._receiver(source, destination)))
 
     def expect_send(self, request_key: int, num_tokens: int | None = None) -> None:
         """Remember `layer_done` of this request from now on; call before its first forward.
@@ -152,9 +154,9 @@ class TransferAgent:
         """
         self._submit(lambda: self._prompts.layer_done(DoneLayer(request_key, layer_id, num_tokens), after))
 
-    def open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
+    def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
         """Send what `layer_done` releases, starting with what it has released already."""
-        self._submit(lambda: self._open_send(request_key, source, landing))
+        self._submit(lambda: self._open_send(request_key, source, destination))
 
     def close(self, session_id: str) -> None:
         """Release (after COMPLETE) or abort (before). Idempotent; unknown sessions are ignored."""
@@ -201,11 +203,12 @@ class TransferAgent:
             self._transport.close()
             return
         try:
-            while not self._is_abandoned and (not self._is_stopping or self._commands or self._flows.num_unfinished):
+            while not self._is_abandoned and (not self._is_stopping or self._commands
+                                              or self._transfers.num_unfinished):
                 self._turn()
         except BaseException as error:  # the edge of the thread: report, so that nobody waits for us
             self._failure = error
-            self._flows.fail_all(InternalError(f"the transfer agent has failed: {error!r}"))
+            self._transfers.fail_all(InternalError(f"the transfer agent has failed: {error!r}"))
             raise
         finally:
             self._close_transport()
@@ -229,7 +232,7 @@ class TransferAgent:
             logger.exception("the transport does not let go of the pools' memory")
             self._failure = self._failure or error
             return
-        self._flows.transport_closed()
+        self._transfers.transport_closed()
 
     def _turn(self) -> None:
         was_busy = bool(self._commands)
@@ -239,36 +242,36 @@ class TransferAgent:
         ended = self._transport.progress()
         for operation in ended:
             self._ended(operation)
-        for sender, operation in self._outbox.pump():
-            self._flows.started(sender, operation)
-        wait_s = self._flows.sweep(IDLE_WAIT_S)
+        for sender, operation in self._window.pump():
+            self._transfers.started(sender, operation)
+        wait_s = self._transfers.sweep(IDLE_WAIT_S)
         if not ended and not was_busy:
             self._transport.wait(min(wait_s, DEVICE_WAIT_S) if self._prompts.num_waiting else wait_s)
 
     def _ended(self, operation: Operation) -> None:
-        self._outbox.ended(operation)
-        self._flows.ended(operation)
+        self._window.ended(operation)
+        self._transfers.ended(operation)
 
-    def _receiver(self, source: SourceTerms, landing: Landing) -> Flow:
+    def _receiver(self, source: SourceTerms, destination: DestinationTerms) -> StageTransfer:
         try:
-            stage = self._stage_of(landing.stages)
-            lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_to(stage)
+            stage = self._stage_of(destination.stages)
+            lanes = check_plan(source, destination, self._memory.geometry.specs).lanes_to(stage)
         except BatonError as error:
-            return RefusedFlow(source, landing, self._transport, error)
-        return Receiver(source, landing, lanes, memory=self._memory, transport=self._transport)
+            return RefusedTransfer(source, destination, self._transport, error)
+        return Receiver(source, destination, lanes, memory=self._memory, transport=self._transport)
 
-    def _sender(self, source: SourceTerms, landing: Landing, prompt: Prompt) -> Flow:
+    def _sender(self, source: SourceTerms, destination: DestinationTerms, prompt: Prompt) -> StageTransfer:
         try:
             if prompt.error is not None:
                 raise prompt.error
             if prompt.num_tokens not in (None, source.num_tokens):
-                raise InternalError(f"session {landing.session_id}: expect_send announced {prompt.num_tokens} tokens, "
-                                    f"the terms {source.num_tokens}")
+                raise InternalError(f"session {destination.session_id}: expect_send announced {prompt.num_tokens} "
+                                    f"tokens, the terms {source.num_tokens}")
             stage = self._stage_of(source.stages)
-            lanes = check_plan(source, landing, self._memory.geometry.specs).lanes_from(stage)
+            lanes = check_plan(source, destination, self._memory.geometry.specs).lanes_from(stage)
         except BatonError as error:
-            return RefusedFlow(source, landing, self._transport, error)
-        return Sender(source, landing, lanes, memory=self._memory, transport=self._transport, outbox=self._outbox,
+            return RefusedTransfer(source, destination, self._transport, error)
+        return Sender(source, destination, lanes, memory=self._memory, transport=self._transport, window=self._window,
                       clock=self._clock)
 
     def _stage_of(self, stages: tuple[StageEndpoint, ...]) -> int:
@@ -283,20 +286,20 @@ class TransferAgent:
     def _expect_send(self, request_key: int, num_tokens: int | None) -> None:
         self._prompts.expect(request_key, num_tokens)
 
-    def _open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
+    def _open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
         prompt = self._prompts.expect(request_key, source.num_tokens)
-        flow = self._sender(source, landing, prompt)
-        prompt.flows.append(flow)
-        self._flows.open(flow)
-        if isinstance(flow, Sender):
-            flow.release(prompt.layer_tokens)
+        transfer = self._sender(source, destination, prompt)
+        prompt.transfers.append(transfer)
+        self._transfers.open(transfer)
+        if isinstance(transfer, Sender):
+            transfer.release(prompt.layer_tokens)
         if self._prompts.is_closed(request_key):
-            self._flows.close_flow(flow)  # who would have closed it has done so already
+            self._transfers.close_transfer(transfer)  # who would have closed it has done so already
 
     def _close(self, session_id: str) -> None:
-        self._flows.close(session_id)
+        self._transfers.close(session_id)
         self._prompts.forget_session(session_id)
 
     def _close_all(self, drained: Future[None]) -> None:
         self._prompts.clear()
-        self._flows.close_all(drained)
+        self._transfers.close_all(drained)

@@ -6,9 +6,9 @@ from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError
 from transfer.agent.readiness import DeviceEvent, DoneLayer, LayerGate
 from transfer.agent.sender import Sender
-from transfer.agent.stage_transfer import Flow
+from transfer.agent.stage_transfer import StageTransfer
 from transfer.agent.tombstones import Tombstones
-from transfer.agent.transfer_table import FlowTable
+from transfer.agent.transfer_table import TransferTable
 
 
 @dataclass
@@ -17,7 +17,7 @@ class Prompt:
 
     num_tokens: int | None
     layer_tokens: dict[int, int] = field(default_factory=dict)
-    flows: list[Flow] = field(default_factory=list)
+    transfers: list[StageTransfer] = field(default_factory=list)
     error: BatonError | None = None
 
 
@@ -28,8 +28,8 @@ class Prompts:
     and must not bring it back. Keys are one leader's own: the next one's begin anew, after `clear`.
     """
 
-    def __init__(self, flows: FlowTable, clock: Clock, *, max_waiting: int, layer_s: float) -> None:
-        self._flows = flows
+    def __init__(self, transfers: TransferTable, clock: Clock, *, max_waiting: int, layer_s: float) -> None:
+        self._transfers = transfers
         self._gate = LayerGate(clock, limit=max_waiting, timeout_s=layer_s)
         self._by_key: dict[int, Prompt] = {}
         self._closed = Tombstones[int]()
@@ -77,15 +77,15 @@ class Prompts:
 
     def forget_session(self, session_id: str) -> None:
         for prompt in self._by_key.values():
-            prompt.flows = [flow for flow in prompt.flows if flow.session_id != session_id]
+            prompt.transfers = [transfer for transfer in prompt.transfers if transfer.session_id != session_id]
 
     def close(self, request_key: int) -> None:
-        """Close the request's flows and forget it, for good."""
+        """Close the request's transfers and forget it, for good."""
         self._closed.add(request_key)
         self._gate.forget(request_key)
         prompt = self._by_key.pop(request_key, None)
-        for flow in prompt.flows if prompt is not None else ():
-            self._flows.close_flow(flow)
+        for transfer in prompt.transfers if prompt is not None else ():
+            self._transfers.close_transfer(transfer)
 
     def clear(self) -> None:
         self._gate.clear()
@@ -95,13 +95,13 @@ class Prompts:
     def _release(self, layer: DoneLayer) -> None:
         prompt = self._by_key[layer.request_key]
         prompt.layer_tokens[layer.layer_id] = layer.num_tokens
-        for flow in prompt.flows:
-            if isinstance(flow, Sender):
-                flow.release({layer.layer_id: layer.num_tokens})
+        for transfer in prompt.transfers:
+            if isinstance(transfer, Sender):
+                transfer.release({layer.layer_id: layer.num_tokens})
 
     def _fail(self, request_key: int, error: BatonError) -> None:
         self._gate.forget(request_key)
         prompt = self._by_key[request_key]
         prompt.error = error
-        for flow in prompt.flows:
-            self._flows.fail(flow, error)
+        for transfer in prompt.transfers:
+            self._transfers.fail(transfer, error)

@@ -2,10 +2,10 @@
 
 from runtime.errors import IntegrityError
 from transfer.agent.memory import PoolMemory
-from transfer.agent.stage_transfer import Flow
+from transfer.agent.stage_transfer import StageTransfer
 from transfer.plan.copy_plan import Lane
 from transfer.plan.digest import item_digest, trailer_bytes, unpack_trailer
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
 from transfer.transport.protocol import Operation, Transport
 
 
@@ -19,12 +19,13 @@ class _LaneReceipt:
         self.num_missing = len(lane.items) + 1  # with the trailer
 
 
-class Receiver(Flow):
+class Receiver(StageTransfer):
     """COMPLETE when every item of every lane has landed and matches the digest its source made."""
 
-    def __init__(self, source: SourceTerms, landing: Landing, lanes: tuple[Lane, ...], *, memory: PoolMemory,
+    def __init__(self, source: SourceTerms, destination: DestinationTerms, lanes: tuple[Lane, ...], *,
+                 memory: PoolMemory,
                  transport: Transport) -> None:
-        super().__init__(source, landing, transport)
+        super().__init__(source, destination, transport)
         self._memory = memory
         self._receipts = [_LaneReceipt(lane) for lane in lanes]
         self._by_operation: dict[Operation, tuple[_LaneReceipt, int]] = {}

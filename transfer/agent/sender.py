@@ -5,12 +5,12 @@ from collections.abc import Mapping
 
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
-from transfer.agent.departures import DepartureLog
+from transfer.agent.chunk_timings import ChunkTimingLog
 from transfer.agent.memory import PoolMemory
-from transfer.agent.stage_transfer import Flow
+from transfer.agent.stage_transfer import StageTransfer
 from transfer.plan.copy_plan import Lane
 from transfer.plan.digest import item_digest, pack_trailer
-from transfer.plan.terms import Departure, Landing, SourceTerms, StageEndpoint
+from transfer.plan.handoff_terms import ChunkTiming, DestinationTerms, SourceTerms, StageEndpoint
 from transfer.transport.protocol import Operation, Peer, Transport
 
 
@@ -41,19 +41,20 @@ class _ReadyMessage:
         return self._sender, self._sender.send(self._dispatch, self._index, self.peer)
 
 
-class Sender(Flow):
-    """COMPLETE when every byte of every lane has left. `outbox` decides when a ready message is sent.
+class Sender(StageTransfer):
+    """COMPLETE when every byte of every lane has left. `window` decides when a ready message is sent.
 
     An item is digested when its bytes have just left, not before: whoever sent them has pulled them into this core's
     cache, so memory is read once, and the first byte leaves without waiting for a digest.
     """
 
-    def __init__(self, source: SourceTerms, landing: Landing, lanes: tuple[Lane, ...], *, memory: PoolMemory,
-                 transport: Transport, outbox: "Outbox", clock: Clock) -> None:
-        super().__init__(source, landing, transport)
-        self._log = DepartureLog(clock, source)
+    def __init__(self, source: SourceTerms, destination: DestinationTerms, lanes: tuple[Lane, ...], *,
+                 memory: PoolMemory,
+                 transport: Transport, window: "SendWindow", clock: Clock) -> None:
+        super().__init__(source, destination, transport)
+        self._log = ChunkTimingLog(clock, source)
         self._memory = memory
-        self._outbox = outbox
+        self._window = window
         self._dispatches = [_LaneDispatch(lane) for lane in lanes]
         self._under_way: dict[Operation, tuple[_LaneDispatch, int]] = {}
         self._num_unfinished = sum(len(lane.items) + 1 for lane in lanes)
@@ -72,11 +73,11 @@ class Sender(Flow):
 
     @property
     def peer_stages(self) -> tuple[StageEndpoint, ...]:
-        return self._landing.stages
+        return self._destination.stages
 
     @property
-    def departures(self) -> tuple[Departure, ...]:
-        return self._log.departures()
+    def chunk_timings(self) -> tuple[ChunkTiming, ...]:
+        return self._log.chunk_timings()
 
     def start(self) -> None:
         for dispatch in self._dispatches:
@@ -127,10 +128,10 @@ class Sender(Flow):
             self.complete()
 
     def _hand_over(self, dispatch: _LaneDispatch, index: int) -> None:
-        self._outbox.add(_ReadyMessage(self, dispatch, index, self.connect(dispatch.lane.dest_stage)))
+        self._window.add(_ReadyMessage(self, dispatch, index, self.connect(dispatch.lane.dest_stage)))
 
 
-class Outbox:
+class SendWindow:
     """Ready messages by peer, in order; a peer that does not take its bytes holds up nobody else.
 
     At most `window_bytes` (and at least one message) are under way to a peer: enough to keep the connection busy, few

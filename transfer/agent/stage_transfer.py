@@ -3,25 +3,25 @@
 from abc import ABC, abstractmethod
 
 from runtime.errors import BatonError
-from transfer.plan.terms import Departure, Landing, SourceTerms, StageEndpoint, StageSessionState
+from transfer.plan.handoff_terms import ChunkTiming, DestinationTerms, SourceTerms, StageEndpoint, StageSessionState
 from transfer.transport.protocol import Operation, OperationState, Peer, Transport, tag_prefix
 
 
-class Flow(ABC):
-    """Belongs to the agent's thread. `state` is OPEN, COMPLETE or FAILED (then `error` says why); whether the flow is
-    drained is a separate question: after `stop`, when `num_outstanding` is zero."""
+class StageTransfer(ABC):
+    """Belongs to the agent's thread. `state` is OPEN, COMPLETE or FAILED (then `error` says why); whether it is drained
+    is a separate question: after `stop`, when `num_outstanding` is zero."""
 
-    def __init__(self, source: SourceTerms, landing: Landing, transport: Transport) -> None:
-        self.session_id = landing.session_id
-        self.epoch = landing.epoch
-        self.tag_prefix = tag_prefix(landing.tag_base)
+    def __init__(self, source: SourceTerms, destination: DestinationTerms, transport: Transport) -> None:
+        self.session_id = destination.session_id
+        self.epoch = destination.epoch
+        self.tag_prefix = tag_prefix(destination.tag_base)
         self.state = StageSessionState.OPEN
         self.error: BatonError | None = None
         self.is_outcome_reported = False
         self.is_stopped = False
         self.num_bytes = 0
         self._source = source
-        self._landing = landing
+        self._destination = destination
         self._transport = transport
         self._outstanding: set[Operation] = set()
         self._peers: dict[int, Peer] = {}
@@ -37,7 +37,7 @@ class Flow(ABC):
 
     @abstractmethod
     def finished(self, operation: Operation) -> None:
-        """An operation of this flow is DONE, and the flow is still OPEN. Raises BatonError to fail the flow."""
+        """An operation of this transfer is DONE, and it is still OPEN. Raises BatonError to fail the transfer."""
 
     @property
     @abstractmethod
@@ -45,7 +45,7 @@ class Flow(ABC):
         """The stages on the other side, by index."""
 
     @property
-    def departures(self) -> tuple[Departure, ...]:
+    def chunk_timings(self) -> tuple[ChunkTiming, ...]:
         """What has left so far, by chunk."""
         return ()
 
@@ -69,7 +69,7 @@ class Flow(ABC):
             self.fail(operation.error)
 
     def fail(self, error: BatonError) -> None:
-        """No way back; stops by itself. A flow that is COMPLETE, FAILED or stopped stays what it is."""
+        """No way back; stops by itself. A transfer that is COMPLETE, FAILED or stopped stays what it is."""
         if self.state is StageSessionState.OPEN and not self.is_stopped:
             self.state = StageSessionState.FAILED
             self.error = error
@@ -91,11 +91,12 @@ class Flow(ABC):
         return self._peers[stage]
 
 
-class RefusedFlow(Flow):
+class RefusedTransfer(StageTransfer):
     """An epoch this stage cannot serve: fails as it starts, and touches nothing."""
 
-    def __init__(self, source: SourceTerms, landing: Landing, transport: Transport, reason: BatonError) -> None:
-        super().__init__(source, landing, transport)
+    def __init__(self, source: SourceTerms, destination: DestinationTerms, transport: Transport,
+                 reason: BatonError) -> None:
+        super().__init__(source, destination, transport)
         self._reason = reason
 
     @property

@@ -3,7 +3,13 @@
 from engine.core.layer_range import LayerRange
 from protos import pipeline_pb2, transfer_pb2
 from runtime.errors import FieldViolation, InvalidRequestError
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import (
+    DestinationTerms,
+    SourceTerms,
+    StageEndpoint,
+    StageSessionEvent,
+    StageSessionState,
+)
 
 _STATE_TO_WIRE = {
     StageSessionState.OPEN: pipeline_pb2.STAGE_SESSION_STATE_OPEN,
@@ -63,24 +69,24 @@ def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
     )
 
 
-def landing_to_proto(landing: Landing) -> transfer_pb2.Landing:
-    return transfer_pb2.Landing(
-        session_id=landing.session_id,
-        epoch=landing.epoch,
-        tag_base=landing.tag_base,
-        page_ids=landing.page_ids,
-        slot_id=landing.slot_id,
-        stages=[endpoint_to_proto(stage) for stage in landing.stages],
-        plan_digest=landing.plan_digest,
-        with_draft=landing.with_draft,
+def destination_to_proto(destination: DestinationTerms) -> transfer_pb2.DestinationTerms:
+    return transfer_pb2.DestinationTerms(
+        session_id=destination.session_id,
+        epoch=destination.epoch,
+        tag_base=destination.tag_base,
+        page_ids=destination.page_ids,
+        slot_id=destination.slot_id,
+        stages=[endpoint_to_proto(stage) for stage in destination.stages],
+        plan_digest=destination.plan_digest,
+        with_draft=destination.with_draft,
     )
 
 
-def landing_from_proto(message: transfer_pb2.Landing) -> Landing:
+def destination_from_proto(message: transfer_pb2.DestinationTerms) -> DestinationTerms:
     """Raises InvalidRequestError when the session has no id."""
     if not message.session_id:
-        raise InvalidRequestError(FieldViolation("landing.session_id", "must not be empty"))
-    return Landing(
+        raise InvalidRequestError(FieldViolation("destination.session_id", "must not be empty"))
+    return DestinationTerms(
         session_id=message.session_id,
         epoch=message.epoch,
         tag_base=message.tag_base,

@@ -16,7 +16,7 @@ from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec, travelling
 from runtime.errors import IncompatiblePeerError
 from transfer.plan.compatibility import SCHEMA_VERSION
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
 from transfer.transport.protocol import TAG_OFFSET_BITS
 
 MAX_RUN_BYTES = 1 << 20
@@ -67,22 +67,23 @@ class _Run(NamedTuple):
 class CopyPlan:
     """All lanes of one handoff, each made when asked for."""
 
-    def __init__(self, source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec]) -> None:
+    def __init__(self, source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> None:
         """`specs` covers the whole model; the plan is made for those that travel (see `travelling`).
 
         Raises:
             IncompatiblePeerError: page lists or layer ranges of the two sides do not fit together or the model.
         """
-        specs = sorted(travelling(specs, with_draft=landing.with_draft), key=lambda spec: (spec.layer_id, spec.kind))
-        _check_pages(source, landing)
-        _check_slots(source, landing, specs)
+        specs = sorted(travelling(specs, with_draft=destination.with_draft),
+                       key=lambda spec: (spec.layer_id, spec.kind))
+        _check_pages(source, destination)
+        _check_slots(source, destination, specs)
         _check_layers("source", source.stages, specs)
-        _check_layers("landing", landing.stages, specs)
-        if landing.tag_base % (1 << TAG_OFFSET_BITS):
-            raise IncompatiblePeerError(f"landing.tag_base {landing.tag_base:#x} must leave the low "
+        _check_layers("destination", destination.stages, specs)
+        if destination.tag_base % (1 << TAG_OFFSET_BITS):
+            raise IncompatiblePeerError(f"destination.tag_base {destination.tag_base:#x} must leave the low "
                                         f"{TAG_OFFSET_BITS} bits to the items")
         self._source = source
-        self._landing = landing
+        self._destination = destination
         self._specs = tuple(specs)
         self._runs: dict[int, tuple[_Run, ...]] = {}
 
@@ -93,17 +94,17 @@ class CopyPlan:
 
     def lanes_from(self, source_stage: int) -> tuple[Lane, ...]:
         """What this source stage sends."""
-        lanes = (self._lane(source_stage, stage) for stage in range(len(self._landing.stages)))
+        lanes = (self._lane(source_stage, stage) for stage in range(len(self._destination.stages)))
         return tuple(lane for lane in lanes if lane.items)
 
     @cached_property
     def digest(self) -> str:
         """Over everything the plan is derived from, and the page runs themselves."""
-        source, landing = self._source, self._landing
+        source, destination = self._source, self._destination
         parts: list[object] = [
-            SCHEMA_VERSION, landing.session_id, landing.epoch, landing.tag_base, source.compatibility,
-            source.num_tokens, source.page_size, source.chunk_tokens, source.slot_id, landing.slot_id,
-            [(str(stage.layers), stage.incarnation) for stage in (*source.stages, *landing.stages)],
+            SCHEMA_VERSION, destination.session_id, destination.epoch, destination.tag_base, source.compatibility,
+            source.num_tokens, source.page_size, source.chunk_tokens, source.slot_id, destination.slot_id,
+            [(str(stage.layers), stage.incarnation) for stage in (*source.stages, *destination.stages)],
             [(spec.layer_id, str(spec.kind), spec.record_bytes) for spec in self._specs],
             [tuple(run) for size in sorted({spec.record_bytes for spec in self._specs if spec.kind.is_paged})
              for run in self._page_runs(size)],
@@ -119,10 +120,10 @@ class CopyPlan:
         if offset + len(items) >= 1 << TAG_OFFSET_BITS:
             raise IncompatiblePeerError(f"a handoff of {offset + len(items)} items to one stage; "
                                         f"the limit is {(1 << TAG_OFFSET_BITS) - 1}")
-        return Lane(source_stage, dest_stage, self._landing.tag_base + offset, items)
+        return Lane(source_stage, dest_stage, self._destination.tag_base + offset, items)
 
     def _lane_specs(self, source_stage: int, dest_stage: int) -> list[CacheSpec]:
-        layers = self._source.stages[source_stage].layers.intersect(self._landing.stages[dest_stage].layers)
+        layers = self._source.stages[source_stage].layers.intersect(self._destination.stages[dest_stage].layers)
         return [spec for spec in self._specs if spec.layer_id in layers]
 
     def _num_items(self, spec: CacheSpec) -> int:
@@ -131,7 +132,7 @@ class CopyPlan:
     def _items(self, spec: CacheSpec) -> list[Item]:
         size = spec.record_bytes
         if not spec.kind.is_paged:
-            return [Item(spec.layer_id, spec.kind, self._source.slot_id, self._landing.slot_id, 1, size,
+            return [Item(spec.layer_id, spec.kind, self._source.slot_id, self._destination.slot_id, 1, size,
                          self._source.num_tokens)]
         return [Item(spec.layer_id, spec.kind, run.source_page, run.dest_page, run.num_pages, run.num_pages * size,
                      run.ready_tokens) for run in self._page_runs(size)]
@@ -140,14 +141,14 @@ class CopyPlan:
         """Page runs for records of this size; most models have one size, so this is worked out once."""
         if record_bytes not in self._runs:
             max_pages = max(1, MAX_RUN_BYTES // record_bytes)
-            self._runs[record_bytes] = tuple(_page_runs(self._source, self._landing.page_ids, max_pages))
+            self._runs[record_bytes] = tuple(_page_runs(self._source, self._destination.page_ids, max_pages))
         return self._runs[record_bytes]
 
 
-def plan_lane(source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec], source_stage: int,
+def plan_lane(source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec], source_stage: int,
               dest_stage: int) -> tuple[Item, ...]:
     """The items of one lane; empty when the two stages share no layer. Raises IncompatiblePeerError."""
-    lanes = CopyPlan(source, landing, specs).lanes_from(source_stage)
+    lanes = CopyPlan(source, destination, specs).lanes_from(source_stage)
     return next((lane.items for lane in lanes if lane.dest_stage == dest_stage), ())
 
 
@@ -168,9 +169,9 @@ def _page_runs(source: SourceTerms, dest_page_ids: Sequence[int], max_pages: int
     return runs
 
 
-def _check_pages(source: SourceTerms, landing: Landing) -> None:
+def _check_pages(source: SourceTerms, destination: DestinationTerms) -> None:
     num_pages = -(-source.num_tokens // source.page_size)
-    for side, page_ids in (("source", source.page_ids), ("landing", landing.page_ids)):
+    for side, page_ids in (("source", source.page_ids), ("destination", destination.page_ids)):
         if len(page_ids) != num_pages:
             raise IncompatiblePeerError(f"{side}.page_ids: {source.num_tokens} tokens in pages of {source.page_size} "
                                         f"need {num_pages} pages, got {len(page_ids)}")
@@ -180,10 +181,10 @@ def _check_pages(source: SourceTerms, landing: Landing) -> None:
             raise IncompatiblePeerError(f"{side}.page_ids names page {min(page_ids)}; pages start at 1")
 
 
-def _check_slots(source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec]) -> None:
+def _check_slots(source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> None:
     if all(spec.kind.is_paged for spec in specs):
         return
-    for side, slot_id in (("source", source.slot_id), ("landing", landing.slot_id)):
+    for side, slot_id in (("source", source.slot_id), ("destination", destination.slot_id)):
         if slot_id < 1:
             raise IncompatiblePeerError(f"{side}.slot_id is {slot_id}; slots of recurrent state start at 1")
 

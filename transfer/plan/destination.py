@@ -1,4 +1,4 @@
-"""How the leaders of two pools agree: the destination makes the landing, the source checks it."""
+"""How the leaders of two pools agree: the destination makes the destination terms, the source checks it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,16 +6,16 @@ from dataclasses import replace
 from engine.memory.layout import CacheSpec
 from runtime.errors import IncompatiblePeerError
 from transfer.plan.copy_plan import CopyPlan
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
 from transfer.transport.protocol import TAG_OFFSET_BITS
 
 MAX_EPOCH = 255
 NONCE_BITS = 32
 
 
-def landing_for(source: SourceTerms, *, session_id: str, epoch: int, nonce: int, page_ids: Sequence[int],
+def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce: int, page_ids: Sequence[int],
                 slot_id: int, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec],
-                with_draft: bool = False) -> Landing:
+                with_draft: bool = False) -> DestinationTerms:
     """The destination's answer to `source`.
 
     `nonce` is random, 32 bits, drawn once per session; with the epoch it makes the tags nobody else uses. `page_ids`
@@ -30,19 +30,19 @@ def landing_for(source: SourceTerms, *, session_id: str, epoch: int, nonce: int,
     if not 0 <= epoch <= MAX_EPOCH:
         raise ValueError(f"epoch must be in 0..{MAX_EPOCH}, got {epoch}")
     tag_base = (nonce << 32) | (epoch << TAG_OFFSET_BITS)
-    landing = Landing(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="",
+    destination = DestinationTerms(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="",
                       with_draft=with_draft)
-    return replace(landing, plan_digest=CopyPlan(source, landing, specs).digest)
+    return replace(destination, plan_digest=CopyPlan(source, destination, specs).digest)
 
 
-def check_plan(source: SourceTerms, landing: Landing, specs: Sequence[CacheSpec]) -> CopyPlan:
+def check_plan(source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> CopyPlan:
     """The plan both sides have agreed on.
 
     Raises:
-        IncompatiblePeerError: this side derives another plan than the one the landing was made for.
+        IncompatiblePeerError: this side derives another plan than the one the destination terms were made for.
     """
-    plan = CopyPlan(source, landing, specs)
-    if plan.digest != landing.plan_digest:
-        raise IncompatiblePeerError(f"session {landing.session_id}: this side derives copy plan {plan.digest}, "
-                                    f"the landing was made for {landing.plan_digest or 'none'}")
+    plan = CopyPlan(source, destination, specs)
+    if plan.digest != destination.plan_digest:
+        raise IncompatiblePeerError(f"session {destination.session_id}: this side derives copy plan {plan.digest}, "
+                                    f"the destination terms were made for {destination.plan_digest or 'none'}")
     return plan

@@ -13,7 +13,7 @@ MAX_HELD_MESSAGES = 4_096
 HOLD_S = 30.0
 
 
-class Matcher(Generic[M]):
+class MessageMatcher(Generic[M]):
     """Posted receives by tag, messages nobody waits for yet, and prefixes whose messages are thrown away.
 
     A message that comes before its receive is held for at most `HOLD_S` seconds and with at most `MAX_HELD_MESSAGES`

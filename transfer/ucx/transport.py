@@ -18,7 +18,7 @@ import time
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
-from transfer.transport.matching import Matcher
+from transfer.transport.matching import MessageMatcher
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer
 from transfer.transport.wakeup import Wakeup
 from transfer.ucx.address import frame_address, unframe_address
@@ -63,7 +63,7 @@ class UcxTransport:
         self.address = frame_address(self._worker.address.tobytes())
         self._clock = clock
         self._spin_s = spin_s
-        self._matcher: Matcher[UcxProbe] = Matcher(clock)
+        self._matcher: MessageMatcher[UcxProbe] = MessageMatcher(clock)
         self._peers: dict[bytes, UcxPeer] = {}
         self._active: list[tuple[Operation, UcxRequest]] = []
         self._discards: list[UcxRequest] = []

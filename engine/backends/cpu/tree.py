@@ -172,7 +172,7 @@ def _node_batch(batch: ForwardBatch, info: SpecInfo, tables: list[list[int]]) ->
                     for depth in depths)
     width = max(len(table) for table in tables)
     return ForwardBatch(
-        mode=ForwardMode.DECODE, request_ids=tuple(range(len(tables))), query_lens=(1,) * len(tables),
+        mode=ForwardMode.DECODE, request_keys=tuple(range(len(tables))), query_lens=(1,) * len(tables),
         context_lens=lengths, token_ids=None, positions=torch.tensor(lengths),
         page_tables=torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32),
         slot_ids=torch.zeros(len(tables), dtype=torch.int32), sampling=(None,) * len(tables))

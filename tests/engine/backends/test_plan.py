@@ -41,7 +41,7 @@ def groups_of(batch: ForwardBatch) -> tuple[RowGroup, ...]:
 def pad(batch: ForwardBatch, *, with_token_ids: bool = True) -> None:
     """Grow the batch by one padding row, in place, as a captured graph of a fixed size would."""
     padded = make_batch(ForwardMode.DECODE, [*ROWS, PADDING])
-    for name in ("request_ids", "query_lens", "context_lens", "token_ids", "positions", "page_tables", "slot_ids",
+    for name in ("request_keys", "query_lens", "context_lens", "token_ids", "positions", "page_tables", "slot_ids",
                  "sampling"):
         setattr(batch, name, getattr(padded, name))
     if not with_token_ids:

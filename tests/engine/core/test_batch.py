@@ -26,7 +26,7 @@ def build(lens: list[int], *, first_id: int = 0, mode: ForwardMode = ForwardMode
     rows = [first_id + row for row in range(len(lens))]
     return ForwardBatch(
         mode=mode,
-        request_ids=tuple(100 + row for row in rows),
+        request_keys=tuple(100 + row for row in rows),
         query_lens=tuple(lens),
         context_lens=tuple(10 * row for row in rows),
         token_ids=torch.tensor([1000 * row + i for row, n in zip(rows, lens, strict=True) for i in range(n)]),
@@ -51,7 +51,7 @@ def decode(num_rows: int) -> ForwardBatch:
 
 def reshape(batch: ForwardBatch, *, num_rows: int, num_tokens: int) -> None:
     """What padding does: the same object with other shapes."""
-    batch.request_ids = tuple(range(num_rows))
+    batch.request_keys = tuple(range(num_rows))
     batch.token_ids = torch.zeros(num_tokens, dtype=torch.long)
 
 
@@ -181,7 +181,7 @@ def rows_of(batch: ForwardBatch) -> list[tuple[object, ...]]:
         ids = None if batch.token_ids is None else batch.token_ids[start:end].tolist()
         rows.append(
             (
-                batch.request_ids[row],
+                batch.request_keys[row],
                 batch.context_lens[row],
                 ids,
                 batch.positions[start:end].tolist(),

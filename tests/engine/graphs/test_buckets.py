@@ -51,7 +51,7 @@ def test_a_padded_batch_is_its_rows_and_then_rows_that_own_nothing(data: st.Data
     assert sum(padded.query_lens) == bucket.num_tokens
     assert padded.graph_bucket is bucket
     assert padded.needs_forward_metadata_init()
-    for name in ("request_ids", "query_lens", "context_lens", "sampling"):
+    for name in ("request_keys", "query_lens", "context_lens", "sampling"):
         assert getattr(padded, name)[:num_rows] == getattr(batch, name)
     assert torch.equal(padded.positions[:batch.num_tokens], batch.positions)
     assert torch.equal(padded.page_tables[:num_rows, :3], batch.page_tables)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.backends.cuda.recurrent import DeviceRecurrent
 from engine.core.batch import ForwardMode
-from engine.core.draft_trees import Kept, SpecInfo, SpecRow, ancestors
+from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, ancestors
 from runtime.errors import InternalError
 from tests.support.batches import Row, make_batch
 from tests.support.recurrent import (
@@ -85,7 +85,7 @@ def test_every_node_of_a_tree_continues_its_parent_and_the_kept_one_is_committed
         if node == 4:
             kept, history = last, path.x[-(KERNEL - 1) :]
     batch = make_batch(ForwardMode.DECODE, [Row(1, context + 3, slot=3)], spec_info=SpecInfo(
-        torch.zeros(1, dtype=torch.long), (SpecRow(kept=Kept(context, (0, 2, 4))),)))
+        torch.zeros(1, dtype=torch.long), (SpecRow(accepted=AcceptedNodes(context, (0, 2, 4))),)))
     recurrent.commit(batch)
     torch.testing.assert_close(state[3].double(), kept, rtol=1e-4, atol=2e-6)
     assert torch.equal(conv[3, -3:], history)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
-from engine.core.draft_trees import Kept, SpecInfo, SpecRow, TokenTree, Verified
+from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
 from engine.pipeline import frames
@@ -28,7 +28,8 @@ SAMPLING = st.none() | st.builds(
     st.none() | st.builds(GrammarRow, st.text(max_size=5), st.builds(Grammar, st.sampled_from(GrammarKind), st.text()),
                           TOKENS))
 SPEC_ROWS = st.builds(
-    SpecRow, st.just(()), st.none() | st.builds(Kept, st.integers(0, 99), TOKENS), st.none() | st.integers(0, 99),
+    SpecRow, st.just(()), st.none() | st.builds(AcceptedNodes, st.integers(0, 99), TOKENS),
+    st.none() | st.integers(0, 99),
     st.integers(0, 99), st.integers(0, 32))
 TREES = st.lists(st.integers(0, 99), max_size=4).map(
     lambda tokens: TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1))))
@@ -61,7 +62,7 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
     assert all(torch.equal(incoming.aux_hidden[layer_id], captured[layer_id]) for layer_id in aux)
     assert (incoming.selected_keys is None) == (selected is None)
     assert selected is None or torch.equal(torch.as_tensor(incoming.selected_keys), selected)
-    for name in ("mode", "request_ids", "query_lens", "context_lens", "sampling", "scoring"):
+    for name in ("mode", "request_keys", "query_lens", "context_lens", "sampling", "scoring"):
         assert getattr(arrived.batch, name) == getattr(batch, name)
     for name in ("positions", "page_tables", "slot_ids"):
         assert torch.equal(getattr(arrived.batch, name), getattr(batch, name))

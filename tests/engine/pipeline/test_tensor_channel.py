@@ -1,4 +1,4 @@
-"""Tensors beside their frames, over a lane whose messages end when the test says so; and the bytes of a packet."""
+"""Tensors beside their frames, over a link whose messages end when the test says so; and the bytes of a packet."""
 
 from dataclasses import dataclass, field
 from typing import cast
@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.pipeline import bundle
 from engine.pipeline.bundle import Route
 from engine.pipeline.channel import Packet
-from engine.pipeline.links import Lanes, Opening
+from engine.pipeline.links import P2PLinks, PendingLink
 from engine.pipeline.tensor_channel import MAX_MESSAGES_UNDER_WAY, TensorChannel
 from runtime.errors import DeadlineError, InternalError, PeerLostError
 from testing.inprocess_channel import InProcessChannel
@@ -32,7 +32,7 @@ class Message:
 
 
 @dataclass
-class HandLane:
+class HandLink:
     """Keeps what is sent, lets nothing but zeros arrive."""
 
     outcome: bool | RuntimeError = True
@@ -52,91 +52,91 @@ class HandLane:
 
 
 @dataclass
-class HandLanes:
+class HandLinks:
     """Of a stage whose neighbours are 0 and 2."""
 
-    lane: HandLane
+    link: HandLink
 
     def __post_init__(self) -> None:
         self.device = torch.device("cpu")
-        self.opening = Opening(lambda: self.lane)
+        self.pending = PendingLink(lambda: self.link)
 
-    def to(self, rank: int) -> Opening | None:
-        return self.opening if rank == 2 else None
+    def to(self, rank: int) -> PendingLink | None:
+        return self.pending if rank == 2 else None
 
-    def coming_from(self, rank: int) -> Opening | None:
-        return self.opening if rank == 0 else None
+    def coming_from(self, rank: int) -> PendingLink | None:
+        return self.pending if rank == 0 else None
 
     def abort(self) -> None:
-        self.opening.abort()
+        self.pending.abort()
 
 
 @dataclass
 class Stage:
     """Rank 1 of three, with the frames of the others."""
 
-    lane: HandLane
+    link: HandLink
     message_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         self.frames = InProcessChannel.pool(3, max_frame_bytes=LIMIT + 4096)
         self.channel = TensorChannel(self.frames[1], max_bytes=LIMIT, message_timeout_s=self.message_timeout_s)
-        self.channel.use(cast(Lanes, HandLanes(self.lane)))
+        self.channel.use(cast(P2PLinks, HandLinks(self.link)))
 
     def announce(self, tensor: Tensor) -> None:
         self.frames[0].send(1, bundle.write(Route.BESIDE, b"frame", [tensor]), timeout_s=1.0)
 
 
 def test_tensors_go_by_the_lane_and_only_their_description_in_the_frame() -> None:
-    stage, tensor = Stage(HandLane()), torch.randn(40, 50)
+    stage, tensor = Stage(HandLink()), torch.randn(40, 50)
     stage.channel.send(2, Packet(b"frame", (tensor,)), timeout_s=1.0)
     frame = stage.frames[2].receive(1, timeout_s=1.0)
     assert frame is not None
     assert len(frame) < 100
-    (message,) = stage.lane.sent
+    (message,) = stage.link.sent
     assert torch.equal(bundle.cut(message.flat, bundle.read(frame).specs)[0], tensor)
 
 
 def test_frames_without_tensors_need_no_lane() -> None:
-    stage = Stage(HandLane(RuntimeError("unusable")))
+    stage = Stage(HandLink(RuntimeError("unusable")))
     stage.channel.send(0, Packet(b"result"), timeout_s=1.0)
     assert stage.frames[0].receive(1, timeout_s=1.0) is not None
 
 
 def test_tensors_for_another_than_the_next_stage_are_refused() -> None:
     with pytest.raises(InternalError, match="to the next stage only, not to stage 0"):
-        Stage(HandLane()).channel.send(0, Packet(b"", (torch.zeros(1),)), timeout_s=1.0)
+        Stage(HandLink()).channel.send(0, Packet(b"", (torch.zeros(1),)), timeout_s=1.0)
 
 
 def test_what_is_under_way_is_bounded_and_runs_into_the_deadline() -> None:
-    stage, packet = Stage(HandLane(outcome=False)), Packet(b"", (torch.zeros(1),))
+    stage, packet = Stage(HandLink(outcome=False)), Packet(b"", (torch.zeros(1),))
     for _ in range(MAX_MESSAGES_UNDER_WAY):
         stage.channel.send(2, packet, timeout_s=0.1)
     with pytest.raises(DeadlineError, match=r"stage 2 did not get across, within 0\.1 s"):
         stage.channel.send(2, packet, timeout_s=0.1)
-    assert stage.lane.is_aborted, "nobody reads or writes the memory any more"
+    assert stage.link.is_aborted, "nobody reads or writes the memory any more"
     with pytest.raises(PeerLostError):
         stage.channel.send(2, packet, timeout_s=0.1)
 
 
 def test_messages_that_got_across_make_room() -> None:
-    stage, packet = Stage(HandLane(outcome=True)), Packet(b"", (torch.zeros(1),))
+    stage, packet = Stage(HandLink(outcome=True)), Packet(b"", (torch.zeros(1),))
     for _ in range(3 * MAX_MESSAGES_UNDER_WAY):
         stage.channel.send(2, packet, timeout_s=0.1)
         assert stage.frames[2].receive(1, timeout_s=0.1) is not None
-    assert not stage.lane.is_aborted
+    assert not stage.link.is_aborted
 
 
 def test_tensors_that_do_not_follow_their_frame_are_a_lost_stage() -> None:
-    stage = Stage(HandLane(outcome=False), message_timeout_s=0.2)
+    stage = Stage(HandLink(outcome=False), message_timeout_s=0.2)
     stage.announce(torch.zeros(3))
     with pytest.raises(PeerLostError, match="stage 0 did not get across"):
         stage.channel.receive(0, timeout_s=0.1)
-    assert stage.lane.is_aborted
+    assert stage.link.is_aborted
 
 
 def test_a_death_is_heard_while_tensors_are_waited_for() -> None:
-    stage = Stage(HandLane(outcome=False), message_timeout_s=30.0)
+    stage = Stage(HandLink(outcome=False), message_timeout_s=30.0)
     stage.announce(torch.zeros(3))
     stage.frames[0].close()
     with pytest.raises(PeerLostError, match="stage 0 is gone"):
@@ -144,7 +144,7 @@ def test_a_death_is_heard_while_tensors_are_waited_for() -> None:
 
 
 def test_a_message_that_fails_is_never_handed_out() -> None:
-    stage = Stage(HandLane(outcome=RuntimeError("connection reset")))
+    stage = Stage(HandLink(outcome=RuntimeError("connection reset")))
     stage.announce(torch.zeros(3))
     with pytest.raises(PeerLostError):
         stage.channel.receive(0, timeout_s=0.1)
@@ -153,17 +153,17 @@ def test_a_message_that_fails_is_never_handed_out() -> None:
 
 
 def test_an_announcement_over_the_limit_takes_no_memory() -> None:
-    stage = Stage(HandLane())
+    stage = Stage(HandLink())
     stage.announce(torch.zeros(LIMIT))
     with pytest.raises(InternalError, match="where none can come"):
         stage.channel.receive(0, timeout_s=0.1)
 
 
 def test_closing_ends_what_is_under_way() -> None:
-    stage = Stage(HandLane(outcome=False))
+    stage = Stage(HandLink(outcome=False))
     stage.channel.send(2, Packet(b"", (torch.zeros(1),)), timeout_s=0.1)
     stage.channel.close()
-    assert stage.lane.is_aborted
+    assert stage.link.is_aborted
     with pytest.raises(PeerLostError):
         stage.frames[2].check(1)
 

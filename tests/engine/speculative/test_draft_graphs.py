@@ -15,7 +15,7 @@ from engine.speculative.draft_graphs import DraftGraphs
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.round_graphs import RoundGraphs
-from engine.speculative.tree_expander import Growth
+from engine.speculative.tree_expander import TreeExpander
 from engine.speculative.verify import Run
 from tests.engine.speculative.test_plan_marker import GEOMETRY, HIDDEN, PAGE_SIZE, ToyDraft
 from tests.support.capture import RecordingCapture
@@ -42,8 +42,9 @@ class Draft:
                                  buckets=extend_buckets(MAX_ROWS, NODES), capture=self.capture, dtype=torch.float32,
                                  device=CPU)
             graphs.capture_all()
-            growth = Growth(model=model, rounds=self.rounds, context=attention.in_round, topk=2)
-            rounds = RoundGraphs(growth=growth, rounds=self.rounds, max_rows=MAX_ROWS, topk=2, steps=3, width=HIDDEN,
+            expander = TreeExpander(model=model, rounds=self.rounds, context=attention.in_round, topk=2)
+            rounds = RoundGraphs(expander=expander, rounds=self.rounds, max_rows=MAX_ROWS, topk=2, steps=3,
+                                 width=HIDDEN,
                                  capture=self.capture, dtype=torch.float32, device=CPU)
             rounds.capture_all()
         self.drafter = EagleDrafter(model=model, attention=attention, topk=2, steps=3, graphs=graphs, rounds=rounds)

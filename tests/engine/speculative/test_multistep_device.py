@@ -28,7 +28,7 @@ def device_rounds() -> DeviceRounds:
 def round_of(lengths: tuple[int, ...], branches: int) -> ForwardBatch:
     rows = len(lengths)
     return ForwardBatch(
-        mode=ForwardMode.DRAFT, request_ids=tuple(range(rows)), query_lens=(branches,) * rows, context_lens=lengths,
+        mode=ForwardMode.DRAFT, request_keys=tuple(range(rows)), query_lens=(branches,) * rows, context_lens=lengths,
         token_ids=None, positions=torch.tensor(lengths).repeat_interleave(branches),
         page_tables=torch.tensor(TABLES[:rows], dtype=torch.int32), slot_ids=torch.zeros(rows, dtype=torch.int32),
         sampling=(None,) * rows)

@@ -112,7 +112,7 @@ def test_s1_5_s1_6_s1_7_a_plan_that_is_not_this_round_s_is_refused() -> None:
         step(rounds, batch, 0, selects=False)
     padded = round_batch()
     rounds.plan(padded)
-    padded.request_ids += (9,)
+    padded.request_keys += (9,)
     with pytest.raises(StalePlanError, match="planned for 2 rows of 2 branches, the batch has 3 rows"):
         step(rounds, padded, 0, selects=False)
 

@@ -163,7 +163,7 @@ def test_s1_7_a_plan_of_another_backend_is_refused() -> None:
 def test_s1_5_a_padded_round_is_refused_not_answered_in_part() -> None:
     attention, batch = Bench(topk=3, steps=3).steps, round_batch()
     attention.plan(batch)
-    batch.request_ids += (9,)
+    batch.request_keys += (9,)
     assert not batch.needs_forward_metadata_init(), "not declared equivalent, so never planned again"
     with pytest.raises(StalePlanError):
         run_step(attention, batch)

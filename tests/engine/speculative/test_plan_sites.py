@@ -170,7 +170,7 @@ def check_backend(case: Case) -> None:
     else:
         with pytest.raises(StalePlanError):
             backend.plan(batch)  # type: ignore[attr-defined]
-    batch.request_ids += (9,)
+    batch.request_keys += (9,)
     assert not batch.needs_forward_metadata_init(), "not declared equivalent"
     with pytest.raises(StalePlanError):
         case.run(backend, batch)
@@ -209,7 +209,7 @@ def executor() -> tuple[StageExecutor, CpuAttention, Recorder]:
 def pad(batch: ForwardBatch) -> None:
     """One more row of one more token, as padding to a bucket adds it."""
     rows = [Row(key, [3], context, [1 + key], 0, None)
-            for key, context in zip(batch.request_ids, batch.context_lens, strict=True)]
+            for key, context in zip(batch.request_keys, batch.context_lens, strict=True)]
     padded = build_batch(batch.mode, [*rows, Row(7, [0], 0, [0], 0, None)])
     for f in fields(ForwardBatch):
         if f.metadata["rule"] is FieldRule.RECOMPUTED:

@@ -11,7 +11,7 @@ from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.backends.cpu.tree import TreeAttention
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.core.batch import ForwardMode, SamplingRow
-from engine.core.draft_trees import Kept, SpecInfo, SpecRow, TokenTree, ancestors
+from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, ancestors
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.core.request import SamplingParams
@@ -62,18 +62,19 @@ class Sequences:
         self.lengths[row] += 1
         return logits[0]
 
-    def verify(self, trees: dict[int, tuple[int, TokenTree]], kept: dict[int, Kept] | None = None) -> list[Tensor]:
+    def verify(self, trees: dict[int, tuple[int, TokenTree]],
+               accepted: dict[int, AcceptedNodes] | None = None) -> list[Tensor]:
         """Logits [nodes, vocab] per row of (root token, tree); nothing is accepted yet."""
         rows = [self._row(row, [root, *tree.token_ids]) for row, (root, tree) in trees.items()]
-        specs = tuple(SpecRow(parents=tree.rooted_parents, kept=(kept or {}).get(row))
+        specs = tuple(SpecRow(parents=tree.rooted_parents, accepted=(accepted or {}).get(row))
                       for row, (_, tree) in trees.items())
         logits = self._run(ForwardMode.VERIFY, rows, specs)
         return list(torch.split(logits, [len(row.token_ids) for row in rows]))
 
-    def accept(self, row: int, nodes: tuple[int, ...]) -> Kept:
-        kept = Kept(self.lengths[row], nodes)
+    def accept(self, row: int, nodes: tuple[int, ...]) -> AcceptedNodes:
+        accepted = AcceptedNodes(self.lengths[row], nodes)
         self.lengths[row] += len(nodes)
-        return kept
+        return accepted
 
     def _row(self, row: int, tokens: list[int]) -> Row:
         return Row(row, tokens, self.lengths[row], self._pages[row], row + 1, SamplingRow(SamplingParams(), 0))
@@ -140,8 +141,8 @@ def test_what_is_accepted_continues_like_decoding(description: ModelDescription,
     sequences = Sequences(description)
     sequences.prefill(0, prompt(length))
     sequences.verify({0: (7, tree)})
-    kept = sequences.accept(0, accepted)
-    (after,) = sequences.verify({0: (9, ROOT)}, {0: kept})
+    found = sequences.accept(0, accepted)
+    (after,) = sequences.verify({0: (9, ROOT)}, {0: found})
     path = [[7, *tree.token_ids][node] for node in accepted]
     assert torch.equal(after[0], decoded(description, length, [*path, 9])[-1])
 

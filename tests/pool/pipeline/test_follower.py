@@ -27,7 +27,7 @@ from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from tests.pool.pipeline.test_membership import SAME, Observer
 from tests.support.handoff import Pool, hybrid_specs
 from transfer.agent.agent import AgentLimits, AgentStats, TransferAgent
-from transfer.plan.terms import StageSessionState
+from transfer.plan.handoff_terms import StageSessionState
 
 SPECS = hybrid_specs(2)
 
@@ -129,9 +129,9 @@ async def test_a_stage_joins_again_only_when_its_old_receives_can_write_no_more(
                 array[:] = fill
         rig.network.fault = lambda tag, num_bytes: Fault.DELAY
         terms = sources[0].terms([3], 4)
-        landing = rig.pool.landing(terms, [5], session_id="old", nonce=1)
-        rig.pool.open_receive(terms, landing)
-        sources[0].send(terms, landing)
+        destination = rig.pool.destination(terms, [5], session_id="old", nonce=1)
+        rig.pool.open_receive(terms, destination)
+        sources[0].send(terms, destination)
         await rig.until(lambda: len(rig.transport._delayed) > 0)
         rig.network.fault = None
         rig.leader.links[0].dismiss()  # it gives page 5 to somebody else
@@ -142,9 +142,9 @@ async def test_a_stage_joins_again_only_when_its_old_receives_can_write_no_more(
         await rig.leader.until("formed 2")
         assert rig.leader.stats[1].num_open == rig.leader.stats[1].num_draining == 0
         terms = sources[1].terms([3], 4)
-        landing = rig.pool.landing(terms, [5], session_id="new", nonce=2)
-        rig.pool.open_receive(terms, landing)
-        sources[1].send(terms, landing)
+        destination = rig.pool.destination(terms, [5], session_id="new", nonce=2)
+        rig.pool.open_receive(terms, destination)
+        sources[1].send(terms, destination)
         rig.pool.wait("new", StageSessionState.COMPLETE)
         for (_, kind), array in rig.pool.stages[0].memory.arrays.items():
             assert (array[5 if kind.is_paged else 1] == 0x55).all()

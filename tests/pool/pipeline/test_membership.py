@@ -20,7 +20,7 @@ from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility
-from transfer.plan.terms import StageEndpoint, StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent, StageSessionState
 
 RANGES = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 7)]
 SAME = Compatibility("same", "weights abc")

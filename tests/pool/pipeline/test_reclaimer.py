@@ -8,9 +8,9 @@ import pytest
 
 from pool.pipeline import reclaimer as janitor_module
 from pool.pipeline.group import StageGroup
-from pool.pipeline.reclaimer import Janitor
+from pool.pipeline.reclaimer import MemoryReclaimer
 from runtime.clock import SystemClock
-from transfer.plan.terms import Landing, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.session import ReceiveSession, SendSession
 
 
@@ -45,17 +45,17 @@ class FakeLoop:
         command()
 
 
-def make_janitor() -> tuple[Janitor, FakeGroup, list[str]]:
+def make_janitor() -> tuple[MemoryReclaimer, FakeGroup, list[str]]:
     group = FakeGroup()
     told: list[str] = []
-    return Janitor(group, FakeLoop(), told.append), group, told  # type: ignore[arg-type]
+    return MemoryReclaimer(group, FakeLoop(), told.append), group, told  # type: ignore[arg-type]
 
 
 async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10() -> None:
-    janitor, group, told = make_janitor()
+    reclaimer, group, told = make_janitor()
     done: list[str] = []
     session = ReceiveSession("s", num_stages=2, clock=SystemClock())
-    janitor.end(lambda: done.append("released"), close=lambda: done.append("closed"), session=session)
+    reclaimer.end(lambda: done.append("released"), close=lambda: done.append("closed"), session=session)
     assert done == ["closed"]
     assert group.listener is not None
     group.listener(0, drained_event())
@@ -65,21 +65,21 @@ async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10()
     await until(lambda: done == ["closed", "released"])
     assert group.forgotten == [("s", 0)]
     assert told == []
-    await until(lambda: janitor.open_tasks == 0)
+    await until(lambda: reclaimer.open_tasks == 0)
 
 
 async def test_without_a_session_memory_is_released_at_once() -> None:
-    janitor, _, _ = make_janitor()
+    reclaimer, _, _ = make_janitor()
     done: list[str] = []
-    janitor.end(lambda: done.append("released"))
+    reclaimer.end(lambda: done.append("released"))
     assert done == ["released"]
 
 
 async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 0.01)
-    janitor, _, told = make_janitor()
+    reclaimer, _, told = make_janitor()
     done: list[str] = []
-    janitor.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
+    reclaimer.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
     await until(lambda: told)
     assert done == []
     assert "did not drain" in told[0]
@@ -89,9 +89,9 @@ async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_desp
         monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the pool serve again."""
     monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 1.0)
-    janitor, group, told = make_janitor()
+    reclaimer, group, told = make_janitor()
     done: list[str] = []
-    janitor.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
+    reclaimer.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
     await asyncio.sleep(0)  # it waits
 
     async def report() -> None:
@@ -103,30 +103,31 @@ async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_desp
     reporting = asyncio.create_task(report())
     time.sleep(1.5)  # noqa: ASYNC251 - the whole loop stands still
     await reporting
-    await until(lambda: janitor.open_tasks == 0)
+    await until(lambda: reclaimer.open_tasks == 0)
     assert (done, told) == (["released"], [])
 
 
 class FakeAgent:
     """Leaves everything to the test."""
 
-    def open_send(self, request_key: int, source: SourceTerms, landing: Landing) -> None:
+    def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
         pass
 
 
 async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drain() -> None:
     group, told = StageGroup(FakeAgent(), 1), list[str]()  # type: ignore[arg-type]
-    janitor = Janitor(group, FakeLoop(), told.append)  # type: ignore[arg-type]
+    reclaimer = MemoryReclaimer(group, FakeLoop(), told.append)  # type: ignore[arg-type]
     source = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
     released: list[int] = []
     sessions = [SendSession("s", epoch=epoch, num_stages=1, clock=SystemClock()) for epoch in range(2)]
 
     def begin(epoch: int) -> None:
-        group.open_send(epoch + 1, source, Landing("s", epoch, 0, (1,), 0, (), ""), sessions[epoch].on_stage_event)
+        group.open_send(epoch + 1, source, DestinationTerms("s", epoch, 0, (1,), 0, (), ""),
+                        sessions[epoch].on_stage_event)
 
     def end(epoch: int) -> None:
         sessions[epoch].abort("its stream ended")
-        janitor.end(lambda: released.append(epoch), session=sessions[epoch])
+        reclaimer.end(lambda: released.append(epoch), session=sessions[epoch])
 
     begin(0)
     end(0)

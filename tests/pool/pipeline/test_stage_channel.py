@@ -1,6 +1,6 @@
 """What goes from stage to stage: whole, in order, of this epoch only; and a stage that is gone is told within seconds.
 
-One suite for every way that tensors can travel: within their frames over UCX, and beside them over lanes.
+One suite for every way that tensors can travel: within their frames over UCX, and beside them over links.
 """
 
 import signal
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine.pipeline.channel import Packet
-from engine.pipeline.rendezvous import MeetingHost
+from engine.pipeline.rendezvous import RendezvousHost
 from pool.pipeline.stage_channel import Choice, PoolChannel, StageAddress, choose, open_pool_channel
 from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError, DeadlineError, InternalError, PeerLostError
@@ -329,12 +329,12 @@ def test_lanes_that_are_demanded_and_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize("listen", ["127.0.0.1", "0.0.0.0", "::1"])
 def test_stages_meet_in_the_first_free_port_of_the_range(listen: str) -> None:
     with taken_port(listen) as taken:
-        host = MeetingHost(listen, (taken, taken + 1))
+        host = RendezvousHost(listen, (taken, taken + 1))
         assert host.place.port == taken + 1
         host.place.enter("room", 5.0).set("key", "value")
         assert replace(host.place).enter("room", 5.0).get("key") == b"value"
         with pytest.raises(ConfigError, match=f"a port of {taken}-{taken}"):
-            MeetingHost(listen, (taken, taken))
+            RendezvousHost(listen, (taken, taken))
 
 
 def test_nccl_is_refused_where_there_is_none() -> None:

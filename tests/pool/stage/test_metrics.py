@@ -11,7 +11,7 @@ from engine.core.layer_range import LayerRange
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from pool.stage import metrics as metrics_module
-from pool.stage.metrics import LeaderMeters, PoolCensus, StageCounts
+from pool.stage.metrics import LeaderMeters, PoolOccupancy, StageCounts
 from protos import worker_pb2 as pb
 
 GEOMETRY = PoolGeometry(page_size=4, num_pages=11, num_slots=5, layers=LayerRange(0, 2), specs=(
@@ -37,7 +37,7 @@ def test_load_shows_queue_memory_and_sessions() -> None:
 def test_a_census_shows_what_memory_is_held_for() -> None:
     registry = CollectorRegistry()
     meters = LeaderMeters.create(registry, GEOMETRY, "abc")
-    meters.on_census(PoolCensus({"computing": 2, "handoff": 1}, num_pages_held=5, oldest_s=1.5), num_draining=1)
+    meters.on_occupancy(PoolOccupancy({"computing": 2, "handoff": 1}, num_pages_held=5, oldest_s=1.5), num_draining=1)
     states = {"computing": 2, "handoff": 1, "draining": 1}
     assert {state: value(registry, "baton_kv_leases", state=state) for state in states} == states
     assert value(registry, "baton_kv_pages_held_for_transfer") == 5

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.request.prefill_rate import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillPace
+from router.request.prefill_rate import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
 from runtime.clock import ManualClock
 from runtime.errors import DeadlineError
 from tests.router.harness import RouterHarness, running_router, token_request
@@ -12,38 +12,38 @@ PROMPT = [1] * 100
 
 
 def test_the_best_pace_counts_and_short_prompts_do_not() -> None:
-    pace = PrefillPace(ManualClock())
+    prefill_rate = PrefillRateEstimate(ManualClock())
     for _ in range(MIN_PROMPTS):
-        pace.observe(MIN_TOKENS - 1, 1e-9)
-    assert pace.least_s(1000) == 0
-    pace.observe(100, 2.0)
-    pace.observe(200, 1.0)
-    assert pace.least_s(1000) == 0, "two prompts prove nothing"
-    pace.observe(100, 5.0)
-    assert pace.least_s(1000) == pytest.approx(5.0)
-    assert pace.least_s(MIN_TOKENS - 1) == 0
+        prefill_rate.observe(MIN_TOKENS - 1, 1e-9)
+    assert prefill_rate.least_s(1000) == 0
+    prefill_rate.observe(100, 2.0)
+    prefill_rate.observe(200, 1.0)
+    assert prefill_rate.least_s(1000) == 0, "two prompts prove nothing"
+    prefill_rate.observe(100, 5.0)
+    assert prefill_rate.least_s(1000) == pytest.approx(5.0)
+    assert prefill_rate.least_s(MIN_TOKENS - 1) == 0
 
 
 def test_a_slow_spell_is_forgotten_though_nothing_faster_was_seen() -> None:
     """What is refused computes nothing, so nothing faster could ever be seen."""
     clock = ManualClock()
-    pace = PrefillPace(clock)
+    prefill_rate = PrefillRateEstimate(clock)
     for _ in range(MIN_PROMPTS):
-        pace.observe(100, 30.0)
+        prefill_rate.observe(100, 30.0)
         clock.advance(1)
-    assert pace.least_s(100) == pytest.approx(30.0)
+    assert prefill_rate.least_s(100) == pytest.approx(30.0)
     clock.advance(MEMORY_S - 0.5)
-    assert pace.least_s(100) == 0
+    assert prefill_rate.least_s(100) == 0
 
 
 def test_a_prompt_that_was_quick_long_ago_promises_nothing_today() -> None:
     clock = ManualClock()
-    pace = PrefillPace(clock)
-    pace.observe(100, 0.1)
+    prefill_rate = PrefillRateEstimate(clock)
+    prefill_rate.observe(100, 0.1)
     clock.advance(MEMORY_S + 1)
     for _ in range(MIN_PROMPTS):
-        pace.observe(100, 1.0)
-    assert pace.least_s(100) == pytest.approx(1.0)
+        prefill_rate.observe(100, 1.0)
+    assert prefill_rate.least_s(100) == pytest.approx(1.0)
 
 
 def workers() -> tuple[FakePrefill, FakeDecode]:

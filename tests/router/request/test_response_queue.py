@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from protos import generation_pb2
-from router.request.response_queue import MAX_UNREAD, Outbox
+from router.request.response_queue import MAX_UNREAD, ResponseQueue
 from runtime.errors import RequestAborted
 
 
@@ -17,26 +17,26 @@ FINISH = generation_pb2.GenerateResponse(finish=generation_pb2.GenerateFinish())
 
 
 async def test_everything_comes_out_in_order() -> None:
-    outbox, count = Outbox(stall_limit_s=5), 5 * MAX_UNREAD
+    responses, count = ResponseQueue(stall_limit_s=5), 5 * MAX_UNREAD
 
     async def fill() -> None:
         for i in range(count):
-            await outbox.put(chunk(i))
-        await outbox.put(FINISH)
-        outbox.close()
+            await responses.put(chunk(i))
+        await responses.put(FINISH)
+        responses.close()
 
     async with asyncio.TaskGroup() as group:
         group.create_task(fill())
-        out = [response async for response in outbox]
+        out = [response async for response in responses]
     assert out == [*(chunk(i) for i in range(count)), FINISH]
 
 
 async def test_a_client_that_does_not_read_is_noticed_and_a_finish_still_fits() -> None:
-    outbox = Outbox(stall_limit_s=0.05)
+    responses = ResponseQueue(stall_limit_s=0.05)
     for i in range(MAX_UNREAD):
-        await outbox.put(chunk(i))
+        await responses.put(chunk(i))
     with pytest.raises(RequestAborted, match=r"read nothing for 0\.05 s"):
-        await outbox.put(chunk(0))
-    await outbox.put(FINISH)
-    outbox.close()
-    assert [response async for response in outbox][-1] == FINISH
+        await responses.put(chunk(0))
+    await responses.put(FINISH)
+    responses.close()
+    assert [response async for response in responses][-1] == FINISH

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from protos import worker_pb2
 from router.workers.directory import Directory, DirectoryOptions
-from router.workers.worker import Role, Worker
+from router.workers.worker import Worker, WorkerRole
 from runtime.metrics import RouterMetrics
 from tests.router.harness import FACTS, worker_info
 
@@ -30,7 +30,7 @@ class Known:
     def decode(self) -> tuple[Worker, ...]:
         return self.directory.workers[1:]
 
-    def workers(self, role: Role, state: str) -> float | None:
+    def workers(self, role: WorkerRole, state: str) -> float | None:
         return self.registry.get_sample_value("baton_router_workers", {"role": role.value, "state": state})
 
     def chosen(self) -> float:
@@ -43,8 +43,8 @@ def serves(worker: Worker, **changes: object) -> None:
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10, slots_free=4))
 
 
-@pytest.mark.parametrize("role", list(Role))
-async def test_no_worker_found_is_a_number(role: Role) -> None:
+@pytest.mark.parametrize("role", list(WorkerRole))
+async def test_no_worker_found_is_a_number(role: WorkerRole) -> None:
     """The alert on a role without workers compares a series with 0: it must be there."""
     registry = CollectorRegistry()
     Directory(DirectoryOptions(("dns:///nobody:1",), ("dns:///nobody:2",)), FACTS, RouterMetrics.create(registry),
@@ -55,9 +55,9 @@ async def test_no_worker_found_is_a_number(role: Role) -> None:
 
 async def test_workers_are_counted_by_state() -> None:
     known = Known(num_decode=2)
-    assert (known.workers(Role.DECODE, "usable"), known.workers(Role.DECODE, "unusable")) == (0, 2)
+    assert (known.workers(WorkerRole.DECODE, "usable"), known.workers(WorkerRole.DECODE, "unusable")) == (0, 2)
     serves(known.decode[0])
-    assert (known.workers(Role.DECODE, "usable"), known.workers(Role.DECODE, "unusable")) == (1, 1)
+    assert (known.workers(WorkerRole.DECODE, "usable"), known.workers(WorkerRole.DECODE, "unusable")) == (1, 1)
 
 
 async def test_a_rejected_worker_limits_no_request() -> None:
@@ -101,10 +101,10 @@ async def test_the_pool_that_gave_a_request_up_gets_it_only_if_there_is_no_other
     for worker in known.directory.workers:
         serves(worker)
     for lost, other in (known.decode, reversed(known.decode)):
-        placement = known.directory.place_again([1, 2, 3], "", lost.address)
-        assert placement is not None
-        assert placement.decode.worker is other
-        placement.release()
+        pair = known.directory.place_again([1, 2, 3], "", lost.address)
+        assert pair is not None
+        assert pair.decode.worker is other
+        pair.release()
 
 
 async def test_a_source_is_chosen_for_which_there_is_a_pool() -> None:
@@ -116,6 +116,6 @@ async def test_a_source_is_chosen_for_which_there_is_a_pool() -> None:
     serves(directory.workers[1], compatibility="m+d")
     serves(directory.workers[2], compatibility="m+d")
     directory.workers[1].book(1000)
-    placement = directory.place_again([1, 2, 3], "m", "h:9")
-    assert placement is not None
-    assert placement.prefill.worker is directory.workers[1]
+    pair = directory.place_again([1, 2, 3], "m", "h:9")
+    assert pair is not None
+    assert pair.prefill.worker is directory.workers[1]

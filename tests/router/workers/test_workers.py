@@ -16,7 +16,7 @@ from protos import generation_pb2, types_pb2, worker_pb2
 from router.request.admission import AdmissionLimits
 from router.request.validate import AdmissibleRequest
 from router.workers.policy import Policy
-from router.workers.worker import Role, Worker
+from router.workers.worker import Worker, WorkerRole
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from tests.router.harness import (
     FACTS,
@@ -33,7 +33,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def a_worker(role: Role, **load: int) -> Worker:
+async def a_worker(role: WorkerRole, **load: int) -> Worker:
     worker = Worker(role, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None)
     worker.introduced(worker_info(role), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, **load))  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ async def a_worker(role: Role, **load: int) -> Worker:
 
 
 async def test_bookings_since_the_report_are_added_to_it() -> None:
-    worker = await a_worker(Role.PREFILL, queued_tokens=100)
+    worker = await a_worker(WorkerRole.PREFILL, queued_tokens=100)
     assert worker.as_candidate(1).load == 100
     booking, twin = worker.book(30), worker.book(30)
     twin.release()
@@ -57,7 +57,7 @@ async def test_bookings_since_the_report_are_added_to_it() -> None:
 
 
 async def test_a_stale_report_never_hides_what_was_given() -> None:
-    worker = await a_worker(Role.PREFILL)
+    worker = await a_worker(WorkerRole.PREFILL)
     for _ in range(2):
         worker.book(50)
     worker.reported(worker_pb2.WorkerLoad(serving=True))
@@ -65,19 +65,19 @@ async def test_a_stale_report_never_hides_what_was_given() -> None:
 
 
 async def test_a_full_prefill_queue_has_no_room() -> None:
-    worker = await a_worker(Role.PREFILL, queued_requests=2)
+    worker = await a_worker(WorkerRole.PREFILL, queued_requests=2)
     assert worker.as_candidate(1).has_room
     worker.book(1)
     assert not worker.as_candidate(1).has_room
 
 
 async def test_decode_room_counts_pages_that_no_report_shows_yet() -> None:
-    worker = await a_worker(Role.DECODE, pages_free=10, slots_free=4)
+    worker = await a_worker(WorkerRole.DECODE, pages_free=10, slots_free=4)
     booked = [worker.book(47) for _ in range(2)]  # three pages each
     assert worker.as_candidate(63).has_room
     assert not worker.as_candidate(64).has_room
     for booking in booked:
-        booking.landed()
+        booking.reserved()
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=2, running_requests=2))
     for _ in range(2):
         worker.book(15)
@@ -85,7 +85,7 @@ async def test_decode_room_counts_pages_that_no_report_shows_yet() -> None:
 
 
 async def test_a_full_pool_may_have_a_few_requests_coming() -> None:
-    worker = await a_worker(Role.DECODE, pages_free=0, slots_free=0, running_requests=4)
+    worker = await a_worker(WorkerRole.DECODE, pages_free=0, slots_free=0, running_requests=4)
     booked = [worker.book(10) for _ in range(worker.decode_lookahead)]
     assert not worker.as_candidate(10).has_room
     booked[0].release()
@@ -93,9 +93,9 @@ async def test_a_full_pool_may_have_a_few_requests_coming() -> None:
 
 
 async def test_a_new_incarnation_owes_nothing() -> None:
-    worker = await a_worker(Role.DECODE, pages_free=10, slots_free=4)
+    worker = await a_worker(WorkerRole.DECODE, pages_free=10, slots_free=4)
     old = worker.book(100)
-    worker.introduced(worker_info(Role.DECODE, incarnation="b"), FACTS)
+    worker.introduced(worker_info(WorkerRole.DECODE, incarnation="b"), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
     assert worker.as_candidate(1).load == 0
     old.release()
@@ -103,15 +103,15 @@ async def test_a_new_incarnation_owes_nothing() -> None:
 
 
 async def test_a_worker_of_another_model_is_not_used() -> None:
-    worker = await a_worker(Role.DECODE)
-    worker.introduced(worker_info(Role.DECODE, vocab_size=7), FACTS)
+    worker = await a_worker(WorkerRole.DECODE)
+    worker.introduced(worker_info(WorkerRole.DECODE, vocab_size=7), FACTS)
     assert "vocab_size is 7, the router's is 512" in worker.problem
-    worker.introduced(worker_info(Role.PREFILL), FACTS)
+    worker.introduced(worker_info(WorkerRole.PREFILL), FACTS)
     assert "it is a prefill worker, configured as decode" in worker.problem
 
 
 async def test_a_sequence_is_limited_by_model_and_pool() -> None:
-    assert (await a_worker(Role.DECODE)).max_context_tokens == 160
+    assert (await a_worker(WorkerRole.DECODE)).max_context_tokens == 160
     fabric, journal = Fabric(), Journal()
     pools = [FakeDecode("small", fabric, journal, num_pages=3), FakeDecode("large", fabric, journal)]
     async with running_router(FakePrefill("p", fabric, journal), *pools) as router:

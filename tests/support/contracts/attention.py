@@ -193,7 +193,7 @@ class AttentionContract(ABC):
         backend = self.build()
         backend.plan(batch)
         other = make_batch(ForwardMode.DECODE, [*rows, Row(1)][:num_tokens])
-        for name in ("request_ids", "query_lens", "context_lens", "token_ids", "positions", "page_tables", "slot_ids",
+        for name in ("request_keys", "query_lens", "context_lens", "token_ids", "positions", "page_tables", "slot_ids",
                      "sampling"):
             setattr(batch, name, getattr(other, name))
         assert not batch.needs_forward_metadata_init()
@@ -204,7 +204,7 @@ class AttentionContract(ABC):
         batch = make_batch(ForwardMode.PREFILL, [Row(1, 3, (1,))])
         backend = self.build()
         backend.plan(batch)
-        batch.request_ids, batch.query_lens, batch.context_lens = (0, 1), (1, 0), (3, 0)
+        batch.request_keys, batch.query_lens, batch.context_lens = (0, 1), (1, 0), (3, 0)
         with pytest.raises(StalePlanError):
             self._run(backend, 1, batch)
 

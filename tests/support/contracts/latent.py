@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.backends.visibility import TreeMask
 from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import Kept, SpecInfo, SpecRow
+from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow
 from engine.pipeline.executor import Commits
 from runtime.errors import InternalError, StalePlanError
 
@@ -50,7 +50,7 @@ def batch_of(rows: dict[int, tuple[int, int]], *, mode: ForwardMode = ForwardMod
     tables = torch.stack([(torch.arange(10) * 7) % 10 + 10 * row + 1 for row in rows]).int()
     positions = [p for context, count in rows.values() for p in range(context, context + count)]
     return ForwardBatch(
-        mode=mode, request_ids=tuple(rows), query_lens=tuple(count for _, count in rows.values()),
+        mode=mode, request_keys=tuple(rows), query_lens=tuple(count for _, count in rows.values()),
         context_lens=tuple(context for context, _ in rows.values()), token_ids=torch.zeros(len(positions)).long(),
         positions=torch.tensor(positions), page_tables=tables, slot_ids=torch.zeros(len(rows)).int(),
         sampling=(None,) * len(rows), spec_info=spec_info)
@@ -165,7 +165,7 @@ class LatentContract(ABC):
         if selected is not None:
             assert 31 not in selected[2].tolist()
         # The next token, after nodes 0 and 2 were kept, finds their entries where plain decoding stores them.
-        kept = SpecRow(kept=Kept(context_len=30, nodes=(0, 2)))
+        kept = SpecRow(accepted=AcceptedNodes(context_len=30, nodes=(0, 2)))
         following = batch_of({0: (32, 1)}, mode=ForwardMode.DECODE, spec_info=SpecInfo(torch.zeros(1).long(), (kept,)))
         attention.commit(following)
         out, _ = step(attention, following, [path], is_sparse=is_sparse)

@@ -11,8 +11,8 @@ from engine.memory.layout import CacheKind
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
 from tests.support.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
-from transfer.plan.destination import landing_for
-from transfer.plan.terms import StageSessionState
+from transfer.plan.destination import plan_destination
+from transfer.plan.handoff_terms import StageSessionState
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
@@ -66,9 +66,9 @@ def source_and_dest(pools: Pools, num_source: int = 1, num_dest: int = 1) -> tup
 def test_any_split_hands_over_to_any_split_s4_9(pools: Pools, num_source: int, num_dest: int) -> None:
     source, dest = source_and_dest(pools, num_source, num_dest)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.open_receive(terms, landing)
-    source.send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.open_receive(terms, destination)
+    source.send(terms, destination)
     sent = source.wait("s", COMPLETE, FAILED)
     landed = dest.wait("s", COMPLETE, FAILED)
     assert {event.state for event in sent + landed} == {COMPLETE}
@@ -84,9 +84,9 @@ def test_any_split_hands_over_to_any_split_s4_9(pools: Pools, num_source: int, n
 def test_a_layer_leaves_only_when_it_is_done(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS, chunk_tokens=8)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.open_receive(terms, landing)
-    source.open_send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.open_receive(terms, destination)
+    source.open_send(terms, destination)
     agent, landed = source.stages[0].agent, dest.stages[0].memory.arrays
     agent.layer_done(1, 1, 8)  # the first chunk has passed layer 1: its first two pages may leave
     wait_until(lambda: bool(landed[1, CacheKind.KV][DEST_PAGES[:2]].all(axis=1).any()))
@@ -108,10 +108,10 @@ def test_layers_done_before_the_landing_are_remembered(pools: Pools) -> None:
         stage.agent.expect_send(1, NUM_TOKENS)
     source.layers_done(NUM_TOKENS)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.open_receive(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.open_receive(terms, destination)
     for stage in source.stages:
-        stage.agent.open_send(1, terms, landing)
+        stage.agent.open_send(1, terms, destination)
     dest.wait("s", COMPLETE)
     assert_handed_over(source, dest, SOURCE_PAGES, DEST_PAGES)
 
@@ -120,12 +120,12 @@ def test_sessions_cross_each_other(pools: Pools) -> None:
     source, dest = source_and_dest(pools, 2, 2)
     sessions = {f"s{i}": ([2 * i + 1, 2 * i + 2], [20 - 2 * i, 21 - 2 * i], i + 1) for i in range(6)}
     terms = {name: source.terms(theirs, 8, slot_id=slot) for name, (theirs, _, slot) in sessions.items()}
-    landings = {name: dest.landing(terms[name], ours, session_id=name, nonce=i, slot_id=slot)
+    destinations = {name: dest.destination(terms[name], ours, session_id=name, nonce=i, slot_id=slot)
                 for i, (name, (_, ours, slot)) in enumerate(sessions.items())}
     for name in sessions:
-        dest.open_receive(terms[name], landings[name])
+        dest.open_receive(terms[name], destinations[name])
     for i, name in enumerate(reversed(sessions)):
-        source.open_send(terms[name], landings[name], request_key=i)
+        source.open_send(terms[name], destinations[name], request_key=i)
     for i in range(len(sessions)):
         source.layers_done(8, request_key=i)
     for name in sessions:
@@ -141,9 +141,9 @@ def test_sessions_cross_each_other(pools: Pools) -> None:
 def test_closing_is_idempotent_and_drains_exactly_once(pools: Pools) -> None:
     source, dest = source_and_dest(pools, 1, 2)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.open_receive(terms, landing)
-    source.open_send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.open_receive(terms, destination)
+    source.open_send(terms, destination)
     source.wait("s", OPEN)
     for _ in range(3):
         dest.close("s")
@@ -165,10 +165,10 @@ def test_a_newer_epoch_replaces_the_older_one(pools: Pools) -> None:
     for i, stage in enumerate(source.stages):
         stage.memory.randomize(seed=i + 1)
     first = dead.terms(SOURCE_PAGES, NUM_TOKENS)
-    old = dest.landing(first, DEST_PAGES)
+    old = dest.destination(first, DEST_PAGES)
     dest.open_receive(first, old)
     second = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    new = dest.landing(second, DEST_PAGES, epoch=1)
+    new = dest.destination(second, DEST_PAGES, epoch=1)
     dest.open_receive(second, new)
     assert all(stage.log.states("s", 0) == [OPEN, DRAINED] for stage in dest.stages)
     source.send(second, new)
@@ -185,13 +185,13 @@ def test_a_newer_epoch_replaces_the_older_one(pools: Pools) -> None:
 def test_an_epoch_that_is_opened_twice_is_sent_once(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.open_receive(terms, landing)
-    source.send(terms, landing)
-    source.open_send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.open_receive(terms, destination)
+    source.send(terms, destination)
+    source.open_send(terms, destination)
     ended = source.wait("s", COMPLETE, FAILED) + dest.wait("s", COMPLETE, FAILED)
     assert {event.state for event in ended} == {COMPLETE}
-    source.open_send(terms, landing)
+    source.open_send(terms, destination)
     source.close("s")
     source.wait("s", DRAINED)
     assert source.stages[0].agent.failure is None
@@ -201,8 +201,8 @@ def test_an_epoch_that_is_opened_twice_is_sent_once(pools: Pools) -> None:
 def test_terms_for_another_life_of_this_process_are_refused(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    stale = replace(landing, stages=(replace(landing.stages[0], incarnation="decode-0-earlier"),))
+    destination = dest.destination(terms, DEST_PAGES)
+    stale = replace(destination, stages=(replace(destination.stages[0], incarnation="decode-0-earlier"),))
     dest.stages[0].agent.open_receive(terms, stale)
     event = dest.wait("s", FAILED)[0]
     assert event.error_reason == "INCOMPATIBLE_PEER"
@@ -216,18 +216,19 @@ def test_terms_with_other_layers_than_this_stage_has_are_refused(pools: Pools) -
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     first, second = (stage.agent.endpoint for stage in dest.stages)
     stages = [replace(first, layers=LayerRange(0, 2)), replace(second, layers=LayerRange(2, 6))]
-    landing = landing_for(terms, session_id="s", epoch=0, nonce=1, page_ids=DEST_PAGES, slot_id=1, stages=stages,
+    destination = plan_destination(terms, session_id="s", epoch=0, nonce=1, page_ids=DEST_PAGES, slot_id=1,
+                                   stages=stages,
                           specs=dest.specs)
-    dest.open_receive(terms, landing)
+    dest.open_receive(terms, destination)
     assert dest.wait("s", FAILED)[0].error_text == "stage 0 has layers 0-3, not 0-2"
 
 
 def test_a_plan_the_sides_disagree_on_is_refused_by_both(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = replace(dest.landing(terms, DEST_PAGES), slot_id=2)
-    dest.open_receive(terms, landing)
-    source.open_send(terms, landing)
+    destination = replace(dest.destination(terms, DEST_PAGES), slot_id=2)
+    dest.open_receive(terms, destination)
+    source.open_send(terms, destination)
     for pool in (source, dest):
         assert pool.wait("s", FAILED)[0].error_reason == "INCOMPATIBLE_PEER"
         pool.close("s")
@@ -238,7 +239,7 @@ def test_a_plan_the_sides_disagree_on_is_refused_by_both(pools: Pools) -> None:
 def test_pages_outside_the_pool_are_refused_before_anything_is_posted(pools: Pools, pages: list[int]) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    dest.open_receive(terms, dest.landing(terms, pages))
+    dest.open_receive(terms, dest.destination(terms, pages))
     assert dest.wait("s", FAILED)[0].error_reason == "INTERNAL"
     assert dest.stages[0].agent.stats().num_pending_operations == 0
 
@@ -247,14 +248,14 @@ def test_an_unreachable_source_fails_the_receive(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     terms = replace(terms, stages=(replace(terms.stages[0], address=b"nobody"),))
-    dest.open_receive(terms, dest.landing(terms, DEST_PAGES))
+    dest.open_receive(terms, dest.destination(terms, DEST_PAGES))
     assert dest.wait("s", FAILED)[0].error_reason == "PEER_LOST"
 
 
 def test_shutdown_drains_what_is_open(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    dest.open_receive(terms, dest.landing(terms, DEST_PAGES))
+    dest.open_receive(terms, dest.destination(terms, DEST_PAGES))
     assert dest.stages[0].agent.shutdown(60.0)
     assert dest.stages[0].log.states("s") == [OPEN, DRAINED]
     assert dest.stages[0].agent.failure is None
@@ -267,21 +268,21 @@ def test_a_request_that_is_over_does_not_come_back_with_a_batch_that_was_on_its_
     agent.expect_send(50)
     agent.layer_done(50, 0, 4)
     terms = source.terms([1], 4)
-    landing = dest.landing(terms, [1])
-    agent.open_send(50, terms, landing)
+    destination = dest.destination(terms, [1])
+    agent.open_send(50, terms, destination)
     assert "request 50 is over" in source.wait("s", FAILED)[0].error_text
     source.wait("s", DRAINED)
     assert agent.stats().num_prompts == 0
     agent.close_all().result(60)
-    dest.open_receive(terms, landing)
-    source.send(terms, landing, request_key=50)  # another leader's
+    dest.open_receive(terms, destination)
+    source.send(terms, destination, request_key=50)  # another leader's
     dest.wait("s", COMPLETE)
 
 
 def test_close_all_is_done_when_everything_has_drained(pools: Pools) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms([1], 4)
-    dest.open_receive(terms, dest.landing(terms, [1]))
+    dest.open_receive(terms, dest.destination(terms, [1]))
     agent = dest.stages[0].agent
     agent.close_all().result(60)
     assert dest.stages[0].log.states("s") == [OPEN, DRAINED]

@@ -19,7 +19,7 @@ from tests.support.handoff import Pool, hybrid_specs, wait_until
 from tests.transfer.contract import TransportContract
 from transfer.agent.agent import AgentLimits, TransferAgent
 from transfer.plan.destination import check_plan
-from transfer.plan.terms import StageSessionState
+from transfer.plan.handoff_terms import StageSessionState
 from transfer.transport.device import DeviceTransport, Route
 from transfer.transport.protocol import Transport
 from transfer.ucx import settings as ucx_settings
@@ -71,17 +71,17 @@ def stages() -> Iterator[Stages]:
 def hand_over(source: DeviceStage, dest: DeviceStage) -> None:
     """Open both sides of session "s"."""
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.agent.open_receive(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.agent.open_receive(terms, destination)
     dest.log.wait("s", OPEN)
-    source.open_send(terms, landing)
+    source.open_send(terms, destination)
     source.log.wait("s", OPEN)
 
 
 def assert_landed(source: DeviceStage, dest: DeviceStage) -> None:
     assert source.bytes_of(SOURCE_PAGES) == dest.bytes_of(DEST_PAGES)
     others = [page for page in range(32) if page not in DEST_PAGES]
-    assert not any(any(record) for record in dest.bytes_of(others, slot=2)), "bytes outside the landing changed"
+    assert not any(any(record) for record in dest.bytes_of(others, slot=2)), "bytes outside the destination changed"
 
 
 def test_device_to_device(stages: Stages, make_transport: Callable[[], Transport]) -> None:
@@ -103,9 +103,9 @@ def test_device_to_host_and_host_to_device(stages: Stages, make_transport: Calla
     device, host = stages("device", transport=make_transport()), Pool("host", [make_transport()], SPECS)
     device.randomize(2)
     terms = device.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = host.landing(terms, DEST_PAGES)
-    host.open_receive(terms, landing)
-    device.open_send(terms, landing)
+    destination = host.destination(terms, DEST_PAGES)
+    host.open_receive(terms, destination)
+    device.open_send(terms, destination)
     device.layers_done(NUM_TOKENS)
     assert host.wait("s", COMPLETE, FAILED)[0].state is COMPLETE
     memory = host.stages[0].memory
@@ -114,10 +114,10 @@ def test_device_to_host_and_host_to_device(stages: Stages, make_transport: Calla
                     for index in (DEST_PAGES if spec.kind.is_paged else [1])]
     back = host.terms(DEST_PAGES, NUM_TOKENS)
     pages = [20, 21, 25, 26, 30]
-    landing = device.landing(back, pages, session_id="back")
-    device.agent.open_receive(back, landing)
+    destination = device.destination(back, pages, session_id="back")
+    device.agent.open_receive(back, destination)
     device.log.wait("back", OPEN)
-    host.send(back, landing, request_key=2)
+    host.send(back, destination, request_key=2)
     assert device.log.wait("back", COMPLETE, FAILED).state is COMPLETE
     assert device.bytes_of(pages) == sent
     host.shutdown()
@@ -129,9 +129,9 @@ def test_two_buffers_are_enough_for_many_sessions_at_once(stages: Stages) -> Non
     names = [f"s{i}" for i in range(5)]
     for i, name in enumerate(names):
         terms = source.terms([2 * i + 1, 2 * i + 2], 8)
-        landing = dest.landing(terms, [20 - 2 * i, 21 - 2 * i], session_id=name)
-        dest.agent.open_receive(terms, landing)
-        source.open_send(terms, landing, request_key=i)
+        destination = dest.destination(terms, [20 - 2 * i, 21 - 2 * i], session_id=name)
+        dest.agent.open_receive(terms, destination)
+        source.open_send(terms, destination, request_key=i)
     for i in range(5):
         source.layers_done(8, request_key=i)
     for i, name in enumerate(names):
@@ -158,11 +158,11 @@ def test_one_flipped_bit_is_caught_and_named(stages: Stages) -> None:
     source, dest = stages("prefill", transport=damaging), stages("decode")
     source.randomize(4)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    item = check_plan(terms, landing, SPECS).lanes_to(0)[0].items[2]
-    damaging.damage = {landing.tag_base + 2: flip(77)}
-    dest.agent.open_receive(terms, landing)
-    source.open_send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    item = check_plan(terms, destination, SPECS).lanes_to(0)[0].items[2]
+    damaging.damage = {destination.tag_base + 2: flip(77)}
+    dest.agent.open_receive(terms, destination)
+    source.open_send(terms, destination)
     source.layers_done(NUM_TOKENS)
     event = dest.log.wait("s", COMPLETE, FAILED)
     assert event.error_reason == "DIGEST_MISMATCH"
@@ -201,11 +201,11 @@ def test_an_event_that_never_passes_fails_the_session_with_the_layer_s_name(stag
     source.agent.close_request(1)
     source.log.wait("s", DRAINED)
     terms = source.terms([12, 13], 8)
-    landing = dest.landing(terms, [12, 13], session_id="later")
+    destination = dest.destination(terms, [12, 13], session_id="later")
     source.agent.expect_send(7, 8)
     source.agent.layer_done(7, 1, 8, after=HandEvent())
     wait_until(lambda: source.agent.stats().num_waiting_layers == 0)
-    source.agent.open_send(7, terms, landing)
+    source.agent.open_send(7, terms, destination)
     assert "layer 1" in source.log.wait("later", FAILED).error_text, "a request that failed before it was opened"
 
 
@@ -250,7 +250,7 @@ def test_a_receiver_is_complete_and_drained_only_when_every_copy_has_arrived(sta
     hand_over(source, dest)
     source.layers_done(NUM_TOKENS)
     num_items = len(check_plan(source.terms(SOURCE_PAGES, NUM_TOKENS),
-                               dest.landing(source.terms(SOURCE_PAGES, NUM_TOKENS), DEST_PAGES), SPECS)
+                               dest.destination(source.terms(SOURCE_PAGES, NUM_TOKENS), DEST_PAGES), SPECS)
                     .lanes_to(0)[0].items)
     for _ in range(num_items - 1):
         wait_until(lambda: bool(copies.waiting))

@@ -19,7 +19,7 @@ from tests.support.handoff import Pool, assert_handed_over, hybrid_specs, wait_u
 from tests.support.transfer_child import SendingChild
 from transfer.agent.agent import AgentLimits
 from transfer.plan.destination import check_plan
-from transfer.plan.terms import SourceTerms, StageEndpoint, StageSessionState
+from transfer.plan.handoff_terms import SourceTerms, StageEndpoint, StageSessionState
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
@@ -68,13 +68,13 @@ def test_one_flipped_bit_in_any_item_is_caught_and_named(make_transport: Callabl
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     rng = random.Random(5)
     for dest_stage in range(2):
-        items = check_plan(terms, dest.landing(terms, DEST_PAGES), source.specs).lanes_to(dest_stage)[0].items
+        items = check_plan(terms, dest.destination(terms, DEST_PAGES), source.specs).lanes_to(dest_stage)[0].items
         for index, item in enumerate(items):
             name = f"{dest_stage}-{index}"
-            landing = dest.landing(terms, DEST_PAGES, session_id=name, nonce=1000 * dest_stage + index)
-            damaging.damage = {landing.tag_base + index: flip(rng.randrange(8 * item.num_bytes))}
-            dest.open_receive(terms, landing)
-            source.send(terms, landing, request_key=1000 * dest_stage + index)
+            destination = dest.destination(terms, DEST_PAGES, session_id=name, nonce=1000 * dest_stage + index)
+            damaging.damage = {destination.tag_base + index: flip(rng.randrange(8 * item.num_bytes))}
+            dest.open_receive(terms, destination)
+            source.send(terms, destination, request_key=1000 * dest_stage + index)
             damaged, other = dest.stages[dest_stage].log, dest.stages[1 - dest_stage].log
             event = damaged.wait(name, COMPLETE, FAILED)
             # Both stages number their items from the same tag, so the other stage's item is damaged as well, if it
@@ -95,10 +95,10 @@ def test_a_damaged_list_of_digests_is_told_from_damaged_items(make_transport: Ca
     source = Pool("prefill", [damaging], hybrid_specs(4))
     dest = Pool("decode", [make_transport()], hybrid_specs(4))
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    damaging.damage = {check_plan(terms, landing, source.specs).lanes_to(0)[0].trailer_tag: flip(77)}
-    dest.open_receive(terms, landing)
-    source.send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    damaging.damage = {check_plan(terms, destination, source.specs).lanes_to(0)[0].trailer_tag: flip(77)}
+    dest.open_receive(terms, destination)
+    source.send(terms, destination)
     event = dest.wait("s", COMPLETE, FAILED)[0]
     assert event.error_reason == "DIGEST_MISMATCH"
     assert "list of digests from source stage 0" in event.error_text
@@ -113,14 +113,14 @@ def test_swapped_items_are_caught(make_transport: Callable[[], Transport]) -> No
     dest = Pool("decode", [make_transport()], hybrid_specs(4))
     source.stages[0].memory.randomize(1)
     terms = source.terms([3, 5, 9], 12)
-    landing = dest.landing(terms, [7, 9, 2])
-    items = check_plan(terms, landing, source.specs).lanes_to(0)[0].items
+    destination = dest.destination(terms, [7, 9, 2])
+    items = check_plan(terms, destination, source.specs).lanes_to(0)[0].items
     first, second = [index for index, item in enumerate(items) if item.layer_id == 1][:2]
     for here, there in ((first, items[second]), (second, items[first])):
         other = source.stages[0].memory.view(there.layer_id, there.kind, there.source_index, there.num_records)
-        damaging.damage[landing.tag_base + here] = lambda buffer, other=other: other  # type: ignore[misc]
-    dest.open_receive(terms, landing)
-    source.send(terms, landing)
+        damaging.damage[destination.tag_base + here] = lambda buffer, other=other: other  # type: ignore[misc]
+    dest.open_receive(terms, destination)
+    source.send(terms, destination)
     event = dest.wait("s", COMPLETE, FAILED)[0]
     assert event.error_reason == "DIGEST_MISMATCH"
     assert event.error_text.startswith("layer 1 kv page 7 from")
@@ -136,9 +136,9 @@ def test_pages_are_not_drained_while_a_write_can_still_arrive(network: MemoryNet
     patient = Pool("patient", [network.transport(SystemClock())], hybrid_specs(4), limits=AgentLimits(drain_s=60))
     network.fault = lambda tag, num_bytes: Fault.DELAY
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = patient.landing(terms, DEST_PAGES)
-    patient.open_receive(terms, landing)
-    source.send(terms, landing)
+    destination = patient.destination(terms, DEST_PAGES)
+    patient.open_receive(terms, destination)
+    source.send(terms, destination)
     wait_until(lambda: has_taken_a_message(patient))
     patient.close("s")
     time.sleep(0.2)
@@ -156,9 +156,9 @@ def test_an_overdue_drain_cuts_the_connection(network: MemoryNetwork, in_memory:
     source, dest = in_memory
     network.fault = lambda tag, num_bytes: Fault.DELAY
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.open_receive(terms, landing)
-    source.send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.open_receive(terms, destination)
+    source.send(terms, destination)
     wait_until(lambda: has_taken_a_message(dest))
     dest.close("s")
     dest.wait("s", DRAINED)
@@ -175,7 +175,7 @@ def test_a_newer_epoch_starts_only_when_the_older_is_drained(network: MemoryNetw
     other.stages[0].memory.randomize(2)
     network.fault = lambda tag, num_bytes: Fault.DELAY if tag >> 24 & 0xFF == 0 else Fault.NONE
     old_terms, new_terms = other.terms(SOURCE_PAGES, NUM_TOKENS), source.terms(SOURCE_PAGES, NUM_TOKENS)
-    old, new = dest.landing(old_terms, DEST_PAGES), dest.landing(new_terms, DEST_PAGES, epoch=1)
+    old, new = dest.destination(old_terms, DEST_PAGES), dest.destination(new_terms, DEST_PAGES, epoch=1)
     dest.open_receive(old_terms, old)
     other.send(old_terms, old)
     wait_until(lambda: has_taken_a_message(dest))
@@ -200,7 +200,7 @@ def test_an_epoch_that_never_started_is_not_drained_before_the_older_one(
     dest = Pool("decode-patient", [network.transport(SystemClock())], hybrid_specs(4), limits=AgentLimits(drain_s=60))
     network.fault = lambda tag, num_bytes: Fault.DELAY
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    old, new = (dest.landing(terms, DEST_PAGES, epoch=epoch) for epoch in range(2))
+    old, new = (dest.destination(terms, DEST_PAGES, epoch=epoch) for epoch in range(2))
     dest.open_receive(terms, old)
     source.send(terms, old)
     agent, log = dest.stages[0].agent, dest.stages[0].log
@@ -222,10 +222,10 @@ def test_lost_and_doubled_messages_never_pass_as_complete(network: MemoryNetwork
                                                           fault: Fault, at: int) -> None:
     source, dest = in_memory
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    network.fault = lambda tag, num_bytes: fault if tag == landing.tag_base + at else Fault.NONE
-    dest.open_receive(terms, landing)
-    source.send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    network.fault = lambda tag, num_bytes: fault if tag == destination.tag_base + at else Fault.NONE
+    dest.open_receive(terms, destination)
+    source.send(terms, destination)
     if fault is Fault.DUPLICATE:
         dest.wait("s", COMPLETE)
         assert_handed_over(source, dest, SOURCE_PAGES, DEST_PAGES)
@@ -247,9 +247,9 @@ def test_an_abort_in_any_state_drains_both_sides(make_transport: Callable[[], Tr
     source = Pool("prefill", [make_transport()], hybrid_specs(4))
     dest = Pool("decode", [make_transport()], hybrid_specs(4))
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
-    landing = dest.landing(terms, DEST_PAGES)
-    dest.open_receive(terms, landing)
-    source.open_send(terms, landing)
+    destination = dest.destination(terms, DEST_PAGES)
+    dest.open_receive(terms, destination)
+    source.open_send(terms, destination)
     if moment != "before":
         source.layers_done(8 if moment == "half" else NUM_TOKENS)
     if moment == "complete":
@@ -277,10 +277,10 @@ def test_two_hundred_sessions_with_random_aborts_leave_nothing(make_transport: C
         name, slot = f"s{number}", number % 7 + 1
         pages = rng.sample(range(1, 32), 3)
         terms = source.terms(pages, 10, slot_id=slot)
-        landing = dest.landing(terms, rng.sample(range(1, 32), 3), session_id=name, nonce=number, slot_id=slot)
+        destination = dest.destination(terms, rng.sample(range(1, 32), 3), session_id=name, nonce=number, slot_id=slot)
         for stage in dest.stages:
-            stage.agent.open_receive(terms, landing)
-        source.open_send(terms, landing, request_key=number)
+            stage.agent.open_receive(terms, destination)
+        source.open_send(terms, destination, request_key=number)
         source.layers_done(rng.choice([0, 8, 10]), request_key=number)
         opened.append(number)
         if len(opened) > 8:
@@ -311,9 +311,9 @@ def test_a_source_that_hangs_in_mid_item_cannot_write_after_the_drain(profile: T
     child = SendingChild(profile, num_bytes, 4)
     dest = Pool("decode", [UcxTransport(profile=profile, clock=SystemClock())], specs, num_pages=2, limits=QUICK)
     terms = SourceTerms("c", "text", 4, 4, 4, (1,), 1, (StageEndpoint(LayerRange(0, 4), child.address, "child"),))
-    landing = dest.landing(terms, [1])
-    dest.open_receive(terms, landing)
-    child.send_to(dest.stages[0].agent.address, landing.tag_base)
+    destination = dest.destination(terms, [1])
+    dest.open_receive(terms, destination)
+    child.send_to(dest.stages[0].agent.address, destination.tag_base)
     arrays = dest.stages[0].memory.arrays
     wait_until(lambda: any(array[1, 0] for array in arrays.values()))
     child.process.send_signal(signal.SIGSTOP)
@@ -335,9 +335,9 @@ def test_a_killed_source_fails_the_receive_within_seconds(profile: TransportProf
     child = SendingChild(profile, num_bytes, 2)  # and never the rest
     dest = Pool("decode", [UcxTransport(profile=profile, clock=SystemClock())], specs, num_pages=2)
     terms = SourceTerms("c", "text", 4, 4, 4, (1,), 1, (StageEndpoint(LayerRange(0, 4), child.address, "child"),))
-    landing = dest.landing(terms, [1])
-    dest.open_receive(terms, landing)
-    child.send_to(dest.stages[0].agent.address, landing.tag_base)
+    destination = dest.destination(terms, [1])
+    dest.open_receive(terms, destination)
+    child.send_to(dest.stages[0].agent.address, destination.tag_base)
     child.stop()
     assert dest.wait("s", COMPLETE, FAILED)[0].error_reason == "PEER_LOST"
     dest.close("s")

@@ -6,18 +6,24 @@ from engine.core.layer_range import LayerRange
 from protos import pipeline_pb2, transfer_pb2
 from runtime.errors import InvalidRequestError
 from transfer.plan import codec
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint, StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import (
+    DestinationTerms,
+    SourceTerms,
+    StageEndpoint,
+    StageSessionEvent,
+    StageSessionState,
+)
 
 STAGES = (StageEndpoint(LayerRange(0, 2), b"\x00address\xff", "life-1"), StageEndpoint(LayerRange(2, 4), b"", "life-2"))
 SOURCE = SourceTerms("digest", "text", 4, 9, 8, (3, 1, 2), 7, STAGES)
-LANDING = Landing("session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, STAGES, "plan")
+DESTINATION = DestinationTerms("session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, STAGES, "plan")
 
 
 def test_terms_survive_the_wire() -> None:
     source = codec.source_to_proto(SOURCE).SerializeToString()
     assert codec.source_from_proto(transfer_pb2.SourceTerms.FromString(source)) == SOURCE
-    landing = codec.landing_to_proto(LANDING).SerializeToString()
-    assert codec.landing_from_proto(transfer_pb2.Landing.FromString(landing)) == LANDING
+    destination = codec.destination_to_proto(DESTINATION).SerializeToString()
+    assert codec.destination_from_proto(transfer_pb2.DestinationTerms.FromString(destination)) == DESTINATION
 
 
 @pytest.mark.parametrize("state", list(StageSessionState))
@@ -49,6 +55,6 @@ def test_a_reversed_layer_range_is_refused() -> None:
 
 def test_a_landing_needs_a_session_and_a_report_a_known_state() -> None:
     with pytest.raises(InvalidRequestError, match="session_id"):
-        codec.landing_from_proto(transfer_pb2.Landing())
+        codec.destination_from_proto(transfer_pb2.DestinationTerms())
     with pytest.raises(InvalidRequestError, match="unknown state 0"):
         codec.event_from_proto(pipeline_pb2.StageSession(session_id="s"))

@@ -13,8 +13,8 @@ from engine.memory.layout import CacheKind, CacheSpec
 from runtime.errors import IncompatiblePeerError
 from tests.support.handoff import hybrid_specs
 from transfer.plan.copy_plan import MAX_RUN_BYTES, CopyPlan, plan_lane
-from transfer.plan.destination import check_plan, landing_for
-from transfer.plan.terms import Landing, SourceTerms, StageEndpoint
+from transfer.plan.destination import check_plan, plan_destination
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
 
 PAGE_SIZE = 4
 
@@ -31,14 +31,14 @@ def terms(page_ids: tuple[int, ...], num_tokens: int, *, num_layers: int = 4, cu
     return SourceTerms("c", "text", PAGE_SIZE, num_tokens, chunk_tokens, page_ids, 3, stages)
 
 
-def landing_of(source: SourceTerms, page_ids: tuple[int, ...], specs: tuple[CacheSpec, ...], *, num_layers: int = 4,
-               cuts: set[int] | None = None, epoch: int = 0) -> Landing:
-    return landing_for(source, session_id="s", epoch=epoch, nonce=9, page_ids=page_ids, slot_id=5,
+def destination_of(source: SourceTerms, page_ids: tuple[int, ...], specs: tuple[CacheSpec, ...], *, num_layers: int = 4,
+               cuts: set[int] | None = None, epoch: int = 0) -> DestinationTerms:
+    return plan_destination(source, session_id="s", epoch=epoch, nonce=9, page_ids=page_ids, slot_id=5,
                        stages=stages_of(num_layers, cuts or set()), specs=specs)
 
 
 @st.composite
-def handoffs(draw: st.DrawFn) -> tuple[SourceTerms, Landing, tuple[CacheSpec, ...]]:
+def handoffs(draw: st.DrawFn) -> tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]:
     num_layers = draw(st.integers(1, 9))
     specs = hybrid_specs(num_layers, page_size=PAGE_SIZE)
     num_tokens = draw(st.integers(1, 60))
@@ -49,35 +49,35 @@ def handoffs(draw: st.DrawFn) -> tuple[SourceTerms, Landing, tuple[CacheSpec, ..
     source = terms(draw(st.one_of(pages, runs)), num_tokens, num_layers=num_layers, cuts=draw(cuts),
                    chunk_tokens=draw(st.sampled_from([1, 3, 4, 6, 8, 12, 16, 100])))
     dest_pages = draw(st.one_of(pages, runs))
-    return source, landing_of(source, dest_pages, specs, num_layers=num_layers, cuts=draw(cuts)), specs
+    return source, destination_of(source, dest_pages, specs, num_layers=num_layers, cuts=draw(cuts)), specs
 
 
 @given(handoffs())
-def test_every_record_moves_exactly_once(handoff: tuple[SourceTerms, Landing, tuple[CacheSpec, ...]]) -> None:
-    source, landing, specs = handoff
+def test_every_record_moves_exactly_once(handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]) -> None:
+    source, destination, specs = handoff
     moved: Counter[tuple[int, CacheKind, int, int]] = Counter()
     for source_stage, sender in enumerate(source.stages):
-        for dest_stage, receiver in enumerate(landing.stages):
-            for item in plan_lane(source, landing, specs, source_stage, dest_stage):
+        for dest_stage, receiver in enumerate(destination.stages):
+            for item in plan_lane(source, destination, specs, source_stage, dest_stage):
                 assert item.layer_id in sender.layers
                 assert item.layer_id in receiver.layers
                 moved.update((item.layer_id, item.kind, item.source_index + i, item.dest_index + i)
                              for i in range(item.num_records))
     wanted: Counter[tuple[int, CacheKind, int, int]] = Counter()
     for spec in specs:
-        pairs = (zip(source.page_ids, landing.page_ids, strict=True) if spec.kind.is_paged
-                 else [(source.slot_id, landing.slot_id)])
+        pairs = (zip(source.page_ids, destination.page_ids, strict=True) if spec.kind.is_paged
+                 else [(source.slot_id, destination.slot_id)])
         wanted.update((spec.layer_id, spec.kind, theirs, ours) for theirs, ours in pairs)
     assert moved == wanted
 
 
 @given(handoffs())
 def test_items_wait_for_their_last_token_and_never_span_a_chunk_border(
-        handoff: tuple[SourceTerms, Landing, tuple[CacheSpec, ...]]) -> None:
-    source, landing, specs = handoff
+        handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]) -> None:
+    source, destination, specs = handoff
     position = {page_id: i for i, page_id in enumerate(source.page_ids)}
     for stage in range(len(source.stages)):
-        for lane in CopyPlan(source, landing, specs).lanes_from(stage):
+        for lane in CopyPlan(source, destination, specs).lanes_from(stage):
             for item in lane.items:
                 if not item.kind.is_paged:
                     assert item.ready_tokens == source.num_tokens
@@ -91,24 +91,24 @@ def test_items_wait_for_their_last_token_and_never_span_a_chunk_border(
 
 @given(handoffs())
 def test_both_sides_number_messages_alike_and_no_tag_is_used_twice(
-        handoff: tuple[SourceTerms, Landing, tuple[CacheSpec, ...]]) -> None:
-    source, landing, specs = handoff
-    plan = check_plan(source, landing, specs)
+        handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]) -> None:
+    source, destination, specs = handoff
+    plan = check_plan(source, destination, specs)
     sent = {(lane.source_stage, lane.dest_stage): lane
             for stage in range(len(source.stages)) for lane in plan.lanes_from(stage)}
-    for dest_stage in range(len(landing.stages)):
+    for dest_stage in range(len(destination.stages)):
         lanes = plan.lanes_to(dest_stage)
         assert all(sent.pop((lane.source_stage, lane.dest_stage)) == lane for lane in lanes)
         tags = [tag for lane in lanes for tag in range(lane.first_tag, lane.trailer_tag + 1)]
-        assert tags == list(range(landing.tag_base, landing.tag_base + len(tags)))
+        assert tags == list(range(destination.tag_base, destination.tag_base + len(tags)))
     assert not sent
 
 
 def test_neighbours_on_both_sides_travel_together() -> None:
     specs = (CacheSpec(0, CacheKind.KV, (8,), "bfloat16", 2),)
     source = terms((1, 2, 3, 7, 8), 18, num_layers=1, chunk_tokens=100)
-    landing = landing_of(source, (11, 12, 14, 15, 16), specs, num_layers=1)
-    items = plan_lane(source, landing, specs, 0, 0)
+    destination = destination_of(source, (11, 12, 14, 15, 16), specs, num_layers=1)
+    items = plan_lane(source, destination, specs, 0, 0)
     assert [(item.source_index, item.dest_index, item.num_records, item.ready_tokens) for item in items] == [
         (1, 11, 2, 8), (3, 14, 1, 12), (7, 15, 2, 18)]
 
@@ -117,17 +117,17 @@ def test_runs_are_bounded() -> None:
     specs = (CacheSpec(0, CacheKind.KV, (MAX_RUN_BYTES // 4,), "uint8", 1),
              CacheSpec(1, CacheKind.KV, (MAX_RUN_BYTES + 1,), "uint8", 1))
     source = terms(tuple(range(1, 11)), 40, num_layers=2, chunk_tokens=1000)
-    landing = landing_of(source, tuple(range(1, 11)), specs, num_layers=2)
-    items = plan_lane(source, landing, specs, 0, 0)
+    destination = destination_of(source, tuple(range(1, 11)), specs, num_layers=2)
+    items = plan_lane(source, destination, specs, 0, 0)
     assert [item.num_records for item in items] == [4, 4, 2] + [1] * 10
 
 
 def test_a_lane_without_common_layers_is_empty() -> None:
     specs = hybrid_specs(4)
     source = terms((1,), 4, cuts={2})
-    landing = landing_of(source, (1,), specs, cuts={2})
-    assert plan_lane(source, landing, specs, 0, 1) == ()
-    assert [lane.source_stage for lane in CopyPlan(source, landing, specs).lanes_to(1)] == [1]
+    destination = destination_of(source, (1,), specs, cuts={2})
+    assert plan_lane(source, destination, specs, 0, 1) == ()
+    assert [lane.source_stage for lane in CopyPlan(source, destination, specs).lanes_to(1)] == [1]
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -142,7 +142,7 @@ def test_a_source_that_does_not_fit_is_refused(change: dict[str, object], messag
     specs = hybrid_specs(4)
     source = replace(terms((1, 2, 3), 9), **change)  # type: ignore[arg-type]
     with pytest.raises(IncompatiblePeerError, match=message):
-        landing_of(source, (4, 5, 6), specs)
+        destination_of(source, (4, 5, 6), specs)
 
 
 @pytest.mark.parametrize("change", [
@@ -151,27 +151,29 @@ def test_a_source_that_does_not_fit_is_refused(change: dict[str, object], messag
 def test_sides_that_derive_different_plans_refuse_each_other(change: dict[str, object]) -> None:
     specs = hybrid_specs(4)
     source = terms((1, 2, 3), 9)
-    landing = landing_of(source, (4, 5, 6), specs)
-    check_plan(source, landing, specs)
+    destination = destination_of(source, (4, 5, 6), specs)
+    check_plan(source, destination, specs)
     with pytest.raises(IncompatiblePeerError, match="derives copy plan"):
-        check_plan(source, replace(landing, **change), specs)  # type: ignore[arg-type]
+        check_plan(source, replace(destination, **change), specs)  # type: ignore[arg-type]
 
 
 def test_a_landing_needs_tags_of_its_own() -> None:
     specs = hybrid_specs(4)
     source = terms((1, 2, 3), 9)
-    with pytest.raises(IncompatiblePeerError, match=r"landing\.tag_base 0x5"):
-        check_plan(source, replace(landing_of(source, (4, 5, 6), specs), tag_base=5), specs)
+    with pytest.raises(IncompatiblePeerError, match=r"destination\.tag_base 0x5"):
+        check_plan(source, replace(destination_of(source, (4, 5, 6), specs), tag_base=5), specs)
     with pytest.raises(ValueError, match="nonce"):
-        landing_for(source, session_id="s", epoch=0, nonce=1 << 32, page_ids=(4, 5, 6), slot_id=1, stages=source.stages,
+        plan_destination(source, session_id="s", epoch=0, nonce=1 << 32, page_ids=(4, 5, 6), slot_id=1,
+                         stages=source.stages,
                     specs=specs)
     with pytest.raises(ValueError, match="epoch"):
-        landing_for(source, session_id="s", epoch=256, nonce=1, page_ids=(4, 5, 6), slot_id=1, stages=source.stages,
+        plan_destination(source, session_id="s", epoch=256, nonce=1, page_ids=(4, 5, 6), slot_id=1,
+                         stages=source.stages,
                     specs=specs)
 
 
 def test_names_say_what_and_where() -> None:
     specs = hybrid_specs(2)
     source = terms((1, 2, 3), 9, num_layers=2, chunk_tokens=100)
-    items = plan_lane(source, landing_of(source, (4, 5, 6), specs, num_layers=2), specs, 0, 0)
+    items = plan_lane(source, destination_of(source, (4, 5, 6), specs, num_layers=2), specs, 0, 0)
     assert [item.name for item in items] == ["layer 0 conv slot 5", "layer 0 state slot 5", "layer 1 kv pages 4-6"]

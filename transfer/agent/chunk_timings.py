@@ -1,10 +1,10 @@
 """When what was computed left: for traces, which show a handoff beside the computation it should hide behind."""
 
 from runtime.clock import Clock
-from transfer.plan.terms import Departure, SourceTerms
+from transfer.plan.handoff_terms import ChunkTiming, SourceTerms
 
 
-class DepartureLog:
+class ChunkTimingLog:
     """One per sender. Items are told by how many tokens make them ready."""
 
     def __init__(self, clock: Clock, source: SourceTerms) -> None:
@@ -23,8 +23,8 @@ class DepartureLog:
         before, _ = self._left.get(chunk, (0, 0.0))
         self._left[chunk] = (before + num_bytes, self._clock.now())
 
-    def departures(self) -> tuple[Departure, ...]:
+    def chunk_timings(self) -> tuple[ChunkTiming, ...]:
         """By position in the prompt."""
-        return tuple(Departure(min((chunk + 1) * self._source.chunk_tokens, self._source.num_tokens), num_bytes,
+        return tuple(ChunkTiming(min((chunk + 1) * self._source.chunk_tokens, self._source.num_tokens), num_bytes,
                                self._released_s[chunk], left_s)
                      for chunk, (num_bytes, left_s) in sorted(self._left.items()))

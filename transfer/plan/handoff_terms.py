@@ -31,7 +31,7 @@ class SourceTerms:
 
 
 @dataclass(frozen=True)
-class Landing:
+class DestinationTerms:
     """The receiving side: "deliver it like this". The destination states the layout, the source delivers it.
     `with_draft`: it takes the state of the source's draft, too."""
 
@@ -55,7 +55,7 @@ class StageSessionState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Departure:
+class ChunkTiming:
     """What has left a stage of the chunk of a prompt that ends at `num_tokens`: from the release of its first layer to
     its last byte, in seconds of the process's clock."""
 
@@ -67,8 +67,8 @@ class Departure:
 
 @dataclass(frozen=True)
 class StageSessionEvent:
-    """A session changed on this stage. `error_reason` is the `reason` of the BatonError, set when FAILED. `departures`
-    by position in the prompt, when a sending stage is COMPLETE; they stay in the process."""
+    """A session changed on this stage. `error_reason` is the `reason` of the BatonError, set when FAILED.
+    `chunk_timings` by position in the prompt, when a sending stage is COMPLETE; they stay in the process."""
 
     session_id: str
     epoch: int
@@ -76,4 +76,4 @@ class StageSessionEvent:
     error_reason: str = ""
     error_text: str = ""
     num_bytes: int = 0
-    departures: tuple[Departure, ...] = ()
+    chunk_timings: tuple[ChunkTiming, ...] = ()

@@ -1,7 +1,7 @@
 """What the two halves of a request in flight have in common: its run on a prefill worker, its stay in a decode pool.
 
-Each leg owns one booking and one stream at a time and knows how to move on to another worker. What it learns goes to
-the flow through the inbox; a search that finds nobody in time raises in the flow's task group.
+Each of the two owns one booking and one stream at a time and knows how to move on to another worker. What it learns
+goes to the flow through the inbox; a search that finds nobody in time raises in the flow's task group.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ class FlowLimits:
     prefill_attempts: int = 3
     peer_wait_s: float = 4.0  # for a lost worker to be replaced or to come back
     capacity_wait_s: float = 60.0  # for room in a decode pool, when all refused
-    reserve_s: float = 4.0  # a decode stream opened to its landing
+    reserve_s: float = 4.0  # a decode stream opened to its destination terms
     commit_s: float = 30.0  # the last byte sent to its commit
     migrations: int = 3  # decode pools that may be lost under one request
     linger_s: float = 1.0  # the last message to the end of the workers' streams
 
 
 @dataclass(frozen=True)
-class Leg:
-    """What both legs need; `ends_at` is the loop time at which the request's time is up."""
+class FlowParts:
+    """What both need; `ends_at` is the loop time at which the request's time is up."""
 
     request: types_pb2.EngineRequest
     directory: Directory
