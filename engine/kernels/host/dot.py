@@ -6,8 +6,8 @@ after the other (of a bf16 pair the second one first); nothing but its row of x 
 bits are the same for any number of rows and blocks, and the same from `vdpbf16ps` as from widened multiply-adds, as
 long as no term or sum is subnormal (`vdpbf16ps` takes those for 0).
 
-`dot_block` gives LLVM code that becomes part of the kernel that uses it: no call, no symbol. Kernels that contain it are
-compiled with STRICT numbers (`compiled.py`), or LLVM may regroup its sums.
+`dot_block` gives LLVM code that becomes part of the kernel that uses it: no call, no symbol. Such a kernel is compiled
+with STRICT numbers (`compiled.py`), or LLVM may regroup its sums.
 """
 
 from enum import StrEnum
@@ -68,11 +68,11 @@ def has_wide_vectors() -> bool:
 
 
 @cache
-def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_bytes: int = 1024,  # noqa: PLR0913
+def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_bytes: int = 1024,
               widened: bool | None = None):
     """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64.
 
-    y [rows, 16 * blocks] fp32 = x [rows, K] times the blocks at w; with `adds` the sums start from what y holds. x, w, y
+    y [rows, 16 * blocks] fp32 = x [rows, K] times the blocks at w; with `adds` sums start from what y holds. x, w, y
     are addresses of any alignment. Rows of x and y lie `x_row_bytes` and `y_row_bytes` apart, blocks of w
     `w_block_bytes`, terms of a row of x and columns of a row of y side by side. `steps` may be 0. Of w, what lies
     `ahead_bytes` further on is fetched into the cache (0: nothing is). rows * blocks of up to 24 keep all sums in
@@ -81,7 +81,7 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
     widened = not has_pair_products() if widened is None else widened
 
     @intrinsic
-    def multiply(typing, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps):  # noqa: PLR0913
+    def multiply(typing, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps):
         def generate(context, builder, signature, arguments):
             _Loop(builder, arguments, rows, blocks, form, adds, ahead_bytes, widened).build()
             return context.get_dummy_value()
@@ -94,7 +94,7 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
 class _Loop:
     """Writes the loop of one `dot_block` where the builder stands."""
 
-    def __init__(self, builder, arguments, rows, blocks, form, adds, ahead_bytes, widened) -> None:  # noqa: PLR0913
+    def __init__(self, builder, arguments, rows, blocks, form, adds, ahead_bytes, widened) -> None:
         self._b = builder
         self._x, self._x_row, self._w, self._w_block, self._y, self._y_row, self._steps = arguments
         self._rows, self._blocks, self._form = range(rows), range(blocks), form
