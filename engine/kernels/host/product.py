@@ -39,9 +39,9 @@ from runtime.errors import InternalError
 
 REVISION = 1  # of the order of sums: another number, other bits
 
-_ARGUMENTS = record("num_rows", "num_columns", "num_blocks", "steps", "segment_steps", "group_blocks", "num_shares",
-                    "share_rows", "x", "x_row_bytes", "w", "w_up", "w_block_bytes", "bias", "bias_up", "residual",
-                    "residual_stride", "out")
+_ARGUMENTS = record("num_rows", "num_matrices", "num_columns", "num_blocks", "steps", "segment_steps", "num_groups",
+                    "group_blocks", "num_shares", "share_rows", "x", "x_row_bytes", "x_matrix_bytes", "w", "w_up",
+                    "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out")
 _SEGMENTS = 8
 _GROUP_BLOCKS = 4
 _GROUP_COLUMNS = _GROUP_BLOCKS * LANES
@@ -57,46 +57,48 @@ def arithmetic_class() -> str:
 
 
 class PackedWeight:
-    """`weight` [N, K] bf16 or fp32 on the host, which is copied into `blocks` (`packing.pack`); `bias` [N] or None."""
+    """`weight` [N, K] or [H, N, K], bf16 or fp32 on the host, is copied into `blocks` (`packing.pack`). `bias`: one
+    value for each of the N or H * N outputs, or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: Team) -> None:
-        self.out_features, self.in_features = weight.shape
+        matrices = weight if weight.dim() == 3 else weight[None]
+        self.shape = tuple(matrices.shape)
         self.dtype = weight.dtype
-        self._steps = packing.num_steps(self.in_features, self.dtype)
-        self.blocks = packing.pack(weight, team)
+        self.blocks = packing.pack(matrices, team)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._team = team
 
     def multiply(self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """x W^T + bias + residual. x: [M, K] in the weight's dtype; residual: [M, N] likewise. Returns [M, N] in
-        `out_dtype`: the weight's, unless it is fp32."""
+        `out_dtype`: the weight's, unless it is fp32. With H matrices x is [M, H, K], of which matrix h multiplies
+        x[:, h], and residual and result are [M, H * N]."""
         return self._launch(x, None, residual, out_dtype or self.dtype)
 
     def multiply_gated(self, x: Tensor, up: "PackedWeight") -> Tensor:
         """silu(x W^T + bias) * (x U^T + bias of U), for U of the same shape. Returns [M, N] in the weight's dtype."""
-        if (up.out_features, up.in_features, up.dtype) != (self.out_features, self.in_features, self.dtype):
-            raise InternalError(f"gate {self.out_features} x {self.in_features} {self.dtype} beside up "
-                                f"{up.out_features} x {up.in_features} {up.dtype}")
+        if (up.shape, up.dtype) != (self.shape, self.dtype):
+            raise InternalError(f"gate {self.shape} {self.dtype} beside up {up.shape} {up.dtype}")
         return self._launch(x, up, None, self.dtype)
 
     def _launch(self, x: Tensor, up: "PackedWeight | None", residual: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        num_rows = x.shape[0]
-        if x.dtype is not self.dtype or x.shape[1] != self.in_features:
-            raise InternalError(f"x {tuple(x.shape)} {x.dtype} for a weight of {self.in_features} {self.dtype} terms")
-        out = torch.empty(num_rows, self.out_features, dtype=out_dtype)
+        count, columns, terms = self.shape
+        x = x if x.dim() == 3 else x[:, None]
+        if x.dtype is not self.dtype or tuple(x.shape[1:]) != (count, terms):
+            raise InternalError(f"x {tuple(x.shape)} {x.dtype} for weights {self.shape} {self.dtype}")
+        out = torch.empty(len(x), count * columns, dtype=out_dtype)
         if not out.numel():
             return out
         x = self._whole_steps(x)
+        steps, blocks = self.blocks.shape[2], self.blocks.shape[1]
         arguments = np.zeros(1, _ARGUMENTS)
         a = arguments[0]
-        a["num_rows"], a["num_columns"], a["num_blocks"] = num_rows, self.out_features, self.blocks.shape[0]
-        a["steps"], a["segment_steps"] = self._steps, -(-self._steps // _SEGMENTS)
+        a["num_rows"], a["num_matrices"], a["num_columns"], a["num_blocks"] = len(x), count, columns, blocks
+        a["steps"], a["segment_steps"], a["w_block_bytes"] = steps, -(-steps // _SEGMENTS), steps * BLOCK_STEP_BYTES
         a["x"], a["x_row_bytes"] = x.data_ptr(), x.stride(0) * x.element_size()
-        a["w"], a["w_block_bytes"] = self.blocks.data_ptr(), self._steps * BLOCK_STEP_BYTES
-        a["bias"] = 0 if self.bias is None else self.bias.data_ptr()
+        a["x_matrix_bytes"] = x.stride(1) * x.element_size()
+        a["w"], a["bias"] = self.blocks.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
         if up is not None:
-            a["w_up"] = up.blocks.data_ptr()
-            a["bias_up"] = 0 if up.bias is None else up.bias.data_ptr()
+            a["w_up"], a["bias_up"] = up.blocks.data_ptr(), 0 if up.bias is None else up.bias.data_ptr()
         if residual is not None:
             residual = residual if residual.stride(1) == 1 else residual.contiguous()
             a["residual"], a["residual_stride"] = residual.data_ptr(), residual.stride(0)
@@ -107,21 +109,23 @@ class PackedWeight:
 
     def _whole_steps(self, x: Tensor) -> Tensor:
         """x with terms side by side, an even number of bf16."""
-        if self._steps * BLOCK_STEP_BYTES // LANES != self.in_features * self.dtype.itemsize:
+        if self.blocks.shape[2] * BLOCK_STEP_BYTES // LANES != x.shape[2] * x.element_size():
             return F.pad(x, (0, 1))
-        return x if x.stride(1) == 1 else x.contiguous()
+        return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _share_out(a: np.void) -> None:
     """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
     threads, num_rows, num_blocks = torch.get_num_threads(), int(a["num_rows"]), int(a["num_blocks"])
-    group = _GROUP_BLOCKS if num_blocks >= _GROUP_BLOCKS * threads or num_rows > _TILE_ROWS else 1
+    all_blocks = num_blocks * int(a["num_matrices"])
+    group = _GROUP_BLOCKS if all_blocks >= _GROUP_BLOCKS * threads or num_rows > _TILE_ROWS else 1
     num_groups, num_chunks = -(-num_blocks // group), -(-num_rows // _CHUNK_ROWS)
-    wanted = 1 if threads == 1 else max(1, -(-_ITEMS_PER_THREAD * threads // num_groups))
+    num_items = num_groups * int(a["num_matrices"])
+    wanted = 1 if threads == 1 else max(1, -(-_ITEMS_PER_THREAD * threads // num_items))
     chunks = -(-num_chunks // min(wanted, num_chunks))
-    a["group_blocks"], a["share_rows"] = group, chunks * _CHUNK_ROWS
+    a["group_blocks"], a["num_groups"], a["share_rows"] = group, num_groups, chunks * _CHUNK_ROWS
     a["num_shares"] = -(-num_chunks // chunks)
-    a["num_items"] = num_groups * a["num_shares"]
+    a["num_items"] = num_items * a["num_shares"]
 
 
 @cache
@@ -148,16 +152,17 @@ def _take_items(pointer, stored, stored_out):
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        first_block, first_row = item // a.num_shares * a.group_blocks, item % a.num_shares * a.share_rows
+        panel_of_all, first_row = item // a.num_shares, item % a.num_shares * a.share_rows
+        matrix, first_block = panel_of_all // a.num_groups, panel_of_all % a.num_groups * a.group_blocks
         num_blocks = min(a.group_blocks, a.num_blocks - first_block)
-        column = first_block * LANES
-        num_columns = min(num_blocks * LANES, a.num_columns - column)
+        num_columns = min(num_blocks * LANES, a.num_columns - first_block * LANES)
+        column = matrix * a.num_columns + first_block * LANES
+        w_offset = (matrix * a.num_blocks + first_block) * a.w_block_bytes
         for row in range(first_row, min(first_row + a.share_rows, a.num_rows), _CHUNK_ROWS):
-            rows = min(_CHUNK_ROWS, a.num_rows - row)
+            rows, x = min(_CHUNK_ROWS, a.num_rows - row), a.x + row * a.x_row_bytes + matrix * a.x_matrix_bytes
             for panel in range(num_panels):
                 w, bias = (a.w_up, a.bias_up) if panel else (a.w, a.bias)
-                _multiply(a, a.x + row * a.x_row_bytes, rows, w + first_block * a.w_block_bytes, num_blocks,
-                          sums[panel].ctypes.data, stored)
+                _multiply(a, x, rows, w + w_offset, num_blocks, sums[panel].ctypes.data, stored)
                 _add_up(sums[panel], rows, num_columns, bias, column)
             if a.w_up:
                 _gate(sums[0, 0], sums[1, 0], rows, num_columns)
@@ -211,7 +216,7 @@ def _gate(gate, up, rows, num_columns):
 @njit(**STRICT_PART)
 def _store(a, totals, first_row, rows, column, num_columns, stored, stored_out):
     residual = carray(pointer_to(a.residual, stored), a.num_rows * a.residual_stride)
-    out = carray(pointer_to(a.out, stored_out), (a.num_rows, a.num_columns))
+    out = carray(pointer_to(a.out, stored_out), (a.num_rows, a.num_matrices * a.num_columns))
     for r in range(rows):
         if a.residual:
             start = (first_row + r) * a.residual_stride + column
