@@ -64,6 +64,7 @@ class HeadwiseLinear:
     """A matrix of its own for each head. weight: [heads, out, in]."""
 
     def __init__(self, weight: Tensor) -> None:
+        self._out_features = weight.shape[1]
         self.packed: PackedWeight | None = None
         if weight.device.type == "cpu" and has_kernels(weight.dtype):
             self.packed = PackedWeight(weight, None, Team())
@@ -73,7 +74,7 @@ class HeadwiseLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, heads, in]. Returns [T, heads, out]."""
         if self.packed is not None:
-            return self.packed.multiply(x).view(*x.shape[:2], -1)
+            return self.packed.multiply(x).view(*x.shape[:2], self._out_features)
         if x.device.type != "cpu":
             return torch.bmm(x.transpose(0, 1), self._weight.transpose(1, 2)).transpose(0, 1)
         heads = zip(x.unbind(1), self._weight, strict=True)

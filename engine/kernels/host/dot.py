@@ -13,10 +13,10 @@ with STRICT numbers (`compiled.py`), or LLVM may regroup its sums.
 from enum import StrEnum
 from functools import cache
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 LANES = 16  # columns of a block
@@ -55,16 +55,21 @@ class _BFloat(ir.types.Type):
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
-@cache
 def has_pair_products() -> bool:
-    """Whether the CPU multiplies bf16 pairs (AVX512-BF16: Zen 4, Cooper Lake, Sapphire Rapids and later)."""
-    return bool(llvm.get_host_cpu_features().get("avx512bf16", False))
+    """Whether kernels multiply bf16 pairs (AVX512-BF16: Zen 4, Cooper Lake, Sapphire Rapids and later)."""
+    return "+avx512bf16" in _features()
 
 
-@cache
 def has_wide_vectors() -> bool:
     """Whether a block is one vector of the CPU (AVX-512), of which it then has 32."""
-    return bool(llvm.get_host_cpu_features().get("avx512f", False))
+    return "+avx512f" in _features()
+
+
+@cache
+def _features() -> frozenset[str]:
+    """What numba compiles for: this CPU, unless its variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise."""
+    _triple, _name, features = cpu_target.target_context.codegen().magic_tuple()
+    return frozenset(features.split(","))
 
 
 @cache
