@@ -105,7 +105,8 @@ def read_model(path: Path) -> ModelDescription:
     """Describe the checkpoint in folder `path`.
 
     `facts.revision` is a digest over config.json (without the fields that only say who wrote it) and the names, types
-    and shapes of all tensors; their bytes are digested while they are read (`load_stage`). End-of-sequence ids are those of the config and of generation_config.json.
+    and shapes of all tensors; their bytes are digested while they are read (`load_stage`). End-of-sequence ids are
+    those of the config and of generation_config.json.
 
     Raises:
         ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, or a file is damaged.
@@ -143,8 +144,8 @@ def description_digest(raw: RawConfig, entries: Mapping[str, TensorEntry] | None
     (None: they are random). Hex."""
     settings = {name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES}
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
-    for name, entry in sorted((entries or {"random": None}).items()):
-        digest.update(f"{name}\n".encode() if entry is None else f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+    for name, entry in sorted((entries or {}).items()):
+        digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
     return digest.hexdigest()
 
 

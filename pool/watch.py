@@ -32,8 +32,8 @@ def worker_info(config: WorkerConfig, plan: StagePlan, weights: PoolWeights | No
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called. `info()` goes
-    before the first, and again when it is another, because the pool has formed."""
+    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called. `info()`
+    goes before the first, and again when it is another, because the pool has formed."""
 
     def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], Awaitable[pb.WorkerLoad]]) -> None:
         self._info = info

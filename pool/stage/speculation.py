@@ -89,7 +89,8 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
 def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
                   capture: CaptureDraft = lambda model, attention: CapturedDraft(),
                   target_digest: WeightsDigest | None = None, digest: WeightsDigest | None = None) -> EagleDrafter:
-    """Loads the draft; the digests take up what is read of the target and of the draft. Its cache is that of the stage's extra layers, or its own of as many pages as the target's."""
+    """Loads the draft; the digests take up what is read of the target and of the draft. Its cache is that of the
+    stage's extra layers, or its own of as many pages as the target's."""
     model = plan.draft.load(numerics=backends.numerics, device=backends.device, digest=digest,
                             target_digest=target_digest)
     geometry, device = pools.geometry, backends.device
