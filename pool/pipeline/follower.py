@@ -23,6 +23,7 @@ import grpc
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
 from engine.sampling.sampler import Sampler
+from pool.pipeline.membership import weights_to_proto
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
@@ -176,12 +177,11 @@ class Follower:
                 delay = min(delay * 2, REJOIN_MAX_S)
 
     async def _requests(self) -> AsyncIterator[pb.JoinRequest]:
-        compatibility = self._stage.plan.compatibility
         self._window = asyncio.Queue(EVENT_LIMIT)
         yield pb.JoinRequest(hello=pb.StageHello(
             rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
-            channel_address=self._channel_address, compatibility=compatibility.digest,
-            compatibility_text=compatibility.text))
+            channel_address=self._channel_address, settings=self._stage.plan.settings,
+            weights=weights_to_proto(self._stage.weights)))
         self.joined = True
         self._has_parted.clear()
         while (request := await self._window.get()) is not None:

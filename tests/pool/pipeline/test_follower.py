@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from models.weights_digest import StageWeights
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.membership import PipelineService
@@ -24,7 +25,7 @@ from runtime.metrics import RpcMetrics
 from runtime.security import PLAIN_CHANNEL
 from runtime.server import GrpcServer, ServerOptions
 from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
-from tests.pool.pipeline.test_membership import SAME, Observer
+from tests.pool.pipeline.test_membership import Observer
 from tests.support.handoff import Pool, hybrid_specs
 from transfer.agent.agent import AgentLimits, AgentStats, TransferAgent
 from transfer.plan.handoff_terms import StageSessionState
@@ -96,10 +97,11 @@ async def joined() -> AsyncIterator[Rig]:
     server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
         new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
     pipeline_pb2_grpc.add_PipelineServicer_to_server(PipelineService(
-        layers=[layers, layers], compatibility=SAME, leader_channel=b"0", observer=leader,
+        layers=[layers, layers], settings={}, counted={}, leader_channel=b"0", observer=leader,
         check_channels=lambda addresses: None), server.grpc)
     config = cast(WorkerConfig, SimpleNamespace(leader=await server.start(), rank=1))
-    stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(compatibility=SAME), executor=None,
+    stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(settings={}), weights=StageWeights("0" * 32),
+                                        executor=None,
                                         drafter=None))
     engine = FollowerEngine(stage, lambda *given: [], cast(PoolChannel, channel), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
