@@ -4,6 +4,7 @@ A kernel is a C function of one argument, the address of a record of sizes and a
 it, and they share the work by counting items up. It cannot raise, so it also counts what is done.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numba
@@ -45,7 +46,7 @@ def record(*integers: str, **others: type) -> np.dtype:
     return np.dtype([*((name, np.int64) for name in ("next", "done", "num_items", *integers)), *others.items()])
 
 
-def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers: dict[str, object] = NUMBERS):
+def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers: Mapping[str, object] = NUMBERS):
     """The C function that `work`, a function made for this call, compiles to. Its code is kept for later processes by
     the name and a digest of the files `sources` (its own, and those whose functions are part of it) and this one:
     nothing finds another version's. `numbers`: NUMBERS or STRICT."""

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import carray, njit, types
+from numba import carray, njit
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -36,9 +36,12 @@ from engine.kernels.host.strided import (
     Routine,
     add_lower_product,
     add_product,
+    clear,
     counted,
     floats,
     integers,
+    scale,
+    size_of,
 )
 from engine.kernels.host.team import Team
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
@@ -188,7 +191,7 @@ def _take_steps(pointer, stored):
             if parents[token] >= 0:
                 source = a.kept + (targets[parents[token]] * a.num_heads + head) * head_bytes
             elif is_new[row]:
-                _clear(target, a.key_dim * a.value_dim)
+                clear(target, a.key_dim * a.value_dim)
             else:
                 source = a.pool + (slots[row] * a.num_heads + head) * head_bytes
             _read_token(a, token, head, k_at, q_at, v_at, stored)
@@ -216,22 +219,15 @@ def _advance(source, target, value_dim, key_dim, k_at, q_at, v_at, out, gates_at
             column += 1
 
 
-@intrinsic
-def _size_of(typing, stored):
-    """Bytes of a number of that type."""
-    size = stored.dtype.bitwidth // 8
-    return types.int64(stored), lambda context, builder, signature, arguments: context.get_constant(types.int64, size)
-
-
 @njit(**STRICT_PART)
 def _read_token(a, token, head, k_at, q_at, v_at, stored):
     """A token's k and q at unit length, q also by dk^-0.5, and its v; of one value head, as fp32."""
-    size, scale = _size_of(stored), np.float32(1) / np.sqrt(np.float32(a.key_dim))
+    size, shrunk = size_of(stored), np.float32(1) / np.sqrt(np.float32(a.key_dim))
     shared = head // a.share * a.key_dim * size
     for turn in range(2):
         is_key = turn == 0
         x = pointer_to((a.k + token * a.k_stride if is_key else a.q + token * a.q_stride) + shared, stored)
-        _to_unit(x, floats(k_at if is_key else q_at), a.key_dim, np.float32(1) if is_key else scale)
+        _to_unit(x, floats(k_at if is_key else q_at), a.key_dim, np.float32(1) if is_key else shrunk)
     x, v = pointer_to(a.v + token * a.v_stride + head * a.value_dim * size, stored), floats(v_at)
     for channel in range(a.value_dim):
         v[channel] = wide(x[channel])
@@ -258,20 +254,6 @@ def _to_unit(x, out, width, scale):
 
 
 @njit(**STRICT_PART)
-def _clear(address, count):
-    numbers = floats(address)
-    for place in range(count):
-        numbers[place] = 0
-
-
-@njit(**STRICT_PART)
-def _scale(address, count, factor):
-    numbers = floats(address)
-    for place in range(count):
-        numbers[place] *= factor
-
-
-@njit(**STRICT_PART)
 def _take_chunks(pointer, stored):
     """One thread's part: a value head of a row at a time, chunk after chunk, until none is left."""
     a = carray(pointer, 1)[0]
@@ -284,7 +266,7 @@ def _take_chunks(pointer, stored):
         row, head = item // a.num_heads, item % a.num_heads
         state = a.pool + (slots[row] * a.num_heads + head) * a.key_dim * a.value_dim * 4
         if is_new[row] and starts[row] < starts[row + 1]:
-            _clear(state, a.key_dim * a.value_dim)
+            clear(state, a.key_dim * a.value_dim)
         for first in range(starts[row], starts[row + 1], CHUNK):
             _chunk(a, first, min(CHUNK, starts[row + 1] - first), head, state, seat, stored)
         count_up(pointer, DONE)
@@ -325,18 +307,18 @@ def _chunk(a, first, count, head, state, seat, stored):
     # -e^G K joins V, then all is multiplied by beta.
     for i in range(count):
         before = exp(total[i])
-        _scale(q_at + i * key_row, key_dim, before)
+        scale(q_at + i * key_row, key_dim, before)
         for channel in range(key_dim):
             k[i * key_dim + channel] *= -before
     add_product(k_at, key_row, 4, state, value_row, u_at, value_row, count, value_dim, key_dim)
     for i in range(count):
-        _scale(u_at + i * value_row, value_dim, beta[i * a.num_heads])
-        _clear(out_at + i * out_row, value_dim)
+        scale(u_at + i * value_row, value_dim, beta[i * a.num_heads])
+        clear(out_at + i * out_row, value_dim)
     add_lower_product(system_at, _LINE, u_at, value_row, u_at, value_row, count, value_dim, 0)
     add_product(q_at, key_row, 4, state, value_row, out_at, out_row, count, value_dim, key_dim)
     add_lower_product(scores_at, _LINE, u_at, value_row, out_at, out_row, count, value_dim, 1)
 
-    _scale(state, key_dim * value_dim, exp(running))
+    scale(state, key_dim * value_dim, exp(running))
     for i in range(count):
         left = exp(running - total[i])
         for channel in range(key_dim):
@@ -349,5 +331,5 @@ def _lower_scores(rows_at, row, turned_at, out_at, count, key_dim):
     """Products of each of `count` tokens with the tokens up to it, and with some behind it."""
     for first in range(0, count, LANES):
         num_rows, width, at = min(LANES, count - first), first + LANES, out_at + first * _LINE
-        _clear(at, num_rows * CHUNK)
+        clear(at, num_rows * CHUNK)
         add_product(rows_at + first * row, row, 4, turned_at, _LINE, at, _LINE, num_rows, width, key_dim)

@@ -9,9 +9,11 @@ STRICT numbers (`compiled.py`), or LLVM may regroup the sums.
 from collections.abc import Callable
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from engine.kernels.host.compiled import STRICT_PART
 
 LANES = 16
 
@@ -226,6 +228,35 @@ def floats(typing, address):
 def integers(typing, address):
     """The address as a pointer to int64 numbers."""
     return _pointer_kind(types.int64)
+
+
+@intrinsic
+def shorts(typing, address):
+    """The address as a pointer to int32 numbers."""
+    return _pointer_kind(types.int32)
+
+
+@intrinsic
+def size_of(typing, stored):
+    """Bytes of a number of that type."""
+    size = stored.dtype.bitwidth // 8
+    return types.int64(stored), lambda context, builder, signature, arguments: context.get_constant(types.int64, size)
+
+
+@njit(**STRICT_PART)
+def clear(address, count):
+    """Make `count` fp32 numbers 0."""
+    numbers = floats(address)
+    for place in range(count):
+        numbers[place] = 0
+
+
+@njit(**STRICT_PART)
+def scale(address, count, factor):
+    """Multiply `count` fp32 numbers."""
+    numbers = floats(address)
+    for place in range(count):
+        numbers[place] *= factor
 
 
 def _pointer_kind(element):

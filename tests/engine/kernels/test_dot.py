@@ -1,5 +1,8 @@
 """The innermost loop of products, and functions of one number, by hand and in double precision."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,21 +12,23 @@ from torch import Tensor
 from engine.kernels.host import functions
 from engine.kernels.host.dot import Form, dot_block, has_pair_products
 
+Numbers = np.ndarray[Any, np.dtype[np.float32]]
+
 
 def multiplied(x: Tensor, w: Tensor, form: Form, *, adds: bool = False, widened: bool | None = None,
                start: Tensor | None = None) -> Tensor:
     """x [rows, K], w [blocks * 16, K], packed here in torch."""
     loop = dot_block(len(x), len(w) // 16, form, adds=adds, widened=widened)
 
-    @njit(void(*[int64] * 7))
-    def call(x, x_row, w, w_block, y, y_row, steps):  # noqa: ANN001, ANN202 - numba's
+    def call(x: int, x_row: int, w: int, w_block: int, y: int, y_row: int, steps: int) -> None:
         loop(x, x_row, w, w_block, y, y_row, steps)
 
     blocks = w.view(len(w) // 16, 16, -1)
-    packed = (blocks if form is Form.FP32 else blocks.unflatten(2, (-1, 2))).transpose(1, 2).contiguous()
+    packed = (blocks if form is Form.FP32 else blocks.view(*blocks.shape[:2], -1, 2)).transpose(1, 2).contiguous()
     y = torch.full((len(x), len(w) + 3), float("nan")) if start is None else start
-    call(x.data_ptr(), x.stride(0) * x.element_size(), packed.data_ptr(), packed[0].nbytes, y.data_ptr(),
-         y.stride(0) * 4, packed.shape[1])
+    compiled = njit(void(*[int64] * 7))(call)
+    compiled(x.data_ptr(), x.stride(0) * x.element_size(), packed.data_ptr(), packed[0].nbytes, y.data_ptr(),
+             y.stride(0) * 4, packed.shape[1])
     return y[:, :len(w)]
 
 
@@ -60,16 +65,15 @@ def test_pair_products_take_subnormal_numbers_for_zero() -> None:
         assert (multiplied(x, w, Form.BF16) == 0).all()
 
 
-def all_of(function, x: np.ndarray) -> np.ndarray:  # noqa: ANN001 - numba's
-    @njit(void(float32[::1], float32[::1]), error_model="numpy")
-    def call(x, y):  # noqa: ANN001, ANN202
+def all_of(function: Callable[[np.float32], np.float32], x: Numbers) -> Numbers:
+    def call(x: Numbers, y: Numbers) -> None:
         for place in range(len(x)):
             y[place] = function(x[place])
 
-    y = np.empty_like(x)
-    call(x, y)
+    compiled, y = njit(void(float32[::1], float32[::1]), error_model="numpy")(call), np.empty_like(x)
+    compiled(x, y)
     again = np.empty_like(y[5:70])
-    call(x[5:70].copy(), again)
+    compiled(x[5:70].copy(), again)
     assert np.array_equal(again, y[5:70], equal_nan=True)  # wherever it stands
     return y
 
