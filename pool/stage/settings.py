@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from engine.kernels.host.product import arithmetic_class
-
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
+from engine.kernels.host.product import arithmetic_class
 from engine.memory.budget import PoolBudget
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
