@@ -19,7 +19,7 @@ _MAX_QUEUED = 64
 
 
 class GlooBackend:
-    """Satisfies `engine.pipeline.lanes.LaneBackend`. Every process counts as a device."""
+    """Satisfies `engine.pipeline.links.LaneBackend`. Every process counts as a device."""
 
     name = "gloo"
 
@@ -34,7 +34,7 @@ class GlooBackend:
 
 
 class GlooLane:
-    """Satisfies `engine.pipeline.lanes.Lane`. gloo says that a message is done only to those who wait for it, so a
+    """Satisfies `engine.pipeline.links.Lane`. gloo says that a message is done only to those who wait for it, so a
     thread does."""
 
     def __init__(self, group: PointToPoint, end: int) -> None:

@@ -25,7 +25,7 @@ _ENVIRONMENT = {
 
 
 class NcclBackend:
-    """Satisfies `engine.pipeline.lanes.LaneBackend`."""
+    """Satisfies `engine.pipeline.links.LaneBackend`."""
 
     name = "nccl"
 
@@ -45,7 +45,7 @@ class NcclBackend:
 
 
 class NcclLane:
-    """Satisfies `engine.pipeline.lanes.Lane`. Its messages run on a stream of its own: one that is received waits for
+    """Satisfies `engine.pipeline.links.Lane`. Its messages run on a stream of its own: one that is received waits for
     nothing that was launched before, one that is sent for everything."""
 
     def __init__(self, group: PointToPoint, device: torch.device, end: int) -> None:
