@@ -13,6 +13,7 @@ from runtime.errors import FieldViolation, InvalidRequestError
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
+_IDLE_INTERVALS = 2  # between two reports of a pool that has nothing to do; a router doubts after more of them
 
 
 def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation: str) -> pb.WorkerInfo:
@@ -28,7 +29,8 @@ def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called."""
+    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called, less often
+    while nothing runs and nothing changes."""
 
     def __init__(self, info: pb.WorkerInfo, load: Callable[[], Awaitable[pb.WorkerLoad]]) -> None:
         self._info = info
@@ -47,11 +49,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise InvalidRequestError(FieldViolation(
                 "interval_s", f"must be from {MIN_INTERVAL_S} to {MAX_INTERVAL_S}, got {interval}"))
         yield pb.WatchResponse(info=self._info)
+        sent, num_unsent = pb.WorkerLoad(), 0
         while True:
             changed = self._changed
-            yield pb.WatchResponse(load=await self._load())
+            load = await self._load()
+            if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
+                sent, num_unsent = load, 0
+                yield pb.WatchResponse(load=load)
+            else:
+                num_unsent += 1
             try:
                 async with asyncio.timeout(interval):
                     await changed.wait()
             except TimeoutError:
                 continue
+
+
+def _is_idle(load: pb.WorkerLoad) -> bool:
+    return not load.queued_requests and not load.running_requests and not load.open_sessions
