@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 WATCH_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
+REFRESH_S = 1.0  # between two looks of the gauges; nobody scrapes more often
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ async def _refresh(leading: LeadingRole, parts: LeaderParts) -> None:
     while True:
         parts.meters.on_load(await leading.load(parts))
         parts.meters.on_occupancy(await leading.occupancy(parts), num_draining=parts.reclaimer.open_tasks)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(REFRESH_S)
 
 
 async def _watch_agent(agent: TransferAgent) -> None:

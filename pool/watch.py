@@ -14,6 +14,7 @@ from runtime.errors import FieldViolation, InvalidRequestError
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
+_IDLE_INTERVALS = 2  # between two reports of a pool that has nothing to do; a router doubts after more of them
 
 
 def worker_info(config: WorkerConfig, plan: StagePlan, weights: PoolWeights | None, *, role: str,
@@ -32,8 +33,9 @@ def worker_info(config: WorkerConfig, plan: StagePlan, weights: PoolWeights | No
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called. `info()`
-    goes before the first, and again when it is another, because the pool has formed."""
+    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called, less often
+    while nothing runs and nothing changes. `info()` goes before the first, and again when it is another, because the
+    pool has formed."""
 
     def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], Awaitable[pb.WorkerLoad]]) -> None:
         self._info = info
@@ -52,14 +54,24 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise InvalidRequestError(FieldViolation(
                 "interval_s", f"must be from {MIN_INTERVAL_S} to {MAX_INTERVAL_S}, got {interval}"))
         shown: pb.WorkerInfo | None = None
+        sent, num_unsent = pb.WorkerLoad(), 0
         while True:
             changed = self._changed
             if shown != (info := self._info()):
                 yield pb.WatchResponse(info=info)
-                shown = info
-            yield pb.WatchResponse(load=await self._load())
+                shown, num_unsent = info, _IDLE_INTERVALS  # the load follows at once
+            load = await self._load()
+            if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
+                sent, num_unsent = load, 0
+                yield pb.WatchResponse(load=load)
+            else:
+                num_unsent += 1
             try:
                 async with asyncio.timeout(interval):
                     await changed.wait()
             except TimeoutError:
                 continue
+
+
+def _is_idle(load: pb.WorkerLoad) -> bool:
+    return not load.queued_requests and not load.running_requests and not load.open_sessions

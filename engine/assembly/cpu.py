@@ -23,7 +23,7 @@ from engine.speculative.multistep_latent import MultiStepLatentAttention
 
 @dataclass(frozen=True)
 class CpuBackends:
-    """Satisfies `pool.backend_set.Backends` in plain torch; exact numerics are its own."""
+    """Satisfies `engine.assembly.backend_set.Backends` in plain torch; exact numerics are its own."""
 
     numerics: Numerics
     device: torch.device = HOST

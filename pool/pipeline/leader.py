@@ -28,7 +28,7 @@ WARM_UP_PAUSE_S = 1.0  # between two tries
 
 
 class Leader:
-    """Ties a scheduler to the stages of its pool. Satisfies `pool.membership.MembershipObserver`.
+    """Ties a scheduler to the stages of its pool. Satisfies `pool.pipeline.membership.MembershipObserver`.
 
     `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty` lets requests
     finish for some seconds and hands the rest back to their routers.

@@ -50,7 +50,7 @@ class WorkerPair:
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """Targets (`router.discovery`), and how often workers report."""
+    """Targets (`router.workers.discovery`), and how often workers report."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Products of bf16 by the matrix unit of Intel's CPUs (AMX): 16 rows, 16 columns and 32 terms an instruction.
 
-Operands lie as for `dot.py`. Every output element is one fp32 sum over its own row and column: of each 32 terms those at
-even and those at odd places are added up in order, each apart, then both to the sum so far. So its bits are the same
+Operands lie as for `dot.py`. Every output element is one fp32 sum over its own row and column: of each 32 terms those
+at even and those at odd places are added up in order, each apart, then both to the sum so far. So its bits are the same
 for any number of rows and columns; they are not those of `dot.py`, and a process takes one or the other for all.
 
 A thread configures its tiles before its first product and releases them when it is done, so that others who use the
@@ -68,8 +68,8 @@ def release_tiles(typing):
 def tile_block(blocks: int, *, whole: bool, adds: bool):
     """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64.
 
-    y [rows, 16 * blocks] fp32 = x [rows, 32 * steps] times the blocks at w, bf16; with `adds` the sums start from what y
-    holds. `rows` is 16 for `whole` ones, else what the configuration says is left over. blocks: 1 or 2.
+    y [rows, 16 * blocks] fp32 = x [rows, 32 * steps] times the blocks at w, bf16; with `adds` the sums start from
+    what y holds. `rows` is 16 for `whole` ones, else what the configuration says is left over. blocks: 1 or 2.
     """
     if not 1 <= blocks <= _COLUMN_BLOCKS:
         raise ValueError(f"sums of 1 or {_COLUMN_BLOCKS} blocks fit the tiles, not of {blocks}")
