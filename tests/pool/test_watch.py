@@ -32,7 +32,7 @@ def watch(service: WorkerService, interval_s: float) -> AsyncIterator[pb.WatchRe
 @pytest.mark.parametrize(("load", "looks_per_report"), [(BUSY, 1), (IDLE, 2)], ids=["busy", "idle"])
 async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(load: pb.WorkerLoad, looks_per_report: int) -> None:
     loads = Loads(load)
-    reports = watch(WorkerService(pb.WorkerInfo(role="decode"), loads), 0.05)
+    reports = watch(WorkerService(lambda: pb.WorkerInfo(role="decode"), loads), 0.05)
     assert (await anext(reports)).info.role == "decode"
     assert (await anext(reports)).load == load
     for count in range(1, 4):
@@ -42,7 +42,7 @@ async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(load: pb.Work
 
 async def test_a_change_is_reported_at_the_next_look() -> None:
     loads = Loads(IDLE)
-    reports = watch(WorkerService(pb.WorkerInfo(), loads), 0.05)
+    reports = watch(WorkerService(pb.WorkerInfo, loads), 0.05)
     await anext(reports)
     await anext(reports)
     loads.load = pb.WorkerLoad(serving=True, pages_free=5)
@@ -52,7 +52,7 @@ async def test_a_change_is_reported_at_the_next_look() -> None:
 
 async def test_readiness_does_not_wait_for_the_interval() -> None:
     loads = Loads(IDLE)
-    service = WorkerService(pb.WorkerInfo(), loads)
+    service = WorkerService(pb.WorkerInfo, loads)
     reports = watch(service, 60.0)
     await anext(reports)
     await anext(reports)
@@ -65,4 +65,4 @@ async def test_readiness_does_not_wait_for_the_interval() -> None:
 
 async def test_an_interval_out_of_range_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"interval_s.*0\.05 to 60"):
-        await anext(watch(WorkerService(pb.WorkerInfo(), Loads(IDLE)), 0.01))
+        await anext(watch(WorkerService(pb.WorkerInfo, Loads(IDLE)), 0.01))
