@@ -32,8 +32,9 @@ def draw(count: int, shape: tuple[int, int, int, int], dtype: torch.dtype, *, se
     k_heads, v_heads, key_dim, value_dim = shape
     widths = [k_heads * key_dim, k_heads * key_dim, v_heads * value_dim]
     wide = torch.randn(count, sum(widths) + 3, generator=generator).to(dtype)
-    parts = torch.split(wide[:, 3:], widths, 1)
-    q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True))
+    q, k, v = torch.split(wide[:, 3:], widths, 1)
+    q, k = q.view(count, k_heads, key_dim), k.view(count, k_heads, key_dim)
+    v = v.view(count, v_heads, value_dim)
     g, beta = torch.rand(2, count, v_heads, generator=generator)
     return DeltaInputs(q, k, v, -g, beta)
 
