@@ -96,32 +96,18 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
     return multiply
 
 
-@cache
-def dot_rows(max_rows: int, blocks: int, *, ahead_bytes: int = 1024, widened: bool | None = None):
-    """As `dot_block` without `adds`, for 1 to `max_rows` rows: f(stored, rows, x, x_row_bytes, w, w_block_bytes, y,
-    y_row_bytes, steps). `stored`: what x and w are, np.uint16 for bf16 or np.float32. Another number of rows does
-    nothing."""
-    widened = not has_pair_products() if widened is None else widened
-
-    @intrinsic
-    def multiply(typing, stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps):
-        form = Form.BF16 if stored.dtype == types.uint16 else Form.FP32
-
-        def generate(context, builder, signature, arguments):
-            end = builder.append_basic_block("end")
-            choice = builder.switch(arguments[1], end)
-            for count in range(1, max_rows + 1):
-                case = builder.append_basic_block(f"rows_{count}")
-                choice.add_case(_I64(count), case)
-                builder.position_at_end(case)
-                _Loop(builder, arguments[2:], count, blocks, form, False, ahead_bytes, widened).build()  # noqa: FBT003
-                builder.branch(end)
-            builder.position_at_end(end)
-            return context.get_dummy_value()
-
-        return types.void(stored, *[types.int64] * 8), generate
-
-    return multiply
+def write_rows(builder, arguments, max_rows: int, blocks: int, form: Form, *, ahead_bytes: int = 1024) -> None:
+    """Writes, where the builder stands, `dot_block` for 1 to `max_rows` rows. arguments: the number of rows, then those
+    of `dot_block`. Another number of rows does nothing."""
+    end = builder.append_basic_block("end")
+    choice = builder.switch(arguments[0], end)
+    for count in range(1, max_rows + 1):
+        case = builder.append_basic_block(f"rows_{count}")
+        choice.add_case(_I64(count), case)
+        builder.position_at_end(case)
+        _Loop(builder, arguments[1:], count, blocks, form, False, ahead_bytes, not has_pair_products()).build()  # noqa: FBT003
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 class _Loop:
