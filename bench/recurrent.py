@@ -1,4 +1,4 @@
-"""Convolution and delta rule of Qwen3.5-0.8B's shape (16 heads of 128, bf16), and latent attention of DeepSeek's (16
+"""Convolution and delta rule of Qwen3.5-0.8B's shape (16 heads of 128, bf16), and latent attention of DeepSeek-V3 (128
 heads of 512 + 64; with a choice: 2,048 keys by 64 index heads of 128), beside another checkout in turn.
 
     OMP_NUM_THREADS=2 python -m bench.recurrent [--against CHECKOUT] [--json]
