@@ -1,7 +1,7 @@
 """Products of bf16 by the matrix unit of Intel's CPUs (AMX): 16 rows, 16 columns and 32 terms an instruction.
 
-Operands lie as for `dot.py`. Every output element is one fp32 sum over its own row and column: of each 32 terms those at
-even and those at odd places are added up in order, each apart, then both to the sum so far. So its bits are the same
+Operands lie as for `dot.py`. Every output element is one fp32 sum over its own row and column: of each 32 terms those
+at even and those at odd places are added up in order, each apart, then both to the sum so far. So its bits are the same
 for any number of rows and columns; they are not those of `dot.py`, and a process takes one or the other for all.
 
 A thread configures its tiles before its first product and releases them when it is done, so that others who use the
@@ -9,15 +9,15 @@ unit (oneDNN) find it as they expect it.
 """
 
 import ctypes
-import os
 import platform
 from functools import cache
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from engine.kernels.host.dot import cpu_features
 
 TILE_ROWS = 16
 TILE_STEP_BYTES = 64  # of a row of x: 32 terms
@@ -33,10 +33,7 @@ _I8, _I64 = ir.IntType(8), ir.IntType(64)
 @cache
 def has_tiles() -> bool:
     """Whether the CPU has the unit and the kernel lets this process use it."""
-    features = llvm.get_host_cpu_features()
-    if platform.system() != "Linux" or not (features.get("amx-tile") and features.get("amx-bf16")):
-        return False
-    if os.environ.get("BATON_NO_AMX"):
+    if platform.system() != "Linux" or not {"+amx-tile", "+amx-bf16"} <= cpu_features():
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     return bool(syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA) == 0)
@@ -68,7 +65,7 @@ def release_tiles(typing):
 def tile_block(blocks: int, *, whole: bool, adds: bool):
     """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64.
 
-    y [rows, 16 * blocks] fp32 = x [rows, 32 * steps] times the blocks at w, bf16; with `adds` the sums start from what y
+    y [rows, 16 * blocks] fp32 = x [rows, 32 * steps] times the blocks at w, bf16; with `adds` sums start from what y
     holds. `rows` is 16 for `whole` ones, else what the configuration says is left over. blocks: 1 or 2.
     """
     if not 1 <= blocks <= _COLUMN_BLOCKS:

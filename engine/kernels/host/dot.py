@@ -52,21 +52,22 @@ class _BFloat(ir.types.Type):
         return hash(_BFloat)
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+BFLOAT = _BFloat()
+_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 def has_pair_products() -> bool:
     """Whether kernels multiply bf16 pairs (AVX512-BF16: Zen 4, Cooper Lake, Sapphire Rapids and later)."""
-    return "+avx512bf16" in _features()
+    return "+avx512bf16" in cpu_features()
 
 
 def has_wide_vectors() -> bool:
     """Whether a block is one vector of the CPU (AVX-512), of which it then has 32."""
-    return "+avx512f" in _features()
+    return "+avx512f" in cpu_features()
 
 
 @cache
-def _features() -> frozenset[str]:
+def cpu_features() -> frozenset[str]:
     """What numba compiles for: this CPU, unless its variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise."""
     _triple, _name, features = cpu_target.target_context.codegen().magic_tuple()
     return frozenset(features.split(","))

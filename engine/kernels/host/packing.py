@@ -2,7 +2,7 @@
 eight segments of k of one length."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -42,32 +42,37 @@ class Segments:
     dtype: torch.dtype
     multiple: int
 
-    @property
+    @cached_property
     def step_terms(self) -> int:
         return _WORD_BYTES // self.dtype.itemsize
 
-    @property
+    @cached_property
     def own_steps(self) -> int:
         """Of a segment, without what fills it up."""
         return -(-self.num_terms // (self.step_terms * SEGMENTS))
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Of a segment."""
         return -(-self.own_steps // self.multiple) * self.multiple
 
+    @cached_property
+    def are_whole(self) -> bool:
+        """Whether nothing fills them up."""
+        return self.num_terms == SEGMENTS * self.steps * self.step_terms
+
     def arranged(self, x: Tensor) -> Tensor:
         """x [..., num_terms] as [..., 8 * terms of a segment], terms side by side: a view where it lies so already."""
-        if self.num_terms == SEGMENTS * self.steps * self.step_terms:
+        if self.are_whole:
             return x if x.stride(-1) == 1 else x.contiguous()
         own, filled = self.own_steps * self.step_terms, self.steps * self.step_terms
-        cut = F.pad(x, (0, SEGMENTS * own - self.num_terms)).unflatten(-1, (SEGMENTS, own))
+        cut = F.pad(x, (0, SEGMENTS * own - self.num_terms)).view(*x.shape[:-1], SEGMENTS, own)
         return F.pad(cut, (0, filled - own)).flatten(-2)
 
     def restored(self, x: Tensor) -> Tensor:
         """[..., num_terms] of what `arranged` returns."""
         filled = self.steps * self.step_terms
-        cut = x.unflatten(-1, (SEGMENTS, filled))[..., :self.own_steps * self.step_terms]
+        cut = x.view(*x.shape[:-1], SEGMENTS, filled)[..., :self.own_steps * self.step_terms]
         return cut.flatten(-2)[..., :self.num_terms]
 
 

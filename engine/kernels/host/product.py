@@ -10,7 +10,7 @@ What follows the product is done before it is rounded, once: bias, silu(gate) * 
 An element's bits depend on its row of x and of the residual and on its column of the weights, on nothing else.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numba import carray, njit
 from torch import Tensor
 
 from engine.kernels.host import dot, functions, tiles
+from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -26,7 +27,7 @@ from engine.kernels.host.compiled import (
     STRICT_PART,
     compile_kernel,
     count_up,
-    launch,
+    launch_integers,
     pointer_to,
     record,
     rounded,
@@ -41,9 +42,9 @@ from runtime.errors import InternalError
 
 REVISION = 1  # of the order of sums: another number, other bits
 
-_ARGUMENTS = record("num_rows", "num_matrices", "num_columns", "num_blocks", "segment_steps", "tile_rows", "chunk_rows",
-                    "num_groups", "group_blocks", "num_shares", "share_rows", "x", "x_row_bytes", "x_matrix_bytes", "w",
-                    "w_up", "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out")
+_ARGUMENTS = record("tile_rows", "chunk_rows", "num_groups", "group_blocks", "num_shares", "share_rows", "num_rows",
+                    "num_matrices", "num_columns", "num_blocks", "segment_steps", "x", "x_row_bytes", "x_matrix_bytes",
+                    "w", "w_up", "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out")
 _GROUP_BLOCKS = 4
 _GROUP_COLUMNS = _GROUP_BLOCKS * LANES
 _SUM_ROW_BYTES = _GROUP_COLUMNS * 4
@@ -58,7 +59,7 @@ def arithmetic_class() -> str:
 
 
 def _instructions() -> str:
-    if tiles.has_tiles():
+    if has_tiles():
         return "tiles"
     return "pairs" if has_pair_products() else "widened"
 
@@ -75,6 +76,7 @@ class PackedWeight:
         self.segments = Segments(matrices.shape[2], weight.dtype, multiple)
         self.blocks = pack(matrices, self.segments, team)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self.addresses = self.blocks.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
         self._team = team
 
     def multiply(self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -89,48 +91,49 @@ class PackedWeight:
             raise InternalError(f"gate {self.shape} {self.dtype} beside up {up.shape} {up.dtype}")
         return self._launch(x, up, None, self.dtype)
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of a single matrix as they were before packing. indices: [T] int64. Returns [T, K]."""
+        taken = self.blocks[0][indices // LANES, :, indices % LANES]
+        return self.segments.restored(taken.flatten(1))
+
     def _launch(self, x: Tensor, up: "PackedWeight | None", residual: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         count, columns, terms = self.shape
-        x = x if x.dim() == 3 else x[:, None]
-        if x.dtype is not self.dtype or tuple(x.shape[1:]) != (count, terms):
+        num_rows, headwise = x.shape[0], x.dim() == 3
+        if x.dtype is not self.dtype or x.shape[1:] != ((terms,) if count == 1 and not headwise else (count, terms)):
             raise InternalError(f"x {tuple(x.shape)} {x.dtype} for weights {self.shape} {self.dtype}")
-        out = torch.empty(len(x), count * columns, dtype=out_dtype)
+        out = torch.empty(num_rows, count * columns, dtype=out_dtype)
         if not out.numel():
             return out
-        x, blocks = self.segments.arranged(x), self.blocks.shape[1]
-        arguments = np.zeros(1, _ARGUMENTS)
-        a = arguments[0]
-        a["num_rows"], a["num_matrices"], a["num_columns"], a["num_blocks"] = len(x), count, columns, blocks
-        a["segment_steps"] = self.segments.steps
-        a["w_block_bytes"] = SEGMENTS * self.segments.steps * BLOCK_STEP_BYTES
-        a["x"], a["x_row_bytes"] = x.data_ptr(), x.stride(0) * x.element_size()
-        a["x_matrix_bytes"] = x.stride(1) * x.element_size()
-        a["w"], a["bias"] = self.blocks.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
-        if up is not None:
-            a["w_up"], a["bias_up"] = up.blocks.data_ptr(), 0 if up.bias is None else up.bias.data_ptr()
+        x, item_bytes, num_blocks = self.segments.arranged(x), self.dtype.itemsize, self.blocks.shape[1]
+        residual_at, residual_stride = 0, 0
         if residual is not None:
             residual = residual if residual.stride(1) == 1 else residual.contiguous()
-            a["residual"], a["residual_stride"] = residual.data_ptr(), residual.stride(0)
-        a["out"] = out.data_ptr()
-        _share_out(a, tiled=self.segments.multiple > 1)
-        launch(_compiled_for(self.dtype, out_dtype), arguments, self._team)
+            residual_at, residual_stride = residual.data_ptr(), residual.stride(0)
+        w_up, bias_up = (0, 0) if up is None else up.addresses
+        shares = _share_out(num_rows, count, num_blocks, self.segments.multiple > 1, torch.get_num_threads())
+        launch_integers(_compiled_for(self.dtype, out_dtype), (
+            *shares, num_rows, count, columns, num_blocks, self.segments.steps,
+            x.data_ptr(), x.stride(0) * item_bytes, x.stride(1) * item_bytes if headwise else 0,
+            self.addresses[0], w_up, SEGMENTS * self.segments.steps * BLOCK_STEP_BYTES, self.addresses[1], bias_up,
+            residual_at, residual_stride, out.data_ptr()), self._team)
         return out
 
 
-def _share_out(a: np.void, *, tiled: bool) -> None:
-    """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
-    threads, num_rows, num_blocks = torch.get_num_threads(), int(a["num_rows"]), int(a["num_blocks"])
+@lru_cache(maxsize=4096)
+def _share_out(num_rows: int, num_matrices: int, num_blocks: int, tiled: bool,  # noqa: FBT001
+               num_threads: int) -> tuple[int, ...]:
+    """The fields from `num_items` on. Items are groups of blocks, for all rows where that gives every thread some, else
+    for shares of them."""
     tile_rows, chunk_rows = (tiles.MAX_ROWS, tiles.MAX_ROWS) if tiled else (_TILE_ROWS, _CHUNK_ROWS)
-    all_blocks = num_blocks * int(a["num_matrices"])
-    group = _GROUP_BLOCKS if all_blocks >= _GROUP_BLOCKS * threads or num_rows > tile_rows else 1
+    has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads
+    group = _GROUP_BLOCKS if has_many or num_rows > tile_rows else 1
     num_groups, num_chunks = -(-num_blocks // group), -(-num_rows // chunk_rows)
-    num_items = num_groups * int(a["num_matrices"])
-    wanted = 1 if threads == 1 else max(1, -(-_ITEMS_PER_THREAD * threads // num_items))
+    num_items = num_groups * num_matrices
+    wanted = 1 if num_threads == 1 else max(1, -(-_ITEMS_PER_THREAD * num_threads // num_items))
     chunks = -(-num_chunks // min(wanted, num_chunks))
-    a["tile_rows"], a["chunk_rows"] = tile_rows, min(chunk_rows, num_rows)
-    a["group_blocks"], a["num_groups"], a["share_rows"] = group, num_groups, chunks * chunk_rows
-    a["num_shares"] = -(-num_chunks // chunks)
-    a["num_items"] = num_items * a["num_shares"]
+    num_shares = -(-num_chunks // chunks)
+    return (num_items * num_shares, tile_rows, min(chunk_rows, num_rows), num_groups, group, num_shares,
+            chunks * chunk_rows)
 
 
 @cache

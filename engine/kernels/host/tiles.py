@@ -6,36 +6,24 @@ had (Intel's manual, TDPBF16PS; subnormal numbers count as 0). Nothing but its r
 whatever the number of rows.
 """
 
-import ctypes
 from functools import cache
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.compiled import STRICT_PART
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, Form, write_rows
 
 STEPS = 16  # of a block that one instruction takes
 MAX_ROWS = 32  # two tiles
 
-_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux on x86-64
 _TILE_ROWS, _SUMS, _ROWS_OF_X, _WEIGHTS = 16, (0, 1, 2, 3), (4, 5), (6, 7)
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
-
-
-@cache
-def has_tiles() -> bool:
-    """Whether kernels multiply with tiles: the CPU has them, and the system lets this process use them."""
-    _triple, _name, features = cpu_target.target_context.codegen().magic_tuple()
-    if not {"+amx-tile", "+amx-bf16"} <= set(features.split(",")):
-        return False
-    allowed: int = ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
-    return allowed == 0
 
 
 @cache

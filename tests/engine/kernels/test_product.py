@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.dot import has_pair_products
 from engine.kernels.host.packing import Segments, pack
 from engine.kernels.host.product import PackedWeight, arithmetic_class
 from engine.kernels.host.team import Team
-from engine.kernels.host.tiles import has_tiles
 from engine.kernels.plain_product import plain_product
 from runtime.errors import InternalError
 
