@@ -46,6 +46,13 @@ class Linear:
         product = plain_product(x, self._weight)
         return (product if self._bias is None else product + self._bias).to(x.dtype)
 
+    def weight_rows(self, indices: Tensor) -> Tensor:
+        """indices: [T] int64, on the host or where the weight lies. Returns those rows of the weight, [T, in]: a head
+        that is tied to the embedding needs no copy of it."""
+        if self.packed is not None:
+            return self.packed.rows(indices)
+        return F.embedding(indices.to(self._weight.device), self._weight)
+
 
 class GatedLinear:
     """silu(gate(x)) * up(x), on the host in one pass over x and rounded once."""

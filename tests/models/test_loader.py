@@ -166,14 +166,6 @@ def test_revision_follows_config_and_tensors_not_the_folder(checkpoint: Checkpoi
     assert read_model(broken).facts.revision != original, "their bytes are digested while they are read"
 
 
-def test_weights_lie_in_aligned_memory_of_their_own(checkpoint: CheckpointMaker) -> None:
-    model = read_model(checkpoint("llama"))
-    stage = model.load_stage(LayerRange(0, 4), numerics=Numerics.EXACT)
-    embedding = stage._embedding
-    assert embedding is not None
-    assert embedding.data_ptr() % 64 == 0
-
-
 def test_facts_and_caches_of_a_hybrid(checkpoint: CheckpointMaker) -> None:
     model = read_model(checkpoint("qwen3_5"))
     facts = model.facts

@@ -9,15 +9,15 @@ unit (oneDNN) find it as they expect it.
 """
 
 import ctypes
-import os
 import platform
 from functools import cache
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from engine.kernels.host.dot import cpu_features
 
 TILE_ROWS = 16
 TILE_STEP_BYTES = 64  # of a row of x: 32 terms
@@ -33,10 +33,7 @@ _I8, _I64 = ir.IntType(8), ir.IntType(64)
 @cache
 def has_tiles() -> bool:
     """Whether the CPU has the unit and the kernel lets this process use it."""
-    features = llvm.get_host_cpu_features()
-    if platform.system() != "Linux" or not (features.get("amx-tile") and features.get("amx-bf16")):
-        return False
-    if os.environ.get("BATON_NO_AMX"):
+    if platform.system() != "Linux" or not {"+amx-tile", "+amx-bf16"} <= cpu_features():
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     return bool(syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA) == 0)
@@ -68,8 +65,8 @@ def release_tiles(typing):
 def tile_block(blocks: int, *, whole: bool, adds: bool):
     """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64.
 
-    y [rows, 16 * blocks] fp32 = x [rows, 32 * steps] times the blocks at w, bf16; with `adds` the sums start from
-    what y holds. `rows` is 16 for `whole` ones, else what the configuration says is left over. blocks: 1 or 2.
+    y [rows, 16 * blocks] fp32 = x [rows, 32 * steps] times the blocks at w, bf16; with `adds` sums start from what y
+    holds. `rows` is 16 for `whole` ones, else what the configuration says is left over. blocks: 1 or 2.
     """
     if not 1 <= blocks <= _COLUMN_BLOCKS:
         raise ValueError(f"sums of 1 or {_COLUMN_BLOCKS} blocks fit the tiles, not of {blocks}")

@@ -11,8 +11,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.kernels.host.dot import BFLOAT, LANES, has_pair_products
+
 BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
-LANES = 16
 VECTOR_BYTES = 64
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -82,6 +83,22 @@ def put_in_pairs(typing, first, second, out, out_stride):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def fetch(typing, addresses, offset):
+    """Bring the 16 lines at those of `turn` into the cache, while something else is computed."""
+
+    def generate(context, builder, signature, arguments):
+        addresses, offset = arguments
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for row in range(LANES):
+            address = builder.add(builder.load(_pointer(builder, addresses, _I64, 8 * row), align=8), offset)
+            builder.call(prefetch, [builder.inttoptr(address, _I8.as_pointer()), _I32(0), _I32(2), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @cache
@@ -165,7 +182,11 @@ def _exp2(b, x):
 
 
 def _to_bf16(b, x):
-    """The bits of x, not negative, rounded to the nearest bf16, of two to the even one. NaN stays NaN."""
+    """The bits of x, 0 or far from subnormal, rounded to the nearest bf16, of two to the even one. NaN stays NaN."""
+    if has_pair_products():
+        kind = ir.FunctionType(ir.VectorType(BFLOAT, LANES), [_FLOATS])
+        round_ = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+        return b.bitcast(b.call(round_, [x]), ir.VectorType(_I16, LANES))
     bits = b.bitcast(x, _INTEGERS)
     odd = b.and_(b.lshr(bits, ir.Constant(_INTEGERS, [16] * LANES)), ir.Constant(_INTEGERS, [1] * LANES))
     nearest = b.add(b.add(bits, ir.Constant(_INTEGERS, [0x7FFF] * LANES)), odd)

@@ -81,7 +81,7 @@ def delta_chunks(inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: T
     [T, Hv, dv] fp32."""
     key_dim, value_dim = pool.shape[2:]
     out, arguments = _prepared(inputs, rows, pool,
-                               scratch_size=CHUNK * (3 * key_dim + value_dim + 2 * CHUNK + 1))
+                               scratch_size=CHUNK * (3 * key_dim + value_dim + 3 * CHUNK + 2))
     return _run(_chunks_for(inputs.v.dtype), arguments, out, team)
 
 
@@ -282,48 +282,59 @@ def _chunk(a, first, count, head, state, seat, stored):
     turned_at = u_at + CHUNK * value_row
     system_at = turned_at + key_dim * _LINE
     scores_at = system_at + CHUNK * _LINE
-    total_at = scores_at + CHUNK * _LINE
+    decays_at = scores_at + CHUNK * _LINE
     own = first * a.num_heads + head
     out_at, out_row = a.out + own * value_row, a.num_heads * value_row
-    k, turned, total = floats(k_at), floats(turned_at), floats(total_at)
-    g, beta = floats(a.g + 4 * own), floats(a.beta + 4 * own)
-
-    running = np.float32(0)
+    k, turned, decays = floats(k_at), floats(turned_at), floats(decays_at)
     for i in range(count):
         _read_token(a, first + i, head, k_at + i * key_row, q_at + i * key_row, u_at + i * value_row, stored)
-        running += g[i * a.num_heads]
-        total[i] = running
         for channel in range(key_dim):
             turned[channel * CHUNK + i] = k[i * key_dim + channel]
-    _lower_scores(k_at, key_row, turned_at, system_at, count, key_dim)
-    _lower_scores(q_at, key_row, turned_at, scores_at, count, key_dim)
-    system, scores = floats(system_at), floats(scores_at)
+    before, left = decays_at + CHUNK * _LINE, decays_at + (CHUNK + 1) * _LINE
+    _find_decays(a, own, count, decays, floats(before), floats(left))
+    for which in range(2):
+        rows_at, products_at = (k_at, system_at) if which == 0 else (q_at, scores_at)
+        _lower_scores(rows_at, key_row, turned_at, products_at, count, key_dim)
+    beta, system, scores = floats(a.beta + 4 * own), floats(system_at), floats(scores_at)
     for i in range(count):
-        strength = beta[i * a.num_heads]
+        strength = -beta[i * a.num_heads]
         for j in range(i + 1):
-            decay = exp(total[i] - total[j])
-            system[i * CHUNK + j] *= -(strength * decay)
-            scores[i * CHUNK + j] *= decay
-    # -e^G K joins V, then all is multiplied by beta.
+            system[i * CHUNK + j] *= strength * decays[i * CHUNK + j]
+            scores[i * CHUNK + j] *= decays[i * CHUNK + j]
+    # -e^G K S joins V, then all is multiplied by beta.
     for i in range(count):
-        before = exp(total[i])
-        scale(q_at + i * key_row, key_dim, before)
-        for channel in range(key_dim):
-            k[i * key_dim + channel] *= -before
+        scale(q_at + i * key_row, key_dim, floats(before)[i])
+        scale(k_at + i * key_row, key_dim, -floats(before)[i])
+        clear(out_at + i * out_row, value_dim)
     add_product(k_at, key_row, 4, state, value_row, u_at, value_row, count, value_dim, key_dim)
     for i in range(count):
         scale(u_at + i * value_row, value_dim, beta[i * a.num_heads])
-        clear(out_at + i * out_row, value_dim)
     add_lower_product(system_at, _LINE, u_at, value_row, u_at, value_row, count, value_dim, 0)
     add_product(q_at, key_row, 4, state, value_row, out_at, out_row, count, value_dim, key_dim)
     add_lower_product(scores_at, _LINE, u_at, value_row, out_at, out_row, count, value_dim, 1)
 
-    scale(state, key_dim * value_dim, exp(running))
-    for i in range(count):
-        left = exp(running - total[i])
-        for channel in range(key_dim):
-            turned[channel * CHUNK + i] *= left
+    scale(state, key_dim * value_dim, floats(before)[count - 1])
+    for channel in range(key_dim):
+        for i in range(count):
+            turned[channel * CHUNK + i] *= floats(left)[i]
     add_product(turned_at, _LINE, 4, u_at, value_row, state, value_row, key_dim, value_dim, count)
+
+
+@njit(**STRICT_PART)
+def _find_decays(a, own, count, decays, before, left):
+    """e^(G_i - G_j), and behind these 64 x 64 numbers e^G_i and e^(G_last - G_i). Those with j > i mean nothing."""
+    g, running = floats(a.g + 4 * own), np.float32(0)
+    for i in range(count):
+        running += g[i * a.num_heads]
+        before[i] = running
+    for i in range(count):
+        left[i] = running - before[i]
+        for j in range(CHUNK):
+            decays[i * CHUNK + j] = before[i] - before[j] if j <= i else np.float32(0)
+    for place in range(count * CHUNK):
+        decays[place] = exp(decays[place])
+    for i in range(2 * CHUNK):  # `left` lies behind `before`
+        before[i] = exp(before[i])
 
 
 @njit(**STRICT_PART)

@@ -52,21 +52,22 @@ class _BFloat(ir.types.Type):
         return hash(_BFloat)
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+BFLOAT = _BFloat()
+_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 def has_pair_products() -> bool:
     """Whether kernels multiply bf16 pairs (AVX512-BF16: Zen 4, Cooper Lake, Sapphire Rapids and later)."""
-    return "+avx512bf16" in _features()
+    return "+avx512bf16" in cpu_features()
 
 
 def has_wide_vectors() -> bool:
     """Whether a block is one vector of the CPU (AVX-512), of which it then has 32."""
-    return "+avx512f" in _features()
+    return "+avx512f" in cpu_features()
 
 
 @cache
-def _features() -> frozenset[str]:
+def cpu_features() -> frozenset[str]:
     """What numba compiles for: this CPU, unless its variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise."""
     _triple, _name, features = cpu_target.target_context.codegen().magic_tuple()
     return frozenset(features.split(","))
@@ -96,32 +97,18 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
     return multiply
 
 
-@cache
-def dot_rows(max_rows: int, blocks: int, *, ahead_bytes: int = 1024, widened: bool | None = None):
-    """As `dot_block` without `adds`, for 1 to `max_rows` rows: f(stored, rows, x, x_row_bytes, w, w_block_bytes, y,
-    y_row_bytes, steps). `stored`: what x and w are, np.uint16 for bf16 or np.float32. Another number of rows does
-    nothing."""
-    widened = not has_pair_products() if widened is None else widened
-
-    @intrinsic
-    def multiply(typing, stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps):
-        form = Form.BF16 if stored.dtype == types.uint16 else Form.FP32
-
-        def generate(context, builder, signature, arguments):
-            end = builder.append_basic_block("end")
-            choice = builder.switch(arguments[1], end)
-            for count in range(1, max_rows + 1):
-                case = builder.append_basic_block(f"rows_{count}")
-                choice.add_case(_I64(count), case)
-                builder.position_at_end(case)
-                _Loop(builder, arguments[2:], count, blocks, form, False, ahead_bytes, widened).build()  # noqa: FBT003
-                builder.branch(end)
-            builder.position_at_end(end)
-            return context.get_dummy_value()
-
-        return types.void(stored, *[types.int64] * 8), generate
-
-    return multiply
+def write_rows(builder, arguments, max_rows: int, blocks: int, form: Form, *, ahead_bytes: int = 1024) -> None:
+    """Writes, where the builder stands, `dot_block` for 1 to `max_rows` rows. arguments: the number of rows, then those
+    of `dot_block`. Another number of rows does nothing."""
+    end = builder.append_basic_block("end")
+    choice = builder.switch(arguments[0], end)
+    for count in range(1, max_rows + 1):
+        case = builder.append_basic_block(f"rows_{count}")
+        choice.add_case(_I64(count), case)
+        builder.position_at_end(case)
+        _Loop(builder, arguments[1:], count, blocks, form, False, ahead_bytes, not has_pair_products()).build()  # noqa: FBT003
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 class _Loop:

@@ -15,8 +15,9 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import blocks, dot
-from engine.kernels.host.blocks import BLOCK_KEYS, LANES, VECTOR_BYTES, put_in_pairs, soften_for, turn
+from engine.kernels.host import amx, blocks, dot
+from engine.kernels.host.amx import TILE_ROWS, TILE_STEP_BYTES, has_tiles, load_tile_shapes, release_tiles, tile_block
+from engine.kernels.host.blocks import BLOCK_KEYS, LANES, VECTOR_BYTES, fetch, put_in_pairs, soften_for, turn
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -64,24 +65,85 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     a["pages"], a["queries"], a["out"] = pages.data_ptr(), queries.data_ptr(), out.data_ptr()
     for name in ("tables", "tiles", "positions", "num_in_order", "paths"):
         a[name] = getattr(rows, name).data_ptr()
-    launch(compiled_for(pages.dtype), arguments, team)
+    launch(compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), arguments, team)
     return out
 
 
 @cache
-def compiled_for(dtype: torch.dtype):
-    """The kernel for pages of this type."""
+def compiled_for(dtype: torch.dtype, *, tiled: bool):
+    """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`."""
     stored = STORED_AS[dtype]
     form = Form.FP32 if dtype is torch.float32 else Form.BF16
-    score, add_up = _product(form, block_counts=(4,), adds=False), _product(form, block_counts=(4, 1), adds=True)
+    if tiled:
+        score, add_up, shape_tiles, end_tiles = _tiled(adds=False), _tiled(adds=True), _shape_tiles, _release_tiles
+    else:
+        score, add_up = _product(form, block_counts=(4,), adds=False), _product(form, block_counts=(4, 1), adds=True)
+        shape_tiles, end_tiles = _no_tiles, _no_tiles_to_release
     soften = soften_for(rounds=dtype is not torch.float32)
     fill_values = _copy_values if dtype is torch.float32 else _pair_values
 
     def work(pointer):
-        _take_tiles(pointer, stored, score, soften, fill_values, add_up)
+        _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles)
+        end_tiles()
 
-    return compile_kernel(work, _ARGUMENTS, f"attend_{stored.__name__}", __file__, blocks.__file__, dot.__file__,
-                          numbers=STRICT)
+    name = f"attend_{stored.__name__}_{'tiled' if tiled else 'plain'}"
+    return compile_kernel(work, _ARGUMENTS, name, __file__, blocks.__file__, dot.__file__, amx.__file__, numbers=STRICT)
+
+
+def _tiled(*, adds):
+    """As `_product`, by the matrix unit, after `_shape_tiles` for as many rows."""
+    whole_pair, whole_one = (tile_block(count, whole=True, adds=adds) for count in (2, 1))
+    rest_pair, rest_one = (tile_block(count, whole=False, adds=adds) for count in (2, 1))
+
+    @njit(**STRICT_PART)
+    def multiply(x, x_row, w, w_block, y, y_row, words, rows, blocks):
+        steps = -(-words * 4 // TILE_STEP_BYTES)
+        for block in range(0, blocks, 2):
+            weights, sums = w + block * w_block, y + block * VECTOR_BYTES
+            for row in range(0, rows // TILE_ROWS * TILE_ROWS, TILE_ROWS):
+                if block + 1 < blocks:
+                    whole_pair(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+                else:
+                    whole_one(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+            row = rows // TILE_ROWS * TILE_ROWS
+            if row < rows:
+                if block + 1 < blocks:
+                    rest_pair(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+                else:
+                    rest_one(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+
+    return multiply
+
+
+@njit(**STRICT_PART)
+def _shape_tiles(shapes, rows):
+    """All tiles have 16 rows of 64 bytes, but those for what is left over of so many rows."""
+    rest = rows % TILE_ROWS
+    if not rest:
+        rest = TILE_ROWS
+    if carray(pointer_to(shapes, np.uint8), 64)[52] == rest:
+        return
+    bytes_ = carray(pointer_to(shapes, np.uint8), 64)
+    bytes_[0] = 1
+    for tile in range(8):
+        bytes_[16 + 2 * tile] = TILE_STEP_BYTES
+        bytes_[48 + tile] = rest if 4 <= tile < 7 else TILE_ROWS
+    load_tile_shapes(shapes)
+
+
+@njit(**STRICT_PART)
+def _release_tiles():
+    release_tiles()
+
+
+@njit(**STRICT_PART)
+def _no_tiles(shapes, rows):
+    pass
+
+
+@njit(**STRICT_PART)
+def _no_tiles_to_release():
+    pass
 
 
 def _product(form, block_counts, adds):
@@ -141,14 +203,15 @@ class _Room(NamedTuple):
     values: int  # [channels / 16][keys or pairs][16]
     value_block: int
     value_blocks: int
-    found: int  # [BLOCK_KEYS] int64, addresses of a block's keys
+    found: int  # [2, BLOCK_KEYS] int64, addresses of a block's keys and the next one's
     tails: int  # [16] words that fill no whole vector, and
     found_tails: int  # [16] int64, their addresses
     nothing: int  # a key of zeros
+    shapes: int  # 64 bytes that configure the matrix unit
 
 
 @njit(**STRICT_PART)
-def _take_tiles(pointer, stored, score, soften, fill_values, add_up):
+def _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles):
     """One thread's part: a tile's heads of one kv head at a time, until none is left."""
     a = carray(pointer, 1)[0]
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
@@ -156,6 +219,7 @@ def _take_tiles(pointer, stored, score, soften, fill_values, add_up):
     in_order = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)
     memory = np.zeros(_num_bytes(a), np.uint8)
     room = _room(a, memory.ctypes.data)
+    found, ahead = room.found, room.found + BLOCK_KEYS * 8
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -171,11 +235,15 @@ def _take_tiles(pointer, stored, score, soften, fill_values, add_up):
             begin, end, low, high = 0, num_shared, first, first + count
             if own:
                 begin, end, low, high = num_shared, positions[first + own - 1] + 1, first + own - 1, first + own
+            shape_tiles(room.shapes, (high - low) * a.share)
             for start in range(begin, end, BLOCK_KEYS):
                 num_keys = min(BLOCK_KEYS, end - start)
-                _find(a, room, row, low, kv_head, start, num_keys)
-                _fill_keys(a, room, num_keys)
-                fill_values(a, room, num_keys)
+                found, ahead = ahead, found
+                if start == begin:
+                    _find(a, found, room.nothing, row, low, kv_head, start, num_keys)
+                _find(a, ahead, room.nothing, row, low, kv_head, start + BLOCK_KEYS, end - start - BLOCK_KEYS)
+                _fill_keys(a, room, found, num_keys)
+                fill_values(a, room, found, ahead, num_keys)
                 while positions[low] < start:  # never where each has its own
                     low += 1
                 _take_block(a, room, positions, first, low, high, start, num_keys, score, soften, add_up)
@@ -188,8 +256,8 @@ def _num_bytes(a):
     key_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
     sum_bytes = -(-a.head_dim // LANES) * VECTOR_BYTES
     of_row = key_bytes + BLOCK_KEYS * (4 + a.itemsize) + sum_bytes + _STATE_BYTES
-    of_key = key_bytes + sum_bytes * a.itemsize // 4 + 8
-    return a.tile_rows * of_row + BLOCK_KEYS * of_key + LANES * (VECTOR_BYTES + 8) + key_bytes + VECTOR_BYTES
+    of_key = key_bytes + sum_bytes * a.itemsize // 4 + 16
+    return a.tile_rows * of_row + BLOCK_KEYS * of_key + LANES * (VECTOR_BYTES + 8) + key_bytes + 2 * VECTOR_BYTES
 
 
 @njit(**STRICT_PART)
@@ -207,13 +275,14 @@ def _room(a, memory):
     values = keys + (BLOCK_KEYS // LANES) * key_block
     tails = values + value_blocks * value_block
     nothing = tails + LANES * VECTOR_BYTES
-    found = nothing + query_bytes
-    found_tails = found + BLOCK_KEYS * 8
+    shapes = nothing + query_bytes
+    found = shapes + VECTOR_BYTES
+    found_tails = found + 2 * BLOCK_KEYS * 8
     addresses = carray(pointer_to(found_tails, np.int64), LANES)
     for row in range(LANES):
         addresses[row] = tails + row * VECTOR_BYTES
     return _Room(queries, query_bytes, scores, weights, weight_bytes, sums, sum_bytes, state, keys, key_block, values,
-                 value_block, value_blocks, found, tails, found_tails, nothing)
+                 value_block, value_blocks, found, tails, found_tails, nothing, shapes)
 
 
 @njit(**STRICT_PART)
@@ -223,8 +292,9 @@ def _begin(a, room, stored, kv_head, first, count):
     given = carray(pointer_to(a.queries, stored), (a.num_tokens, a.num_kv_heads, a.share, a.head_dim))
     queries = carray(pointer_to(room.queries, stored), (a.tile_rows, room.query_bytes // a.itemsize))
     for row in range(num_rows):
-        for channel in range(a.head_dim):
-            queries[row, channel] = given[first + row // a.share, kv_head, row % a.share, channel]
+        source, target = given[first + row // a.share, kv_head, row % a.share], queries[row]
+        for channel in range(len(source)):
+            target[channel] = source[channel]
     state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
     state[:num_rows] = 0
     state[:num_rows, LANES] = -np.inf
@@ -235,18 +305,21 @@ def _begin(a, room, stored, kv_head, first, count):
 def _take_block(a, room, positions, first, low, high, start, num_keys, score, soften, add_up):
     """Tokens low..high-1 of the tile that begins at token `first` take the block of keys at `start`."""
     begin, end = (low - first) * a.share, (high - first) * a.share
+    if not a.path_width:  # so that the rows that fill no tile are the last ones
+        begin = begin // TILE_ROWS * TILE_ROWS
     score(room.queries + begin * room.query_bytes, room.query_bytes, room.keys, room.key_block,
           room.scores + begin * BLOCK_KEYS * 4, BLOCK_KEYS * 4, -(-a.head_dim * a.itemsize // 4), end - begin,
           BLOCK_KEYS // LANES)
     state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
     sums = carray(pointer_to(room.sums, np.float32), (a.tile_rows, room.value_blocks * LANES))
     for row in range(begin, end):
-        num_seen = min(num_keys, positions[first + row // a.share] + 1 - start)
+        num_seen = max(0, min(num_keys, positions[first + row // a.share] + 1 - start))
         soften(room.scores + row * BLOCK_KEYS * 4, room.weights + row * room.weight_bytes,
                room.state + row * _STATE_BYTES, num_seen, a.unit)
-        if state[row, LANES + 1] != np.float32(1):
-            for channel in range(room.value_blocks * LANES):
-                sums[row, channel] *= state[row, LANES + 1]
+        factor, target = state[row, LANES + 1], sums[row]
+        if factor != np.float32(1):
+            for channel in range(len(target)):
+                target[channel] *= factor
     add_up(room.weights + begin * room.weight_bytes, room.weight_bytes, room.values, room.value_block,
            room.sums + begin * room.sum_bytes, room.sum_bytes, -(-num_keys * a.itemsize // 4), end - begin,
            room.value_blocks)
@@ -261,40 +334,52 @@ def _finish(a, room, stored, kv_head, first, count):
         total = np.float32(0)
         for lane in range(LANES):
             total += state[row, lane]
-        for channel in range(a.head_dim):
+        source, target = sums[row], out[first + row // a.share, kv_head, row % a.share]
+        for channel in range(len(target)):
             # A sum that came to nothing may be -0, or not if keys followed that the token does not see.
-            value = sums[row, channel] / total + np.float32(0)
-            out[first + row // a.share, kv_head, row % a.share, channel] = rounded(value, stored)
+            target[channel] = rounded(source[channel] / total + np.float32(0), stored)
 
 
 @njit(**STRICT_PART)
-def _find(a, room, row, token, kv_head, start, num_keys):
-    """The addresses of the keys start .. start + num_keys - 1 as `token` sees them; zeros in place of the others."""
-    found = carray(pointer_to(room.found, np.int64), BLOCK_KEYS)
+def _find(a, found, nothing, row, token, kv_head, start, num_keys):
+    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; `nothing` in place of the
+    others."""
+    num_keys = max(0, min(BLOCK_KEYS, num_keys))
+    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     table = carray(pointer_to(a.tables, np.int32), (a.num_rows, a.table_width))[row]
     path = carray(pointer_to(a.paths, np.int64), (a.num_tokens, a.path_width))[token]
     in_order = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)[row]
-    for key in range(BLOCK_KEYS):
-        if key >= num_keys:
-            found[key] = room.nothing
-            continue
-        position = start + key
-        if position < in_order:
-            page, offset = np.int64(table[position // a.page_size]), position % a.page_size
-        else:
-            page, offset = path[position - in_order] // a.page_size, path[position - in_order] % a.page_size
-        place = (page * 2 * a.num_kv_heads + kv_head) * a.page_size + offset
-        found[key] = a.pages + place * a.head_dim * a.itemsize
+    key_bytes, page_size = a.head_dim * a.itemsize, a.page_size
+    of_page, of_head = 2 * a.num_kv_heads * page_size * key_bytes, kv_head * page_size * key_bytes
+    base = a.pages + of_head
+    place, offset, key = start // page_size, start % page_size, 0
+    while key < min(num_keys, in_order - start):
+        last = min(num_keys, in_order - start, key + page_size - offset)
+        address = base + table[place] * of_page + offset * key_bytes
+        while key < last:
+            found[key] = address
+            address += key_bytes
+            key += 1
+        place, offset = place + 1, 0
+    while key < num_keys:
+        slot = path[start + key - in_order]
+        found[key] = base + slot // page_size * of_page + slot % page_size * key_bytes
+        key += 1
+    while key < BLOCK_KEYS:
+        found[key] = nothing
+        key += 1
 
 
 @njit(**STRICT_PART)
-def _fill_keys(a, room, num_keys):
-    """A block's keys as `dot.py` wants them. Groups of 16 without any key are left out."""
+def _fill_keys(a, room, found, num_keys):
+    """A block's keys as `dot.py` wants them. Groups of 16 without any key are left out. The values come next."""
     key_bytes = a.head_dim * a.itemsize
+    behind = a.num_kv_heads * a.page_size * key_bytes
     whole = key_bytes // VECTOR_BYTES * VECTOR_BYTES
     for group in range(-(-num_keys // LANES)):
-        at = room.found + group * LANES * 8
+        at = found + group * LANES * 8
         for offset in range(0, whole, VECTOR_BYTES):
+            fetch(at, behind + offset)
             turn(at, offset, room.keys + group * room.key_block + offset * LANES)
         if whole < key_bytes:
             _copy_tails(at, whole, (key_bytes - whole) // 2, room.tails)
@@ -312,15 +397,20 @@ def _copy_tails(found, offset, num_halves, tails):
 
 
 @njit(**STRICT_PART)
-def _pair_values(a, room, num_keys):
-    """A block's values in bf16, [channels / 16][pairs][16][2]. The last pair may have one key."""
-    found = carray(pointer_to(room.found, np.int64), BLOCK_KEYS)
+def _pair_values(a, room, found, ahead, num_keys):
+    """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16 pairs."""
+    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     whole = a.head_dim // (2 * LANES) * 2 * LANES
     behind = a.num_kv_heads * a.page_size * a.head_dim * 2
-    for pair in range(-(-num_keys // 2)):
-        first, second = found[2 * pair] + behind, room.nothing
+    for pair in range(-(-num_keys // (2 * LANES)) * LANES):
+        first, second = room.nothing, room.nothing
+        if 2 * pair < num_keys:
+            first = found[2 * pair] + behind
         if 2 * pair + 1 < num_keys:
             second = found[2 * pair + 1] + behind
+        if pair % (LANES // 2) == 0:
+            for channel in range(0, whole, 2 * LANES):
+                fetch(ahead + 2 * pair * 8, channel * 2)
         for channel in range(0, whole, 2 * LANES):
             put_in_pairs(first + channel * 2, second + channel * 2,
                          room.values + channel // LANES * room.value_block + pair * VECTOR_BYTES, room.value_block)
@@ -332,9 +422,9 @@ def _pair_values(a, room, num_keys):
 
 
 @njit(**STRICT_PART)
-def _copy_values(a, room, num_keys):
+def _copy_values(a, room, found, ahead, num_keys):
     """A block's values in fp32, [channels / 16][keys][16]."""
-    found = carray(pointer_to(room.found, np.int64), BLOCK_KEYS)
+    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     behind = a.num_kv_heads * a.page_size * a.head_dim * 4
     for key in range(num_keys):
         source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)

@@ -188,16 +188,16 @@ def _threshold(scores, num_seen, num_common, listed, count, bins):
     found, shift, remaining = np.int64(0), np.int64(33), np.int64(count)
     for _ in range(3):
         shift -= _BIN_BITS
-        for place in range(1 << _BIN_BITS):
-            bins[place] = 0
+        for number in range(1 << _BIN_BITS):
+            bins[number] = 0
         for place in range(num_seen):
             position = place if place < num_common else np.int64(listed[place - num_common])
             rank = _rank(scores[position])
             if rank >> (shift + _BIN_BITS) == found:
                 bins[(rank >> shift) & ((1 << _BIN_BITS) - 1)] += 1
-        place = np.int64((1 << _BIN_BITS) - 1)
-        while bins[place] < remaining:
-            remaining -= bins[place]
-            place -= 1
-        found = (found << _BIN_BITS) | place
+        highest = np.int64((1 << _BIN_BITS) - 1)
+        while bins[highest] < remaining:
+            remaining -= bins[highest]
+            highest -= 1
+        found = (found << _BIN_BITS) | highest
     return found, remaining

@@ -5,10 +5,11 @@ from pathlib import Path
 import numba
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.kernels.host import in_place
 from engine.kernels.host.in_place import attend_in_place, compiled_for
 from engine.kernels.host.team import Team
 from engine.kernels.rows_in_place import RowsInPlace
@@ -24,6 +25,13 @@ class Idle(Team):
 
     def run(self, function: int, argument: int, *, num_parts: int) -> None:
         pass
+
+
+@pytest.fixture(params=["as the CPU has it", "without a matrix unit"])
+def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "without a matrix unit":
+        monkeypatch.setattr(in_place, "has_tiles", lambda: False)
+    return str(request.param)
 
 
 def rows_of(contexts: list[int], counts: list[int], page_size: int, *, tile: int = 5) -> RowsInPlace:
@@ -59,12 +67,13 @@ def truth(queries: Tensor, cached: Tensor, context: int, scale: float) -> Tensor
     return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(dtype=dtypes, page_size=page_sizes, num_kv_heads=st.integers(1, 3), share=st.integers(1, 8), head_dim=head_dims,
        tile=st.sampled_from([1, 7, 40]), rows=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 45)), min_size=1,
                                                        max_size=4))
 def test_it_computes_the_definition_from_what_is_written_alone(
-    dtype: torch.dtype, page_size: int, num_kv_heads: int, share: int, head_dim: int, tile: int,
+    unit: str, dtype: torch.dtype, page_size: int, num_kv_heads: int, share: int, head_dim: int, tile: int,
     rows: list[tuple[int, int]]
 ) -> None:
     contexts, counts = [context for context, _ in rows], [count for _, count in rows]
@@ -87,7 +96,7 @@ def test_it_computes_the_definition_from_what_is_written_alone(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("page_size", "share", "head_dim"), [(16, 2, 128), (64, 7, 80), (128, 1, 24), (4, 4, 64)])
 def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
-    dtype: torch.dtype, page_size: int, share: int, head_dim: int
+    unit: str, dtype: torch.dtype, page_size: int, share: int, head_dim: int
 ) -> None:
     """300 tokens behind a context of 4,700, in tiles of many, few and one; and some of them as drawn ones."""
     num_keys, context = 5000, 4700
@@ -110,7 +119,7 @@ def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_keys_behind_a_tokens_own_change_no_bit_of_it(dtype: torch.dtype) -> None:
+def test_keys_behind_a_tokens_own_change_no_bit_of_it(unit: str, dtype: torch.dtype) -> None:
     """A token in a tile with later ones, whose values are as large as the type allows."""
     plan = rows_of([20], [60], 16, tile=60)
     pages = drawn(plan.tables.numel() + 1, 2, 1, 16, 32, dtype=dtype, seed=1)
@@ -130,9 +139,9 @@ def test_what_was_not_computed_is_an_error_and_no_answer() -> None:
 def test_damaged_files_of_an_earlier_process_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     compile_anew = compiled_for.__wrapped__
-    compile_anew(torch.float32)
+    compile_anew(torch.float32, tiled=False)
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.suffix for path in kept} == {".nbi", ".nbc"}
     for path in kept:
         path.write_bytes(path.read_bytes()[:20])
-    assert compile_anew(torch.float32).address
+    assert compile_anew(torch.float32, tiled=False).address

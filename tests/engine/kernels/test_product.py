@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.host.packing import pack
+from engine.kernels.host.amx import has_tiles
+from engine.kernels.host.dot import has_pair_products
+from engine.kernels.host.packing import Segments, pack
 from engine.kernels.host.product import PackedWeight, arithmetic_class
 from engine.kernels.host.team import Team
 from engine.kernels.plain_product import plain_product
@@ -62,7 +64,9 @@ def test_it_is_the_product(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_order_of_sums_is_the_described_one(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, x = draw(*shape, dtype=dtype), draw(7, shape[1], dtype=dtype, seed=1)
-    assert torch.equal(packed(weight).multiply(x, out_dtype=torch.float32), plain_product(x, weight))
+    by_tiles = dtype is torch.bfloat16 and has_tiles()
+    described = plain_product(x, weight, by_tiles=by_tiles)
+    assert torch.equal(packed(weight).multiply(x, out_dtype=torch.float32), described)
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (130, 250), (700, 1024)])
@@ -147,45 +151,70 @@ def test_what_does_not_fit_is_refused() -> None:
         weight.multiply_gated(draw(2, 16), packed(draw(25, 16)))
 
 
-@pytest.mark.parametrize(("dtype", "num_terms"), [(torch.bfloat16, 7), (torch.bfloat16, 8), (torch.float32, 7)])
-def test_packing(dtype: torch.dtype, num_terms: int) -> None:
-    weight = draw(2, 19, num_terms, dtype=dtype)
-    blocks = pack(weight, Team())
-    wide = F.pad(weight, (0, num_terms % 2 if dtype is torch.bfloat16 else 0, 0, 13)).view(2, 2, 16, -1)
-    steps = wide.view(2, 2, 16, -1, 2) if dtype is torch.bfloat16 else wide
-    assert torch.equal(blocks, steps.transpose(2, 3))
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize(("dtype", "num_terms"), [(torch.bfloat16, 7), (torch.bfloat16, 50), (torch.bfloat16, 64),
+                                                  (torch.float32, 7), (torch.float32, 21)])
+def test_packing(dtype: torch.dtype, num_terms: int, multiple: int) -> None:
+    """Every value is where the segments' rule puts it, and all else is 0."""
+    weight, segments = draw(2, 19, num_terms, dtype=dtype), Segments(num_terms, dtype, multiple)
+    blocks = pack(weight, segments, Team())
+    pair = 2 if dtype is torch.bfloat16 else 1
+    own = -(-num_terms // (8 * pair))
+    filled = -(-own // multiple) * multiple
+    expected = torch.zeros(2, 2, 8 * filled, 16, pair, dtype=dtype)
+    for n in range(19):
+        for k in range(num_terms):
+            segment, step = divmod(k // pair, own)
+            expected[:, n // 16, segment * filled + step, n % 16, k % pair] = weight[:, n, k]
+    assert torch.equal(blocks.view(expected.shape), expected)
+    assert torch.equal(segments.restored(segments.arranged(weight)), weight)
+    kept = blocks.view(2, 2, 8 * filled, 16, pair).transpose(2, 3).reshape(2, 32, -1)[:, :19]
+    assert torch.equal(segments.arranged(weight), kept)
 
 
+@pytest.mark.parametrize("by_tiles", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, *TYPES])
-def test_plain_product(dtype: torch.dtype) -> None:
-    weight, x = draw(40, 77, dtype=dtype), draw(30, 77, dtype=dtype, seed=1)
-    result = plain_product(x, weight)
-    near(result, F.linear(x.double(), weight.double()), 77)
-    assert torch.equal(plain_product(x[11:12], weight), result[11:12])
-    assert plain_product(x[:0], weight).shape == (0, 40)
+def test_plain_product(dtype: torch.dtype, by_tiles: bool) -> None:  # noqa: FBT001
+    weight, x = draw(40, 777, dtype=dtype), draw(30, 777, dtype=dtype, seed=1)
+    result = plain_product(x, weight, by_tiles=by_tiles)
+    near(result, F.linear(x.double(), weight.double()), 777)
+    assert torch.equal(plain_product(x[11:12], weight, by_tiles=by_tiles), result[11:12])
+    assert plain_product(x[:0], weight, by_tiles=by_tiles).shape == (0, 40)
 
 
-def test_cpus_of_other_instructions_have_the_same_bits() -> None:
-    """numba compiles for the CPU that NUMBA_CPU_NAME and its features say: one with AVX2 and no bf16 products."""
-    program = ("import torch\n"
-               "from engine.kernels.host.product import PackedWeight\n"
-               "from engine.kernels.host.team import Team\n"
-               "torch.manual_seed(0)\n"
-               "w, u, x = torch.randn(70, 300), torch.randn(70, 300), torch.randn(11, 300)\n"
-               "for dtype in (torch.bfloat16, torch.float32):\n"
-               "    a, b = (PackedWeight(side.to(dtype), None, Team()) for side in (w, u))\n"
-               "    y = a.multiply_gated(x.to(dtype), b).float()\n"
-               "    print(y.numpy().tobytes().hex())\n")
-    seen = []
-    for added in ({}, {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}):
-        done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **added}, capture_output=True,
-                              text=True, timeout=280, check=False)
-        assert done.returncode == 0, done.stderr
-        seen.append(done.stdout)
-    assert seen[0] == seen[1]
+@pytest.mark.parametrize(("variables", "without"), [
+    ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}, "pairs"),
+    ({"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16,+fma"}, "widened"),
+], ids=["avx2", "avx512-bf16"])
+def test_classes_of_arithmetic(variables: dict[str, str], without: str) -> None:
+    """numba compiles for the CPU that its variables name. By pairs and by widened ones the bits are the same."""
+    if "avx512bf16" in variables["NUMBA_CPU_FEATURES"] and not has_pair_products():
+        return  # this machine has no such instructions
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, **variables}, capture_output=True,
+                          text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    name, equal = done.stdout.split()
+    assert name.split("-")[0].isdigit()
+    assert name.split("-")[1] in {"pairs", "widened"} - {without}
+    assert equal == "True"
 
 
-def test_the_class_of_arithmetic_names_revision_and_instructions() -> None:
-    revision, instructions = arithmetic_class().split("-")
-    assert revision.isdigit()
-    assert instructions in ("pairs", "widened")
+PROGRAM = """
+import torch
+from engine.kernels.host.product import PackedWeight, arithmetic_class
+from engine.kernels.host.team import Team
+from engine.kernels.plain_product import plain_product
+torch.manual_seed(0)
+equal = True
+for dtype in (torch.bfloat16, torch.float32):
+    w, x = torch.randn(70, 300).to(dtype), torch.randn(11, 300).to(dtype)
+    packed = PackedWeight(w, None, Team())
+    equal &= torch.equal(packed.multiply(x, out_dtype=torch.float32), plain_product(x, w))
+    equal &= torch.equal(packed.multiply_gated(x, packed)[3:4], packed.multiply_gated(x[3:4], packed))
+print(arithmetic_class(), equal)
+"""
+
+
+def test_this_machines_class_of_arithmetic() -> None:
+    instructions = "tiles" if has_tiles() else "pairs" if has_pair_products() else "widened"
+    assert arithmetic_class().endswith(f"-{instructions}")

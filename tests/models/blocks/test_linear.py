@@ -94,6 +94,14 @@ def test_where_the_weight_lay_does_not_show(dtype: torch.dtype) -> None:
         assert torch.equal(Linear(moved)(x), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_terms", [5, 6, 64, 256])
+def test_rows_of_the_weight_come_back(dtype: torch.dtype, num_terms: int) -> None:
+    weight, indices = draw(37, num_terms, dtype=dtype), torch.tensor([0, 36, 16, 15, 16])
+    assert torch.equal(Linear(weight).weight_rows(indices), weight[indices])
+    assert Linear(weight).weight_rows(indices[:0]).shape == (0, num_terms)
+
+
 def test_biases_must_match_the_weights() -> None:
     with pytest.raises(ValueError, match="2 fused weights"):
         Linear(torch.zeros(2, 2), torch.zeros(2, 2), biases=[torch.zeros(2)])
