@@ -36,7 +36,7 @@ from runtime.tracing import begin
 from transfer.plan import codec
 from transfer.plan.compatibility import check_compatible
 from transfer.plan.destination import plan_destination
-from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 
 HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
@@ -145,7 +145,7 @@ class ActiveRequest:
         if self._is_open:
             session.next_epoch()
         self._is_open = True
-        parts.leader.group.open_receive(source, destination, self._on_report)
+        parts.leader.group.open_receive(source, destination, session, self._inbox.session_changed)
         while session.state is ReceiveState.RESERVED:
             new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives")
             if new_source is not None:
@@ -153,10 +153,6 @@ class ActiveRequest:
         if session.error is not None and not isinstance(session.error, PeerLostError):
             raise session.error  # this pool's own; of a source that is gone the router hears, too, and finds another
         return destination
-
-    def _on_report(self, rank: int, event: StageSessionEvent) -> None:
-        self._session.on_stage_event(rank, event)
-        self._inbox.session_changed()
 
     async def _land(self) -> SourceTerms | None:
         """Wait for all bytes and the first token; None when both are here, else the source to start over with.

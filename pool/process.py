@@ -18,7 +18,8 @@ from engine.loop import LoopObserver, Scheduler
 from engine.memory.budget import describe_pools
 from engine.pipeline.executor import LayerObserver
 from engine.sampling.guided import GuidedSampler
-from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.follower import Follower, FollowerEngine, JoinMessages
+from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.stage_channel import open_pool_channel
@@ -102,17 +103,6 @@ class PoolRole(Protocol):
         ...
 
 
-class _SessionEvents:
-    """Reports of the transfer agent's thread, handed to one listener on the event loop's."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.listener: Callable[[StageSessionEvent], object] = lambda event: None
-
-    def __call__(self, event: StageSessionEvent) -> None:
-        self._loop.call_soon_threadsafe(lambda: self.listener(event))
-
-
 @dataclass(frozen=True)
 class _Process:
     """What a leader and a follower are built from."""
@@ -121,7 +111,6 @@ class _Process:
     role: PoolRole
     stage: Stage
     registry: CollectorRegistry
-    events: _SessionEvents
     incarnation: str
     stop: StopSignal
     certificates: CertificateStore | None
@@ -135,23 +124,37 @@ class _Process:
 
 async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> None:
     """Until `stop`. Raises ConfigError when checkpoint, flags, files and memory do not fit together."""
-    incarnation, events, certificates = secrets.token_hex(8), _SessionEvents(), config.certificates()
+    loop = asyncio.get_running_loop()
+    if config.rank == 0:
+        reports = SessionReports(loop)
+        process = _build(config, role, stop, reports.report)
+        work = _lead(process, reports)
+    else:
+        messages = JoinMessages(loop)
+        process = _build(config, role, stop, messages.report)
+        work = _follow(process, messages)
+    try:
+        await work
+    finally:
+        await asyncio.to_thread(process.stage.agent.shutdown, 5.0)
+        await asyncio.to_thread(process.tracing.close)
+
+
+def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
+           on_event: Callable[[StageSessionEvent], None]) -> _Process:
+    """The stage and what surrounds it. `on_event` is the port of its transfer agent."""
+    incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
     logger.info("%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
                 describe_pools(plan.geometry), config.numerics)
-    stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers,
+    stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers,
                         speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
-    process = _Process(config, role, stage, registry, events, incarnation, stop, certificates, tracing)
-    try:
-        await (_lead(process) if config.rank == 0 else _follow(process))
-    finally:
-        await asyncio.to_thread(stage.agent.shutdown, 5.0)
-        await asyncio.to_thread(tracing.close)
+    return _Process(config, role, stage, registry, incarnation, stop, certificates, tracing)
 
 
-async def _lead(process: _Process) -> None:
+async def _lead(process: _Process, reports: SessionReports) -> None:
     config, role, stage = process.config, process.role, process.stage
     meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.plan.compatibility.digest,
                                  stage.counts)
@@ -171,14 +174,13 @@ async def _lead(process: _Process) -> None:
     loop = asyncio.get_running_loop()
     observer = LoopObserver(launched_s=meters.on_launch, step_s=meters.on_step, waited_s=meters.on_wait,
                             unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
-    leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars),
+    leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars), reports=reports,
                     warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
                     empty=lambda grace_s: server.empty(grace_s=grace_s), observer=observer, on_frame=meters.on_frame)
-    reclaimer = MemoryReclaimer(leader.group, leader.loop, on_unhealthy)
+    reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
     worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
                                    lambda: leading.load(parts))
-    process.events.listener = lambda event: leader.stage_event(0, event)
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
@@ -195,7 +197,7 @@ async def _lead(process: _Process) -> None:
             leader.stop()
 
 
-async def _follow(process: _Process) -> None:
+async def _follow(process: _Process, messages: JoinMessages) -> None:
     config, stage = process.config, process.stage
     meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.counts)
     server = _server(process, (PIPELINE_SERVICE,))
@@ -204,8 +206,7 @@ async def _follow(process: _Process) -> None:
     engine = FollowerEngine(stage, GuidedSampler(stage.grammars), channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward)
     security = ChannelSecurity(process.certificates).to(process.peer_role)
-    follower = Follower(config, stage, engine, channel.address, security)
-    process.events.listener = follower.on_stage_event
+    follower = Follower(config, stage, engine, channel.address, security, messages)
     async with _listening(process, server):
         engine.start()
         try:

@@ -36,7 +36,7 @@ from runtime.log import bind
 from runtime.tracing import Span, begin, note
 from transfer.plan import codec
 from transfer.plan.destination import check_plan
-from transfer.plan.handoff_terms import SourceTerms, StageSessionEvent
+from transfer.plan.handoff_terms import SourceTerms
 from transfer.session import SendSession, SendState
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
@@ -158,10 +158,19 @@ class ActiveRequest:
         if session.state is not SendState.SENT or self._told_sent:
             return None
         self._told_sent = True
-        self._end_spans(self._sending)
+        self._end_sending(session)
         self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s,
                                       with_draft=self._with_draft)
         return pb.PrefillSent(num_bytes=session.num_bytes)
+
+    def _end_sending(self, session: SendSession) -> None:
+        """Every byte has left: the span ends with a part for each chunk, as the leader's own stage saw it leave."""
+        if self._sending is None:
+            return
+        for part in session.chunk_timings:
+            self._sending.record("baton.transfer.chunk", part.released_s, part.left_s, num_tokens=part.num_tokens,
+                                 request_id=self._request.request_id, num_bytes=part.num_bytes)
+        self._sending.end()
 
     @staticmethod
     def _end_spans(*spans: Span | None) -> None:
@@ -224,17 +233,10 @@ class ActiveRequest:
         self._with_draft = destination.with_draft
         session = SendSession(destination.session_id, epoch=destination.epoch, num_stages=len(self._parts.plan.ranges),
                               clock=SystemClock())
-
-        def on_report(rank: int, event: StageSessionEvent) -> None:
-            session.on_stage_event(rank, event)
-            for part in event.chunk_timings:  # of the leader's own stage
-                sending.record("baton.transfer.chunk", part.released_s, part.left_s, num_tokens=part.num_tokens,
-                               request_id=self._request.request_id, num_bytes=part.num_bytes)
-            self._inbox.session_changed()
-
         if self._has_first_token:
             session.computed()
         self._session, self._opened_s = session, time.monotonic()
-        self._sending = sending = begin("baton.transfer.send", request_id=self._request.request_id,
+        self._sending = begin("baton.transfer.send", request_id=self._request.request_id,
                               session_id=destination.session_id, epoch=destination.epoch)
-        self._parts.leader.group.open_send(self._key, self._source, destination, on_report)
+        self._parts.leader.group.open_send(self._key, self._source, destination, session,
+                                           self._inbox.session_changed)

@@ -115,34 +115,61 @@ class FollowerEngine:
         self.on_broken()
 
 
+class JoinMessages:
+    """What a stage says on its Join stream: the port of its transfer agent, too. Belongs to the event loop's thread,
+    but for `report`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._window: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
+        self.joined = False
+
+    def report(self, event: StageSessionEvent) -> None:
+        """From the stage's transfer agent, for the leader; any thread. Dropped while there is none."""
+        self._loop.call_soon_threadsafe(self._report, event)
+
+    def _report(self, event: StageSessionEvent) -> None:
+        if self.joined:
+            self.send(pb.JoinRequest(session=codec.event_to_proto(event)))
+
+    def send(self, message: pb.JoinRequest) -> None:
+        self._window.put_nowait(message)
+
+    def end(self) -> None:
+        """Half-close the stream, whereupon the leader counts this stage as lost."""
+        self._window.put_nowait(None)
+
+    async def after(self, hello: pb.JoinRequest) -> AsyncIterator[pb.JoinRequest]:
+        """Of a new stream, which begins with `hello`."""
+        self._window = asyncio.Queue(EVENT_LIMIT)
+        yield hello
+        self.joined = True
+        while (request := await self._window.get()) is not None:
+            yield request
+
+
 class Follower:
-    """Keeps the stage joined to its leader until cancelled."""
+    """Keeps the stage joined to its leader until cancelled. `messages` is what its transfer agent was built with."""
 
     def __init__(self, config: WorkerConfig, stage: Stage, engine: FollowerEngine, channel_address: bytes,
-                 security: ChannelSecurity) -> None:
+                 security: ChannelSecurity, messages: JoinMessages) -> None:
         self._config = config
         self._security = security
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
-        self._window: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
+        self._messages = messages
         self._is_leaving = False
         self._has_parted = asyncio.Event()
-        self.joined = False
-
-    def on_stage_event(self, event: StageSessionEvent) -> None:
-        """Event loop's thread: a report of the transfer agent for the leader."""
-        if self.joined:
-            self._window.put_nowait(pb.JoinRequest(session=codec.event_to_proto(event)))
 
     async def leave(self, grace_s: float) -> None:
         """Serve on until the leader says goodbye, because nothing runs any more. Not longer than the grace, and not at
         all if the leader is gone."""
         self._is_leaving = True
-        if not self.joined:
+        if not self._messages.joined:
             return
         logger.info("leaving: waiting for the leader's goodbye")
-        self._window.put_nowait(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
+        self._messages.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + GOODBYE_S):
                 await self._has_parted.wait()
@@ -161,7 +188,7 @@ class Follower:
             while True:
                 began_s = time.monotonic()
                 try:
-                    async for command in stub.Join(self._requests()):
+                    async for command in stub.Join(self._messages.after(self._hello())):
                         self._obey(command, on_joined)
                     logger.info("the leader %s closed the pool", self._config.leader)
                 except grpc.aio.AioRpcError as error:
@@ -175,17 +202,13 @@ class Follower:
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, REJOIN_MAX_S)
 
-    async def _requests(self) -> AsyncIterator[pb.JoinRequest]:
+    def _hello(self) -> pb.JoinRequest:
         compatibility = self._stage.plan.compatibility
-        self._window = asyncio.Queue(EVENT_LIMIT)
-        yield pb.JoinRequest(hello=pb.StageHello(
+        self._has_parted.clear()
+        return pb.JoinRequest(hello=pb.StageHello(
             rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
             channel_address=self._channel_address, compatibility=compatibility.digest,
             compatibility_text=compatibility.text))
-        self.joined = True
-        self._has_parted.clear()
-        while (request := await self._window.get()) is not None:
-            yield request
 
     def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
         match command.WhichOneof("command"):
@@ -207,12 +230,12 @@ class Follower:
 
     def _drop(self) -> None:
         """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""
-        if self.joined:
-            self._window.put_nowait(None)
+        if self._messages.joined:
+            self._messages.end()
 
     def _part(self, on_joined: Callable[[bool], None]) -> Future[None]:
         """Stop all that goes on; done when the step that runs is over."""
-        self.joined = False
+        self._messages.joined = False
         on_joined(False)  # noqa: FBT003
         self._has_parted.set()
         self._stage.agent.close_all()

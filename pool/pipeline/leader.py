@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
 from engine.pipeline.stages import HeadStage, SingleStage
 from engine.sampling.sampler import Sampler
-from pool.pipeline.group import StageGroup
+from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
 from pool.stage.config import WorkerConfig
@@ -28,6 +28,8 @@ WARM_UP_PAUSE_S = 1.0  # between two tries
 class Leader:
     """Ties a scheduler to the stages of its pool. Satisfies `pool.membership.MembershipObserver`.
 
+    `reports` is what the stage's transfer agent was built with.
+
     `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty` lets requests
     finish for some seconds and hands the rest back to their routers.
 
@@ -36,7 +38,7 @@ class Leader:
     """
 
     def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: Sampler, *,
-                 warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
+                 reports: SessionReports, warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
                  empty: Callable[[float], Awaitable[None]],
                  observer: LoopObserver | None = None,
                  on_frame: Callable[[int], object] = lambda num_bytes: None) -> None:
@@ -51,7 +53,8 @@ class Leader:
         self._epoch = 0  # of the present forming
         self._dismissed: set[int] = set()
         self._failure: BatonError | None = None
-        self.group = StageGroup(stage.agent, config.world_size)
+        self._reports = reports
+        self.group = StageGroup(stage.agent, config.world_size, reports)
         self.loop = EngineLoop(scheduler, observer=observer)
         self._channel: PoolChannel | None = None
         self._warming: asyncio.Task[None] | None = None
@@ -135,7 +138,7 @@ class Leader:
         self.group.stage_lost(rank)
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None:
-        self.group.stage_event(rank, event)
+        self._reports.deliver(rank, event)
 
     def unhealthy(self, reason: str) -> None:
         """An invariant broke: say so loudly and take no more requests."""

@@ -15,7 +15,7 @@ from engine.loop import EngineLoop
 from engine.memory.layout import PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
-from pool.pipeline.group import StageGroup
+from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
 from pool.pipeline.reclaimer import MemoryReclaimer
@@ -65,11 +65,13 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
     network, event_loop, complaints = MemoryNetwork(), asyncio.get_running_loop(), list[str]()
 
     def on_report(rank: int, event: StageSessionEvent) -> None:
-        event_loop.call_soon_threadsafe(lambda: group.stage_event(rank, event))
+        event_loop.call_soon_threadsafe(reports.deliver, rank, event)
+
+    reports = SessionReports(event_loop)
 
     source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs(), listener=on_report)
     dest = Pool("decode", [network.transport(SystemClock())], specs())
-    group, second = StageGroup(source.stages[0].agent, 2), StageLink(1, source.stages[1].agent.endpoint, b"")
+    group, second = StageGroup(source.stages[0].agent, 2, reports), StageLink(1, source.stages[1].agent.endpoint, b"")
     group.pool_formed([second])
     scheduler = PrefillScheduler(
         pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS), clock=SystemClock(),
@@ -78,7 +80,7 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
     loop.start()
     ranges = [get_pp_indices(NUM_LAYERS, rank, 2) for rank in range(2)]
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, ranges[0], specs())
-    reclaimer = MemoryReclaimer(group, loop, complaints.append)
+    reclaimer = MemoryReclaimer(reports, loop, complaints.append)
     service = PrefillService(PrefillParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
         plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64, max_held=8),

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from pool.pipeline import follower as follower_module
-from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.follower import Follower, FollowerEngine, JoinMessages
 from pool.pipeline.membership import PipelineService
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
@@ -104,7 +104,8 @@ async def joined() -> AsyncIterator[Rig]:
     engine = FollowerEngine(stage, lambda *given: [], cast(PoolChannel, channel), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
     engine.start()
-    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL)
+    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL,
+                        JoinMessages(asyncio.get_running_loop()))
     joining = asyncio.create_task(follower.run(lambda serving: None))
     rig = Rig(leader, network, channel, pool, joining)
     try:

@@ -15,6 +15,7 @@ from engine.pipeline.channel import Packet
 from engine.pipeline.stages import StepResult
 from pool import process as process_module
 from pool.pipeline import leader as leader_module
+from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
@@ -118,7 +119,7 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
         await may_let_go.wait()
 
     leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size)), cast(Stage, stage), scheduler,
-                    lambda *given: [], warm_up=warm_up, empty=empty,
+                    lambda *given: [], warm_up=warm_up, empty=empty, reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()
     try:
