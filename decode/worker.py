@@ -2,7 +2,7 @@
 
 from decode.active_request import DecodeParts
 from decode.adaptive import AdaptiveDraft
-from decode.entry import Event, Failed, Finished
+from decode.entry import Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.service import DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
@@ -13,6 +13,7 @@ from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
+from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
 from pool.stage.metrics import PoolOccupancy
@@ -66,9 +67,9 @@ class DecodeLeading:
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         if parts.stage.plan.speculation is not None:
             self._observe_speculation(parts)
-        service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.reclaimer,
-                                            parts.meters,
-                                            ArrivalMetrics.create(parts.registry), parts.stage.grammars))
+        service = DecodeService(DecodeParts(
+            leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
+            grammars=parts.stage.grammars, scheduler=self.scheduler, arrivals=ArrivalMetrics.create(parts.registry)))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
     def _observe_speculation(self, parts: LeaderParts) -> None:

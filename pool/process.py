@@ -21,8 +21,8 @@ from engine.sampling.guided import GuidedSampler
 from pool.pipeline.follower import Follower, FollowerEngine, JoinMessages
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.stage_channel import open_pool_channel
+from pool.request.reclaimer import MemoryReclaimer
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
 from pool.stage.metrics import LeaderMeters, PoolOccupancy, StageMeters

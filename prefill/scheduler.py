@@ -15,10 +15,11 @@ from engine.core.draft_trees import SpecRow
 from engine.core.request import DrawnToken, Request
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row, scoring_row
 from engine.memory.integrity import check_integrity
-from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
-from engine.memory.slots import SlotAllocator, SlotLease
+from engine.memory.pages import PageAllocator, pages_for_tokens
+from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepResult
 from engine.sampling.scoring import Scores
+from pool.request.entry import Entry, Failed
 from pool.stage.metrics import PoolOccupancy
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
@@ -50,36 +51,21 @@ class FirstToken:
     prefill_s: float
 
 
-@dataclass(frozen=True)
-class Failed:
-    error: BatonError
-
-
 Event = Started | Scored | FirstToken | Failed
 Emit = Callable[[Event], object]
 
 
 @dataclass
-class _Entry:
-    key: int
-    request: Request
-    emit: Emit
-    arrived_s: float
+class PrefillEntry(Entry[Event]):
+    """One prompt. Whatever was launched counts as computed: batches keep their order."""
+
+    arrived_s: float = 0.0
     started_s: float = 0.0
-    pages: PageLease | None = None
-    slot: SlotLease | None = None
     launched: int = 0  # prompt tokens in batches launched so far
-    in_flight: int = 0  # batches
-    released: bool = False
 
     @property
     def remaining(self) -> int:
         return len(self.request.prompt_token_ids) - self.launched
-
-    def free(self) -> None:
-        for lease in (self.pages, self.slot):
-            if lease is not None:
-                lease.end()
 
 
 @dataclass(frozen=True)
@@ -112,9 +98,9 @@ class PrefillScheduler:
     slots: SlotAllocator
     limits: PrefillLimits
     clock: Clock
-    _entries: dict[int, _Entry] = field(default_factory=dict)
+    _entries: dict[int, PrefillEntry] = field(default_factory=dict)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # heap of (priority, key); keys grow with arrival
-    _running: list[_Entry] = field(default_factory=list)  # started, prompt not finished, oldest first
+    _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished, oldest first
     _next_key: int = 1
 
     def submit(self, request: Request, emit: Emit) -> int:
@@ -134,7 +120,7 @@ class PrefillScheduler:
                                 resource="prefill queue")
         key = self._next_key
         self._next_key += 1
-        self._entries[key] = _Entry(key, request, emit, self.clock.now())
+        self._entries[key] = PrefillEntry(key, request, emit, arrived_s=self.clock.now())
         heapq.heappush(self._queue, (request.priority, key))
         return key
 
@@ -201,9 +187,9 @@ class PrefillScheduler:
 
     def on_idle(self) -> None:
         check_integrity([self.pages.ledger, self.slots.ledger],
-                        live_owners={_owner(entry.key) for entry in self._entries.values()})
+                        live_owners={entry.owner for entry in self._entries.values()})
 
-    def _start_next(self, budget: int) -> _Entry | None:
+    def _start_next(self, budget: int) -> PrefillEntry | None:
         """Lease memory for the most urgent queued request; None when nothing waits, it does not fit yet, or `budget`
         tokens allow it no chunk: decode reserves for what has started, so that must be running."""
         while self._queue and self._queue[0][1] not in self._entries:
@@ -215,19 +201,19 @@ class PrefillScheduler:
         if chunk_end(0, entry.remaining, budget, self.limits.grid) == 0:
             return None
         try:
-            entry.slot = self.slots.alloc(owner=_owner(entry.key))
-            needed = pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
-            entry.pages = self.pages.alloc(needed, owner=_owner(entry.key))
+            entry.lease(self.pages, self.slots,
+                        pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size))
         except CapacityError:
-            entry.free()
             return None
         heapq.heappop(self._queue)
         entry.started_s = self.clock.now()
         self._running.append(entry)
+        assert entry.pages is not None
+        assert entry.slot is not None
         entry.emit(Started(tuple(entry.pages.page_ids), entry.slot.slot_id, entry.started_s - entry.arrived_s))
         return entry
 
-    def _add_chunk(self, rows: list[Row], entry: _Entry, budget: int) -> int:
+    def _add_chunk(self, rows: list[Row], entry: PrefillEntry, budget: int) -> int:
         """Append the entry's next chunk if `budget` tokens allow one; returns its tokens."""
         prompt = entry.request.prompt_token_ids
         if entry.request.num_prompt_logprobs is not None:
@@ -247,7 +233,7 @@ class PrefillScheduler:
             self._running.remove(entry)
         return taken
 
-    def _fail(self, entry: _Entry, error: BatonError) -> None:
+    def _fail(self, entry: PrefillEntry, error: BatonError) -> None:
         """Tell the owner, who releases it; run no more of it."""
         if entry in self._running:
             self._running.remove(entry)
@@ -255,7 +241,7 @@ class PrefillScheduler:
         heapq.heapify(self._queue)
         entry.emit(Failed(error))
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: PrefillEntry) -> None:
         if entry in self._running:
             self._running.remove(entry)
         if entry.pages is None:
@@ -263,7 +249,3 @@ class PrefillScheduler:
             heapq.heapify(self._queue)
         entry.free()
         del self._entries[entry.key]
-
-
-def _owner(key: int) -> str:
-    return f"request {key}"

@@ -5,13 +5,15 @@ from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
+from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark, layer_observer
 from pool.stage.metrics import PoolOccupancy
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
-from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler
-from prefill.service import PrefillParts, PrefillService
+from prefill.active_request import PrefillParts
+from prefill.scheduler import Event, FirstToken, PrefillLimits, PrefillScheduler
+from prefill.service import PrefillService
 from protos import prefill_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
@@ -54,8 +56,9 @@ class PrefillLeading:
         self.scheduler = scheduler
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
-        service = PrefillService(PrefillParts(parts.leader, self.scheduler, parts.stage.plan, parts.reclaimer,
-                                              parts.meters, parts.config.chunk_tokens, parts.stage.grammars))
+        service = PrefillService(PrefillParts(
+            leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
+            grammars=parts.stage.grammars, scheduler=self.scheduler, chunk_tokens=parts.config.chunk_tokens))
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 
     async def load(self, parts: LeaderParts) -> pb.WorkerLoad:

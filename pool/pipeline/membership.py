@@ -17,10 +17,10 @@ import grpc
 from google.protobuf.message import Message
 
 from engine.core.layer_range import LayerRange
-from pool.request.inbox import Inbox
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.errors import ConfigError
+from runtime.server import first_message
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility, check_same
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
@@ -89,7 +89,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
 
     async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
                    context: Context) -> AsyncIterator[pb.JoinResponse]:
-        link = self._welcome(await Inbox[pb.JoinRequest, None](request_iterator).first_message(HELLO_TIMEOUT_S))
+        link = self._welcome(await first_message(request_iterator, HELLO_TIMEOUT_S))
         reader = asyncio.create_task(self._read(link, request_iterator))
         reader.add_done_callback(lambda ended: link.wake())
         try:

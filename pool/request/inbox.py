@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeVar
 
 from google.protobuf.message import Message
 
-from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError
+from runtime.errors import DeadlineError
 
 MessageT = TypeVar("MessageT", bound=Message)
 EventT = TypeVar("EventT")
@@ -37,21 +37,6 @@ class Inbox(Generic[MessageT, EventT]):
         self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionChanged] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Task[None] | None = None
-
-    async def first_message(self, timeout_s: float) -> MessageT:
-        """The message that opens the stream; before the context is entered.
-
-        Raises:
-            InvalidRequestError: the stream ended without one.
-            DeadlineError: none came in time.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await anext(self._stream)
-        except StopAsyncIteration:
-            raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
-        except TimeoutError:
-            raise DeadlineError(f"no request within {timeout_s} s of the stream's opening") from None
 
     def __enter__(self) -> Self:
         self._reader = asyncio.create_task(self._read())

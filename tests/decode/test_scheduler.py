@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.entry import Drawn, Event, Failed, Finished
+from decode.entry import Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.steps import DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -13,6 +13,7 @@ from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
+from pool.request.entry import Failed
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
 

@@ -9,7 +9,8 @@ from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
-from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler, Scored, Started
+from pool.request.entry import Failed
+from prefill.scheduler import Event, FirstToken, PrefillLimits, PrefillScheduler, Scored, Started
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
 

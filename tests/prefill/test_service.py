@@ -18,11 +18,12 @@ from engine.memory.slots import SlotAllocator
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
-from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.request.reclaimer import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
+from prefill.active_request import PrefillParts
 from prefill.scheduler import PrefillLimits, PrefillScheduler
-from prefill.service import PrefillParts, PrefillService
+from prefill.service import PrefillService
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock

@@ -23,7 +23,7 @@ from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.request.reclaimer import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pool.pipeline import reclaimer as janitor_module
 from pool.pipeline.group import SessionReports, StageGroup
-from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.request import reclaimer as janitor_module
+from pool.request.reclaimer import MemoryReclaimer
 from runtime.clock import SystemClock
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.session import ReceiveSession, SendSession

@@ -1,0 +1,53 @@
+"""What the schedulers of both roles know about a request, whatever they do with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from engine.core.request import Request
+from engine.memory.pages import PageAllocator, PageLease
+from engine.memory.slots import SlotAllocator, SlotLease
+from runtime.errors import BatonError, CapacityError
+
+EventT = TypeVar("EventT")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine runs the request no more; its owner releases it."""
+
+    error: BatonError
+
+
+@dataclass
+class Entry(Generic[EventT]):
+    """One request of a scheduler, from `submit` to `release`. Belongs to the engine thread."""
+
+    key: int
+    request: Request
+    emit: Callable[[EventT], object]
+    pages: PageLease | None = None  # None while it waits
+    slot: SlotLease | None = None
+    in_flight: int = 0  # batches it takes part in
+    released: bool = False
+
+    @property
+    def owner(self) -> str:
+        """In the ledgers of pages and slots."""
+        return f"request {self.key}"
+
+    def lease(self, pages: PageAllocator, slots: SlotAllocator, num_pages: int) -> None:
+        """Take a slot and pages. Raises CapacityError, and then holds neither."""
+        try:
+            self.slot = slots.alloc(owner=self.owner)
+            self.pages = pages.alloc(num_pages, owner=self.owner)
+        except CapacityError:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        """Give slot and pages back."""
+        for lease in (self.pages, self.slot):
+            if lease is not None:
+                lease.end()
+        self.pages = self.slot = None
