@@ -33,7 +33,6 @@ class DecodeEntry(Entry[Event]):
     """One request, with what it has drawn."""
 
     outputs: list[int] = field(default_factory=list)
-    computed: int = 0  # tokens of prompt + outputs whose cache entries exist or are in flight (a tree's do not count)
     draft: DraftState = field(default_factory=DraftState)
     running: bool = False  # has its memory filled and may be scheduled
     joined_s: float = 0.0

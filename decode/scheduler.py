@@ -67,7 +67,7 @@ class DecodeScheduler:
         if entry is None or entry.released:
             return
         entry.outputs.insert(0, first_token)
-        entry.computed = len(entry.request.prompt_token_ids)
+        entry.advance(len(entry.request.prompt_token_ids))
         entry.draft.followed = with_draft
         entry.draft.landed = with_draft and len(entry.outputs) == 1  # a replay drafts at its end
         self._run(entry)
@@ -143,7 +143,7 @@ class DecodeScheduler:
         if mode is ForwardMode.VERIFY and tokens:
             entry.draft.accepted = AcceptedNodes(context_len, outcome.accepted)
         if self.limits.speculates and mode in _DECODING and tokens:
-            entry.computed += len(outcome.accepted)
+            entry.advance(entry.computed + len(outcome.accepted))
         if tokens:
             self._append(entry, tokens)
 
@@ -227,7 +227,6 @@ class DecodeScheduler:
 
     def _preempt(self, entry: DecodeEntry) -> None:
         entry.free()
-        entry.computed = 0
         entry.draft = DraftState()
         entry.running = False
         entry.num_preemptions += 1

@@ -82,7 +82,7 @@ class StepBuilder:
     def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
         """Known tokens up to `end`."""
         row = _row(entry, entry.tokens(entry.computed, end), draws=draws)
-        entry.computed = end
+        entry.advance(end)
         if not self.limits.speculates:
             return row
         next_token_id = None if draws else entry.tokens(end, end + 1)[0]
@@ -95,7 +95,7 @@ class StepBuilder:
         row = _row(entry, entry.tokens(entry.computed, end), draws=False)
         spec = entry.draft.replay(entry.computed, count, entry.tokens(end, end + 1)[0], self.draft_tokens(entry))
         entry.draft.accepted = AcceptedNodes(entry.computed, tuple(range(count)))
-        entry.computed = end
+        entry.advance(end)
         return replace(row, spec=spec)
 
     def _verified_row(self, entry: DecodeEntry) -> Row:

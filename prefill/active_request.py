@@ -139,7 +139,7 @@ class PrefillStay:
         """Close what is open and give the memory back once nothing can read it."""
         self._end_spans(self._waiting, self._computing, self._sending)
         key, session = self._key, self._session
-        session_id = "" if session is None else session.session_id
+        session_id = None if session is None else session.session_id
         if session is not None:
             session.abort("its stream ended")  # no change if everything was sent and released
         self._parts.reclaimer.end(lambda: self._parts.scheduler.release(key), session=session,

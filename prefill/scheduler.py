@@ -57,15 +57,14 @@ Emit = Callable[[Event], object]
 
 @dataclass
 class PrefillEntry(Entry[Event]):
-    """One prompt. Whatever was launched counts as computed: batches keep their order."""
+    """One prompt."""
 
     arrived_s: float = 0.0
     started_s: float = 0.0
-    launched: int = 0  # prompt tokens in batches launched so far
 
     @property
     def remaining(self) -> int:
-        return len(self.request.prompt_token_ids) - self.launched
+        return len(self.request.prompt_token_ids) - self.computed
 
 
 @dataclass(frozen=True)
@@ -218,16 +217,17 @@ class PrefillScheduler:
         prompt = entry.request.prompt_token_ids
         if entry.request.num_prompt_logprobs is not None:
             budget = min(budget, max(SCORED_TOKENS // self.limits.grid, 1) * self.limits.grid)
-        end = chunk_end(entry.launched, len(prompt), budget, self.limits.grid)
-        if end == entry.launched or entry.pages is None or entry.slot is None:
+        end = chunk_end(entry.computed, len(prompt), budget, self.limits.grid)
+        if end == entry.computed or entry.pages is None or entry.slot is None:
             return 0
         sampling = sampling_row(entry.request, ()) if end == len(prompt) else None
         spec = None
         if self.limits.drafts:
             spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)
-        rows.append(Row(entry.key, prompt[entry.launched:end], entry.launched, entry.pages.page_ids,
-                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.launched, end)))
-        taken, entry.launched = end - entry.launched, end
+        rows.append(Row(entry.key, prompt[entry.computed:end], entry.computed, entry.pages.page_ids,
+                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.computed, end)))
+        taken = end - entry.computed
+        entry.advance(end)
         entry.in_flight += 1
         if end == len(prompt):
             self._running.remove(entry)

@@ -218,12 +218,12 @@ class Follower:
             case "open_session":
                 source = codec.source_from_proto(command.open_session.source)
                 destination = codec.destination_from_proto(command.open_session.destination)
-                if command.open_session.request_key:
+                if command.open_session.HasField("request_key"):
                     self._stage.agent.open_send(command.open_session.request_key, source, destination)
                 else:
                     self._stage.agent.open_receive(source, destination)
             case "close_session":
-                if command.close_session.request_key:
+                if command.close_session.HasField("request_key"):
                     self._stage.agent.close_request(command.close_session.request_key)
                 else:
                     self._stage.agent.close(command.close_session.session_id)

@@ -141,7 +141,7 @@ class StageGroup:
         called after each report, on the event loop's thread."""
         self._reports.forget_older(session)
         self._reports.watch(session, on_change)
-        self._send_open(0, source, destination)
+        self._send_open(None, source, destination)
         self._agent.open_receive(source, destination)
 
     def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms, session: SendSession,
@@ -152,20 +152,20 @@ class StageGroup:
 
     def close_receive(self, session_id: str) -> None:
         """Release or abort on every stage; DRAINED follows from each."""
-        self._send_close(session_id, 0)
+        self._send_close(session_id, None)
         self._agent.close(session_id)
 
-    def close_request(self, request_key: int, session_id: str) -> None:
-        """The sending side is done with this request; `session_id` is empty if no destination terms ever came."""
+    def close_request(self, request_key: int, session_id: str | None) -> None:
+        """The sending side is done with this request; `session_id` is None if no destination terms ever came."""
         self._send_close(session_id, request_key)
         self._agent.close_request(request_key)
 
-    def _send_open(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
+    def _send_open(self, request_key: int | None, source: SourceTerms, destination: DestinationTerms) -> None:
         message = pb.OpenSession(session_id=destination.session_id, source=codec.source_to_proto(source),
                                  destination=codec.destination_to_proto(destination), request_key=request_key)
         for link in self._links:
             link.send(open_session=message)
 
-    def _send_close(self, session_id: str, request_key: int) -> None:
+    def _send_close(self, session_id: str | None, request_key: int | None) -> None:
         for link in self._links:
             link.send(close_session=pb.CloseSession(session_id=session_id, request_key=request_key))

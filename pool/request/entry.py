@@ -1,7 +1,7 @@
 """What the schedulers of both roles know about a request, whatever they do with it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from engine.core.request import Request
@@ -30,11 +30,22 @@ class Entry(Generic[EventT]):
     slot: SlotLease | None = None
     in_flight: int = 0  # batches it takes part in
     released: bool = False
+    _computed: int = field(default=0, init=False)
 
     @property
     def owner(self) -> str:
         """In the ledgers of pages and slots."""
         return f"request {self.key}"
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the request whose cache entries exist or are in flight: batches keep their order, so what was
+        launched is there for whatever is launched later. Nodes of a tree do not count."""
+        return self._computed
+
+    def advance(self, end: int) -> None:
+        """The request's first `end` tokens count as computed. The only writer of `computed`."""
+        self._computed = end
 
     def lease(self, pages: PageAllocator, slots: SlotAllocator, num_pages: int) -> None:
         """Take a slot and pages. Raises CapacityError, and then holds neither."""
@@ -46,8 +57,9 @@ class Entry(Generic[EventT]):
             raise
 
     def free(self) -> None:
-        """Give slot and pages back."""
+        """Give slot and pages back, and with them what was computed."""
         for lease in (self.pages, self.slot):
             if lease is not None:
                 lease.end()
         self.pages = self.slot = None
+        self.advance(0)
