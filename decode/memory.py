@@ -20,14 +20,6 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class DecodeLoad:
-    running_requests: int
-    waiting_requests: int
-    pages_free: int
-    slots_free: int
-
-
-@dataclass(frozen=True)
 class RequestMemory:
     """Leases for entries. Belongs to the engine thread."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from decode.entry import DecodeEntry, Drawn, Emit, Finished
-from decode.memory import DecodeLoad, RequestMemory, Reservation
+from decode.memory import RequestMemory, Reservation
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
 from decode.steps import DecodeLimits, StepBuilder
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -27,7 +27,7 @@ from engine.memory.pages import PageAllocator, pages_for_tokens
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepResult
 from pool.request.entry import Failed
-from pool.stage.metrics import PoolOccupancy
+from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError
 
@@ -91,9 +91,9 @@ class DecodeScheduler:
         if not entry.in_flight:
             self._forget(entry)
 
-    def load(self) -> DecodeLoad:
-        return DecodeLoad(len(self._entries) - len(self._waiting), len(self._waiting), self.pages.num_free,
-                          self.slots.num_free)
+    def load(self) -> SchedulerLoad:
+        return SchedulerLoad(len(self._waiting), len(self._entries) - len(self._waiting), self.pages.num_free,
+                             self.slots.num_free)
 
     def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for bytes that are landing or to run, and how long a preempted request has waited."""

@@ -16,11 +16,9 @@ from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
-from pool.stage.metrics import PoolOccupancy
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
-from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
 from runtime.metrics import ArrivalMetrics, SpeculationMetrics
@@ -83,16 +81,6 @@ class DecodeLeading:
                 self._adaptive.observe(step, num_running)
 
         self.scheduler.on_verified = on_verified
-
-    async def load(self, parts: LeaderParts) -> pb.WorkerLoad:
-        load = await parts.leader.loop.submit(self.scheduler.load)
-        return pb.WorkerLoad(serving=parts.leader.serving, reason=parts.leader.reason,
-                             queued_requests=load.waiting_requests, running_requests=load.running_requests,
-                             pages_free=load.pages_free, slots_free=load.slots_free,
-                             open_sessions=parts.leader.group.open_sessions)
-
-    async def occupancy(self, parts: LeaderParts) -> PoolOccupancy:
-        return await parts.leader.loop.submit(self.scheduler.occupancy)
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """Two tokens: a prefill and a decode step."""

@@ -55,14 +55,17 @@ class LoopObserver:
     launched_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # stage 0's own forward
     step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # launch to result
     waited_s: Callable[[float], object] = lambda seconds: None
+    settled: Callable[[], object] = lambda: None  # before a forward, and before a wait: the scheduler's state is whole
     unhealthy: Callable[[str], object] = lambda reason: None
 
 
 class EngineLoop:
     """Runs a scheduler over a pipeline in its own thread.
 
-    `submit` is the one way in. Without a pipeline (before the pool has formed, after it broke) commands run and
-    batches wait. A pipeline breaks for good: only its owner, who hears of it, can attach another one.
+    `submit` is the one way in. What others want to know of the scheduler without waiting for a step, they take from
+    what `observer.settled` published, and from `busy_since_s`. Without a pipeline (before the pool has formed, after it
+    broke) commands run and batches wait. A pipeline breaks for good: only its owner, who hears of it, can attach
+    another one.
     """
 
     def __init__(self, scheduler: Scheduler, *, observer: LoopObserver | None = None,
@@ -80,12 +83,19 @@ class EngineLoop:
         self._commands: queue.Queue[Callable[[], object]] = queue.Queue(MAX_COMMANDS)
         self._stopping = False
         self._was_busy = False
+        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
     def failure(self) -> BaseException | None:
         """What ended the loop's thread, if it was not `stop`: nothing runs any more."""
         return self._failure
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """Since when, in seconds of the monotonic clock, the thread has been within one command or one step; None
+        while it waits for work. Any thread."""
+        return self._busy_since_s
 
     def start(self) -> None:
         self._thread.start()
@@ -170,21 +180,27 @@ class EngineLoop:
             on_lost(error)
 
     def _turn(self) -> None:
+        self._note_busy()
         self._drain_commands()
         pipeline = self._pipeline
         if pipeline is not None:
+            has_launched = False
             while len(self._in_flight) < pipeline.depth and (batch := self._scheduler.next_batch()) is not None:
-                launched = time.monotonic()
+                self._observer.settled()
+                launched = self._note_busy()
                 self._in_flight.append((batch, launched))
                 pipeline.launch(batch)
                 self._observer.launched_s(time.monotonic() - launched, batch)
-                self._was_busy = True
+                self._was_busy = has_launched = True
             if self._in_flight:
+                if not has_launched:
+                    self._observer.settled()
                 self._collect(pipeline)
                 return
         if self._was_busy and time.monotonic() - self._checked_s >= self._idle_check_s:
             self._was_busy, self._checked_s = False, time.monotonic()
             self._check_idle()
+        self._observer.settled()
         self._wait_for_command()
 
     def _check_idle(self) -> None:
@@ -210,14 +226,23 @@ class EngineLoop:
     def _drain_commands(self) -> None:
         while True:
             try:
-                self._commands.get_nowait()()
+                command = self._commands.get_nowait()
             except queue.Empty:
                 return
+            self._note_busy()
+            command()
 
     def _wait_for_command(self) -> None:
+        self._busy_since_s = None
         try:
             command = self._commands.get(timeout=self._idle_check_s or 1.0)
         except queue.Empty:
             return
+        self._note_busy()
         command()
         self._was_busy = True
+
+    def _note_busy(self) -> float:
+        """From now on the thread is within one command or one step."""
+        self._busy_since_s = now = time.monotonic()
+        return now

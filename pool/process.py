@@ -25,14 +25,14 @@ from pool.pipeline.stage_channel import open_pool_channel
 from pool.request.reclaimer import MemoryReclaimer
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
-from pool.stage.metrics import LeaderMeters, PoolOccupancy, StageMeters
+from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
-from pool.watch import WorkerService, worker_info
+from pool.watch import WorkerService, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
-from protos import worker_pb2 as pb
 from runtime.access import PeerRole
 from runtime.announce import Announcement, write_announcement
 from runtime.certificates import CertificateStore
+from runtime.clock import SystemClock
 from runtime.errors import InternalError, UnavailableError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import RpcMetrics, StageMetrics
@@ -52,6 +52,10 @@ PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
 
 
+class PoolScheduler(Scheduler, ReportingScheduler, Protocol):
+    """What an engine loop runs, and a pool reports of."""
+
+
 @dataclass(frozen=True)
 class LeaderParts:
     """What a role's services are built from."""
@@ -68,15 +72,9 @@ class LeadingRole(Protocol):
     """A role as the leader of its pool runs it."""
 
     @property
-    def scheduler(self) -> Scheduler: ...
+    def scheduler(self) -> PoolScheduler: ...
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
-
-    async def load(self, parts: LeaderParts) -> pb.WorkerLoad: ...
-
-    async def occupancy(self, parts: LeaderParts) -> PoolOccupancy:
-        """What memory is held for, for the gauges."""
-        ...
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """One token through all stages of the pool."""
@@ -171,8 +169,9 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
         meters.pool.imbalances.inc()
         leader.unhealthy(reason)
 
-    loop = asyncio.get_running_loop()
+    loop, board = asyncio.get_running_loop(), LoadBoard(leading.scheduler, SystemClock())
     observer = LoopObserver(launched_s=meters.on_launch, step_s=meters.on_step, waited_s=meters.on_wait,
+                            settled=board.publish,
                             unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
     leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars), reports=reports,
                     warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
@@ -180,7 +179,7 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
     reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
     worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
-                                   lambda: leading.load(parts))
+                                   lambda: worker_load(leader, board.load))
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
@@ -188,7 +187,7 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
     async with _listening(process, server):
         leader.start()
         try:
-            async with background(process.stop, _refresh(leading, parts), _watch_agent(stage.agent),
+            async with background(process.stop, _refresh(parts, board), _watch_agent(stage.agent),
                                   _watch_engine(leader)):
                 await process.stop.wait()
         finally:
@@ -260,11 +259,11 @@ async def _listening(process: _Process, server: GrpcServer) -> AsyncIterator[Non
         exposition.close()
 
 
-async def _refresh(leading: LeadingRole, parts: LeaderParts) -> None:
+async def _refresh(parts: LeaderParts, board: LoadBoard) -> None:
     """Keep the gauges current."""
     while True:
-        parts.meters.on_load(await leading.load(parts))
-        parts.meters.on_occupancy(await leading.occupancy(parts), num_draining=parts.reclaimer.open_tasks)
+        parts.meters.on_load(worker_load(parts.leader, board.load))
+        parts.meters.on_occupancy(board.occupancy, num_draining=parts.reclaimer.open_tasks)
         await asyncio.sleep(0.25)
 
 

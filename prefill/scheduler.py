@@ -20,7 +20,7 @@ from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepResult
 from engine.sampling.scoring import Scores
 from pool.request.entry import Entry, Failed
-from pool.stage.metrics import PoolOccupancy
+from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
@@ -80,15 +80,6 @@ class PrefillLimits:
     drafts: bool = False
 
 
-@dataclass(frozen=True)
-class PrefillLoad:
-    queued_requests: int
-    queued_tokens: int
-    running_requests: int
-    pages_free: int
-    slots_free: int
-
-
 @dataclass
 class PrefillScheduler:
     """Implements `engine.loop.Scheduler`."""
@@ -132,11 +123,11 @@ class PrefillScheduler:
         if entry.in_flight == 0:
             self._forget(entry)
 
-    def load(self) -> PrefillLoad:
+    def load(self) -> SchedulerLoad:
         queued = [self._entries[key] for _, key in self._queue if key in self._entries]
         tokens = sum(entry.remaining for entry in [*queued, *self._running])
-        return PrefillLoad(len(queued), tokens, len(self._entries) - len(queued), self.pages.num_free,
-                           self.slots.num_free)
+        return SchedulerLoad(len(queued), len(self._entries) - len(queued), self.pages.num_free, self.slots.num_free,
+                             queued_tokens=tokens)
 
     def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for computing a prompt or for its handoff, and how old the queue is."""
