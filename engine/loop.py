@@ -80,7 +80,7 @@ class EngineLoop:
         self._on_lost: LostListener = lambda error: None
         self._failure: BaseException | None = None
         self._in_flight: deque[tuple[ForwardBatch, float]] = deque()
-        self._commands: queue.Queue[Callable[[], object]] = queue.Queue(MAX_COMMANDS)
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._was_busy = False
         self._busy_since_s: float | None = None
@@ -106,11 +106,9 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
     def post(self, command: Callable[[], object]) -> None:
-        """Run `command` on the loop's thread, soon. Raises CapacityError when too many are queued."""
-        try:
-            self._commands.put_nowait(command)
-        except queue.Full:
-            raise CapacityError("the engine has too many commands queued", resource="engine commands") from None
+        """Run `command` on the loop's thread, soon. Never refused: what gives memory back, or tells of a stage, must
+        not be lost. There are as many such commands as there were `submit`s, which are bounded, and stages."""
+        self._commands.put(command)
         pipeline = self._pipeline
         if pipeline is not None:
             pipeline.wake()
@@ -120,7 +118,15 @@ class EngineLoop:
 
         `undo(result)` runs on the loop's thread if the caller was cancelled and will never see the result: what was
         taken for it is given back.
+
+        Raises:
+            CapacityError: too many commands are queued.
+            UnavailableError: the loop's thread has ended.
         """
+        if self._failure is not None:
+            raise UnavailableError(f"the engine has ended: {self._failure}")
+        if self._commands.qsize() >= MAX_COMMANDS:
+            raise CapacityError(f"the engine has {MAX_COMMANDS} commands queued", resource="engine commands")
         loop = asyncio.get_running_loop()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 

@@ -123,6 +123,7 @@ class JoinMessages:
         self._loop = loop
         self._window: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
         self.joined = False
+        self.on_overflow: Callable[[], object] = lambda: None
 
     def report(self, event: StageSessionEvent) -> None:
         """From the stage's transfer agent, for the leader; any thread. Dropped while there is none."""
@@ -133,11 +134,18 @@ class JoinMessages:
             self.send(pb.JoinRequest(session=codec.event_to_proto(event)))
 
     def send(self, message: pb.JoinRequest) -> None:
-        self._window.put_nowait(message)
+        """Never fails, and loses nothing while the stream lives: a leader that lets thousands pile up is lost."""
+        self._put(message)
 
     def end(self) -> None:
         """Half-close the stream, whereupon the leader counts this stage as lost."""
-        self._window.put_nowait(None)
+        self._put(None)
+
+    def _put(self, message: pb.JoinRequest | None) -> None:
+        try:
+            self._window.put_nowait(message)
+        except asyncio.QueueFull:
+            self.on_overflow()
 
     async def after(self, hello: pb.JoinRequest) -> AsyncIterator[pb.JoinRequest]:
         """Of a new stream, which begins with `hello`."""
@@ -188,9 +196,15 @@ class Follower:
             while True:
                 began_s = time.monotonic()
                 try:
-                    async for command in stub.Join(self._messages.after(self._hello())):
+                    call = stub.Join(self._messages.after(self._hello()))
+                    self._messages.on_overflow = call.cancel
+                    async for command in call:
                         self._obey(command, on_joined)
                     logger.info("the leader %s closed the pool", self._config.leader)
+                except asyncio.CancelledError:
+                    if (task := asyncio.current_task()) is None or task.cancelling():
+                        raise
+                    logger.warning("the leader %s reads nothing any more", self._config.leader)
                 except grpc.aio.AioRpcError as error:
                     logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
                 finally:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,25 +33,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StageLink:
-    """A joined stage: what it said of itself, and the commands on their way to it."""
+    """A joined stage: what it said of itself, and the commands on their way to it.
+
+    No command of a stage that stays is lost: where one finds no place behind those that the stage has not read, the
+    stage is lost with it, and nothing touches its memory before it has joined again.
+    """
 
     rank: int
     endpoint: StageEndpoint
     channel_address: bytes
     window: asyncio.Queue[pb.JoinResponse | None] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
+    on_overflow: Callable[[], object] = lambda: None
 
     def send(self, **command: Message) -> None:
-        """Queue one command. A stage that lets thousands pile up is as good as lost: asyncio.QueueFull says so."""
-        self.window.put_nowait(pb.JoinResponse(**command))  # type: ignore[arg-type]
+        """Queue one command. Never fails: a stage that lets thousands pile up is lost, as the membership will say."""
+        self._put(pb.JoinResponse(**command))  # type: ignore[arg-type]
 
     def dismiss(self) -> None:
         """Say goodbye: the stage's stream ends when all that was said before has gone out."""
-        self.window.put_nowait(None)
+        self._put(None)
 
     def wake(self) -> None:
         """Whoever waits for a command is to look whether the stream goes on."""
-        with suppress(asyncio.QueueFull):  # then nobody waits
-            self.dismiss()
+        self._put(None)
+
+    def _put(self, command: pb.JoinResponse | None) -> None:
+        try:
+            self.window.put_nowait(command)
+        except asyncio.QueueFull:
+            self.on_overflow()
 
 
 class MembershipObserver(Protocol):
@@ -90,6 +99,9 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
     async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
                    context: Context) -> AsyncIterator[pb.JoinResponse]:
         link = self._welcome(await first_message(request_iterator, HELLO_TIMEOUT_S))
+        handler = asyncio.current_task()
+        assert handler is not None
+        link.on_overflow = handler.cancel  # it waits for the stage to read
         reader = asyncio.create_task(self._read(link, request_iterator))
         reader.add_done_callback(lambda ended: link.wake())
         try:

@@ -27,7 +27,7 @@ from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from tests.pool.pipeline.test_membership import SAME, Observer
 from tests.support.handoff import Pool, hybrid_specs
 from transfer.agent.agent import AgentLimits, AgentStats, TransferAgent
-from transfer.plan.handoff_terms import StageSessionState
+from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 
 SPECS = hybrid_specs(2)
 
@@ -70,6 +70,7 @@ class Rig:
     channel: ScriptedChannel
     pool: Pool
     joining: asyncio.Task[None]
+    messages: JoinMessages
 
     @property
     def agent(self) -> TransferAgent:
@@ -104,10 +105,10 @@ async def joined() -> AsyncIterator[Rig]:
     engine = FollowerEngine(stage, lambda *given: [], cast(PoolChannel, channel), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
     engine.start()
-    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL,
-                        JoinMessages(asyncio.get_running_loop()))
+    messages = JoinMessages(asyncio.get_running_loop())
+    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL, messages)
     joining = asyncio.create_task(follower.run(lambda serving: None))
-    rig = Rig(leader, network, channel, pool, joining)
+    rig = Rig(leader, network, channel, pool, joining, messages)
     try:
         await leader.until("formed 1")
         await rig.until(lambda: channel.num_formings == 1)
@@ -201,3 +202,13 @@ async def test_an_engine_that_meets_an_error_makes_the_pool_form_anew() -> None:
         await rig.leader.until("lost 1")
         await rig.leader.until("formed 2")
         await rig.until(lambda: rig.channel.num_formings == 2)
+
+
+async def test_a_report_that_finds_no_place_ends_the_stay_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader would wait for it, and keep the memory of the request leased."""
+    monkeypatch.setattr(follower_module, "EVENT_LIMIT", 4)
+    async with joined() as rig:
+        for _ in range(10):  # before anything is written
+            rig.messages.report(StageSessionEvent("s", 0, StageSessionState.DRAINED))
+        await rig.leader.until("lost 1")
+        await rig.leader.until("formed 2")

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from engine.core.layer_range import LayerRange
+from pool.pipeline import membership
 from pool.pipeline.membership import PipelineService, StageLink
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
@@ -197,6 +198,25 @@ async def test_commands_reach_the_stage_in_order() -> None:
             observer.links[0].send(close_session=pb.CloseSession(session_id=str(i)))
         await first.read()
         assert [(await first.read()).close_session.session_id for _ in range(3)] == ["0", "1", "2"]
+
+
+async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that_stays_is(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gives memory back must reach every stage that keeps its memory."""
+    monkeypatch.setattr(membership, "OUTBOX_LIMIT", 8)
+    async with leader() as (observer, stub):
+        deaf, second = FakeStage(stub), FakeStage(stub)
+        await deaf.hello(1)
+        await second.hello(2)
+        await observer.until("formed 1")
+        async with asyncio.timeout(60):
+            while "lost 1" not in observer.log:
+                observer.links[0].send(close_session=pb.CloseSession(session_id="s" * (1 << 20)))
+                await asyncio.sleep(0.005)
+        await second.read()
+        observer.links[1].send(close_session=pb.CloseSession(session_id="last"))
+        assert (await second.read()).close_session.session_id == "last"
+        assert "lost 2" not in observer.log
 
 
 @pytest.mark.parametrize(("rank", "layers", "compatibility", "message"), [
