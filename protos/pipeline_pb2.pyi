@@ -22,18 +22,20 @@ STAGE_SESSION_STATE_FAILED: StageSessionState
 STAGE_SESSION_STATE_DRAINED: StageSessionState
 
 class StageHello(_message.Message):
-    __slots__ = ("rank", "endpoint", "channel_address", "compatibility", "compatibility_text")
+    __slots__ = ("rank", "endpoint", "channel_address", "compatibility", "compatibility_text", "pool_epoch")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    POOL_EPOCH_FIELD_NUMBER: _ClassVar[int]
     rank: int
     endpoint: _transfer_pb2.StageEndpoint
     channel_address: bytes
     compatibility: str
     compatibility_text: str
-    def __init__(self, rank: _Optional[int] = ..., endpoint: _Optional[_Union[_transfer_pb2.StageEndpoint, _Mapping]] = ..., channel_address: _Optional[bytes] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ...) -> None: ...
+    pool_epoch: int
+    def __init__(self, rank: _Optional[int] = ..., endpoint: _Optional[_Union[_transfer_pb2.StageEndpoint, _Mapping]] = ..., channel_address: _Optional[bytes] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., pool_epoch: _Optional[int] = ...) -> None: ...
 
 class StageSession(_message.Message):
     __slots__ = ("session_id", "epoch", "state", "error_reason", "error_text", "num_bytes")

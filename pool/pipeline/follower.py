@@ -168,6 +168,7 @@ class Follower:
         self._channel_address = channel_address
         self._messages = messages
         self._is_leaving = False
+        self._pool_epoch = 0  # the highest that any leader gave; frames of it, or below, are old ones to a new pool
         self._has_parted = asyncio.Event()
 
     async def leave(self, grace_s: float) -> None:
@@ -222,11 +223,12 @@ class Follower:
         return pb.JoinRequest(hello=pb.StageHello(
             rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
             channel_address=self._channel_address, compatibility=compatibility.digest,
-            compatibility_text=compatibility.text))
+            compatibility_text=compatibility.text, pool_epoch=self._pool_epoch))
 
     def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
         match command.WhichOneof("command"):
             case "formed":
+                self._pool_epoch = max(self._pool_epoch, command.formed.pool_epoch)
                 self._engine.form(list(command.formed.channel_addresses), command.formed.pool_epoch)
                 on_joined(True)  # noqa: FBT003
             case "open_session":

@@ -1,13 +1,12 @@
 """Who is in a pool: stages 1..n-1 join stage 0 and stay joined as long as their stream lives.
 
 Leader side. A pool is *formed* when every rank has joined with the layers it should have; each forming gets a new
-epoch, and every stage reconnects its batch channel to it. A stage that is lost breaks the pool until it, or its
-successor, joins.
+epoch, above those that any of its stages has seen, and every stage reconnects its batch channel to it. A stage that is
+lost breaks the pool until it, or its successor, joins.
 """
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +26,7 @@ from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
 Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
 HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536
+MAX_EPOCH = 1 << 47  # half of what tags of frames have room for; nobody gets there by forming
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         self._observer = observer
         self._check_channels = check_channels
         self._links: dict[int, StageLink] = {}
-        self._epoch = 0  # of the latest forming; above those of any earlier life of this leader, which stages remember
+        self._epoch = 0  # the highest that this leader has given or heard of; stages remember those of earlier leaders
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -133,6 +133,9 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         others = {rank: link.channel_address for rank, link in self._links.items() if rank != hello.rank}
         joined = sorted({0: self._leader_channel, **others, hello.rank: hello.channel_address}.items())
         self._check_channels([address for _, address in joined])
+        if hello.pool_epoch > MAX_EPOCH:
+            raise ConfigError(f"pool_epoch must be at most {MAX_EPOCH}, got {hello.pool_epoch}", field="pool_epoch")
+        self._epoch = max(self._epoch, hello.pool_epoch)
         previous = self._links.pop(hello.rank, None)
         if previous is not None:
             self._observer.stage_lost(hello.rank)
@@ -144,7 +147,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         return link
 
     def _form(self) -> None:
-        self._epoch = max(self._epoch + 1, int(time.time() * 1e3))
+        self._epoch += 1
         links = [self._links[rank] for rank in range(1, len(self._layers))]
         addresses = [self._leader_channel, *(link.channel_address for link in links)]
         for link in links:

@@ -71,6 +71,7 @@ class Rig:
     pool: Pool
     joining: asyncio.Task[None]
     messages: JoinMessages
+    service: PipelineService
 
     @property
     def agent(self) -> TransferAgent:
@@ -96,9 +97,9 @@ async def joined() -> AsyncIterator[Rig]:
     leader.agent, leader.stats = agent, []
     server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
         new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    pipeline_pb2_grpc.add_PipelineServicer_to_server(PipelineService(
-        layers=[layers, layers], compatibility=SAME, leader_channel=b"0", observer=leader,
-        check_channels=lambda addresses: None), server.grpc)
+    service = PipelineService(layers=[layers, layers], compatibility=SAME, leader_channel=b"0", observer=leader,
+                              check_channels=lambda addresses: None)
+    pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
     config = cast(WorkerConfig, SimpleNamespace(leader=await server.start(), rank=1))
     stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(compatibility=SAME), executor=None,
                                         drafter=None))
@@ -108,7 +109,7 @@ async def joined() -> AsyncIterator[Rig]:
     messages = JoinMessages(asyncio.get_running_loop())
     follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL, messages)
     joining = asyncio.create_task(follower.run(lambda serving: None))
-    rig = Rig(leader, network, channel, pool, joining, messages)
+    rig = Rig(leader, network, channel, pool, joining, messages, service)
     try:
         await leader.until("formed 1")
         await rig.until(lambda: channel.num_formings == 1)
@@ -212,3 +213,11 @@ async def test_a_report_that_finds_no_place_ends_the_stay_in_the_pool(monkeypatc
             rig.messages.report(StageSessionEvent("s", 0, StageSessionState.DRAINED))
         await rig.leader.until("lost 1")
         await rig.leader.until("formed 2")
+
+
+async def test_a_stage_tells_the_next_leader_which_epochs_are_over() -> None:
+    async with joined() as rig:
+        rig.service._epoch = 0  # as of a leader that has just started
+        rig.leader.links[0].dismiss()
+        await rig.leader.until("formed 2")
+        assert rig.leader.epochs[1] > rig.leader.epochs[0]

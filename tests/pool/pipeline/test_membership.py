@@ -1,6 +1,7 @@
 """Joining a pool over real gRPC: forming, refusing, losing and replacing a stage."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -62,11 +63,11 @@ class FakeStage:
         self._call = join()
 
     async def hello(self, rank: int, *, layers: LayerRange | None = None, compatibility: str = "same",
-                    channel: str = "channel") -> None:
+                    channel: str = "channel", pool_epoch: int = 0) -> None:
         endpoint = StageEndpoint(layers or RANGES[rank], b"ucx", f"life-{rank}")
         await self.send(pb.JoinRequest(hello=pb.StageHello(
             rank=rank, endpoint=codec.endpoint_to_proto(endpoint), channel_address=f"{channel}-{rank}".encode(),
-            compatibility=compatibility, compatibility_text=f"weights {compatibility}")))
+            compatibility=compatibility, compatibility_text=f"weights {compatibility}", pool_epoch=pool_epoch)))
 
     async def send(self, request: pb.JoinRequest) -> None:
         await self._call.write(request)
@@ -124,6 +125,32 @@ async def test_a_pool_forms_when_the_last_stage_joins_and_again_after_a_loss() -
         assert (await successor.read()).formed.pool_epoch == (await first.read()).formed.pool_epoch
         assert observer.epochs[1] > observer.epochs[0]
         assert observer.log == ["formed 1", "lost 2", "formed 2"]
+
+
+async def test_a_leader_that_starts_anew_forms_above_what_its_stages_have_seen_whatever_its_clock_says(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages refuse an epoch that is not above the one they have: a clock that is behind would keep the pool away."""
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        seen = 1_800_000_000_000  # as leaders before this one gave them
+        await first.hello(1, pool_epoch=seen)
+        await second.hello(2, pool_epoch=seen - 7)
+        assert (await first.read()).formed.pool_epoch == (await second.read()).formed.pool_epoch > seen
+        second.die()
+        await observer.until("lost 2")
+        successor = FakeStage(stub)
+        await successor.hello(2)
+        await successor.read()
+        assert observer.epochs[1] > observer.epochs[0]
+
+
+async def test_an_epoch_that_no_forming_gave_is_refused_by_name() -> None:
+    async with leader() as (_, stub):
+        stage = FakeStage(stub)
+        await stage.hello(1, pool_epoch=membership.MAX_EPOCH + 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="pool_epoch must be at most"):
+            await stage.read()
 
 
 async def test_a_stage_that_leaves_waits_for_goodbye_and_hears_all_that_was_said_before() -> None:
