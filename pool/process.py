@@ -33,7 +33,7 @@ from runtime.access import PeerRole
 from runtime.announce import Announcement, write_announcement
 from runtime.certificates import CertificateStore
 from runtime.clock import SystemClock
-from runtime.errors import InternalError, UnavailableError
+from runtime.errors import InternalError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import RpcMetrics, StageMetrics
 from runtime.security import ChannelSecurity, ServerSecurity
@@ -175,7 +175,8 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
                             unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
     leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars), reports=reports,
                     warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
-                    empty=lambda grace_s: server.empty(grace_s=grace_s), observer=observer, on_frame=meters.on_frame)
+                    empty=lambda grace_s: server.empty(grace_s=grace_s), hand_back=server.hand_back,
+                    observer=observer, on_frame=meters.on_frame)
     reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
     worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
@@ -275,7 +276,5 @@ async def _watch_agent(agent: TransferAgent) -> None:
 
 
 async def _watch_engine(leader: Leader) -> None:
-    """The same of a leader whose engine cannot go on."""
-    while leader.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
-        await asyncio.sleep(0.5)
-    raise UnavailableError(f"this worker cannot go on: {leader.failure}")
+    """The same of a leader that can never serve again."""
+    raise await leader.until_failed()

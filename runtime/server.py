@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from runtime.config import Address, parse_address
-from runtime.errors import ConfigError, DeadlineError, FieldViolation, InvalidRequestError
+from runtime.errors import BatonError, ConfigError, DeadlineError, DrainingError, FieldViolation, InvalidRequestError
 from runtime.interceptor import CallGuard
 from runtime.metrics import RpcMetrics
 from runtime.security import OPEN_SERVER, ServerSecurity
@@ -140,7 +140,11 @@ class GrpcServer:
         the services."""
         if not await self._guard.wait_quiet(timeout_s=grace_s):
             logger.warning("calls still in flight after the grace period are handed back", extra={"grace_s": grace_s})
-        self._guard.hand_back()
+        await self.hand_back(DrainingError("the server is stopping"))
+
+    async def hand_back(self, error: BatonError) -> None:
+        """End the calls in flight with this error, so that their callers go on elsewhere; the server stays."""
+        self._guard.hand_back(error)
         await self._guard.wait_quiet(timeout_s=1.0)
 
     async def drain(self, *, grace_s: float) -> None:

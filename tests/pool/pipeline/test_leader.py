@@ -93,6 +93,7 @@ class Rig:
     scheduler: OneBatch
     may_let_go: asyncio.Event  # whether what runs has ended, when a stage leaves
     serving: list[str] = field(default_factory=list)  # why not, or ""
+    handed_back: list[BatonError] = field(default_factory=list)  # with what requests were ended
 
     async def until_serving(self, *, now: bool = True) -> None:
         async with asyncio.timeout(60):
@@ -107,7 +108,7 @@ class Rig:
 
 @asynccontextmanager
 async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = nothing) -> AsyncIterator[Rig]:
-    scheduler, reasons = OneBatch(), list[str]()
+    scheduler, reasons, handed_back = OneBatch(), list[str](), list[BatonError]()
     stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
                             plan=SimpleNamespace(ranges=RANGES[:world_size], compatibility=SAME))
     stage.agent = SimpleNamespace(endpoint=None)
@@ -118,12 +119,16 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def empty(grace_s: float) -> None:
         await may_let_go.wait()
 
+    async def hand_back(error: BatonError) -> None:
+        handed_back.append(error)
+
     leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size)), cast(Stage, stage), scheduler,
-                    lambda *given: [], warm_up=warm_up, empty=empty, reports=SessionReports(asyncio.get_running_loop()),
+                    lambda *given: [], warm_up=warm_up, empty=empty, hand_back=hand_back,
+                    reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()
     try:
-        yield Rig(leader, scheduler, may_let_go, reasons)
+        yield Rig(leader, scheduler, may_let_go, reasons, handed_back)
     finally:
         leader.stop()
 
@@ -147,6 +152,7 @@ def broken_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_module, "check_channels", lambda addresses: None)
     monkeypatch.setattr(leader_module, "max_frame_bytes", lambda *given: 0)
     monkeypatch.setattr(leader_module, "WARM_UP_PAUSE_S", 0.02)
+    monkeypatch.setattr(leader_module, "LINGER_S", 0.02)
 
 
 async def test_a_pipeline_that_only_the_engine_sees_broken_forms_anew() -> None:
@@ -202,6 +208,26 @@ async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_rea
             with pytest.raises(UnavailableError, match="this worker cannot go on: the engine stopped: boom"):
                 await process_module._watch_engine(rig.leader)
         assert not rig.leader.serving
+
+
+async def test_an_unhealthy_pool_hands_its_requests_back_and_ends_whoever_joins() -> None:
+    async with leading(2) as rig, joining(rig.leader) as stub:
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        await rig.until_serving()
+        rig.leader.unhealthy("page 3 has two owners")
+        stage.die()
+        await rig.until_said("stage 1 of the pool died")
+        successor = FakeStage(stub)
+        await successor.hello(1)  # a pool that forms anew used to serve again
+        await successor.read()
+        assert rig.leader._warming is not None
+        await rig.leader._warming
+        assert not rig.leader.serving
+        async with asyncio.timeout(60):
+            with pytest.raises(UnavailableError, match="cannot go on: the pool is unhealthy: page 3 has two owners"):
+                await process_module._watch_engine(rig.leader)
+        assert [type(error) for error in rig.handed_back] == [UnavailableError], "its routers move them elsewhere"
 
 
 async def test_a_warm_up_that_fails_is_tried_again() -> None:
