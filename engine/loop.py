@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from engine.core.batch import ForwardBatch
+from engine.hang import StepLimit
 from engine.pipeline.stages import Pipeline, StepResult
 from runtime.errors import BatonError, CapacityError, DeadlineError, InternalError, PeerLostError, UnavailableError
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LostListener = Callable[[BatonError], object]
 T = TypeVar("T")
+ENGINE_THREAD = "engine"
 MAX_COMMANDS = 65536
 
 
@@ -69,13 +71,13 @@ class EngineLoop:
     """
 
     def __init__(self, scheduler: Scheduler, *, observer: LoopObserver | None = None,
-                 step_timeout_s: float = 60, idle_check_s: float = 1.0) -> None:
+                 step_limit: StepLimit | None = None, idle_check_s: float = 1.0) -> None:
         """`idle_check_s` is the least time between two idle checks, which walk every id of the pools."""
         self._scheduler = scheduler
         self._idle_check_s = idle_check_s
         self._checked_s = 0.0
         self._observer = observer or LoopObserver()
-        self._step_timeout_s = step_timeout_s
+        self.step_limit = step_limit or StepLimit()
         self._pipeline: Pipeline | None = None
         self._on_lost: LostListener = lambda error: None
         self._failure: BaseException | None = None
@@ -84,7 +86,7 @@ class EngineLoop:
         self._stopping = False
         self._was_busy = False
         self._busy_since_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
 
     @property
     def failure(self) -> BaseException | None:
@@ -222,11 +224,13 @@ class EngineLoop:
         result = pipeline.collect(0.5)
         self._observer.waited_s(time.monotonic() - began)
         if result is None:
-            if time.monotonic() - launched > self._step_timeout_s:
-                raise PeerLostError(f"a step took longer than {self._step_timeout_s} s")
+            if time.monotonic() - launched > self.step_limit.seconds:
+                raise PeerLostError(f"a step took longer than {self.step_limit.seconds:g} s")
             return
         self._in_flight.popleft()
-        self._observer.step_s(time.monotonic() - launched, batch)
+        step_s = time.monotonic() - launched
+        self.step_limit.observe(step_s)
+        self._observer.step_s(step_s, batch)
         self._scheduler.on_result(batch, result)
 
     def _drain_commands(self) -> None:

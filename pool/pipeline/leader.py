@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from engine.hang import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
 from engine.pipeline.stages import HeadStage, SingleStage
 from engine.sampling.sampler import Sampler
@@ -16,6 +17,7 @@ from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
+from runtime.clock import SystemClock
 from runtime.errors import BatonError, PeerLostError, UnavailableError
 from transfer.plan.handoff_terms import StageSessionEvent
 
@@ -58,9 +60,10 @@ class Leader:
         self._dismissed: set[int] = set()
         self._failure: BatonError | None = None
         self._linger_s = 0.0
+        self._is_hung = False
         self._reports = reports
         self.group = StageGroup(stage.agent, config.world_size, reports)
-        self.loop = EngineLoop(scheduler, observer=observer)
+        self.loop = EngineLoop(scheduler, observer=observer, step_limit=StepLimit(config.step_limit_s))
         self._channel: PoolChannel | None = None
         self._warming: asyncio.Task[None] | None = None
         self.service: PipelineService | None = None
@@ -98,6 +101,8 @@ class Leader:
         for leaving in self._leaving.values():
             leaving.cancel()
         self._close("stopping")
+        if self._is_hung:
+            return  # its thread will not take the command, and is perhaps within the channel
         self.loop.stop()
         if self._channel is not None:
             self._channel.close()
@@ -152,10 +157,19 @@ class Leader:
         self._fail(UnavailableError(f"the pool is unhealthy: {reason}"))
 
     async def until_failed(self) -> UnavailableError:
-        """Wait until this process can never serve again, and hand all requests back. The error that they end with; of an
-        unhealthy pool it comes some seconds later."""
-        while self.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
+        """Wait until this process can never serve again, and hand all requests back. The error that they end with; of
+        an unhealthy pool it comes some seconds later.
+
+        An engine that has been within one step for longer than its limit counts as hung: nobody else would end its
+        requests before their deadlines.
+        """
+        watch = HangWatch(SystemClock())
+        while self.failure is None:  # a thread's end has no event here
             await asyncio.sleep(WATCH_S)
+            if watch.is_over(self.loop.busy_since_s, self.loop.step_limit.seconds):
+                self._is_hung = True
+                self._fail(UnavailableError(f"the engine has been within one step for more than "
+                                            f"{self.loop.step_limit.seconds:g} s"))
         error = UnavailableError(f"this worker cannot go on: {self.failure}")
         self._close(str(error))
         await self._hand_back(error)

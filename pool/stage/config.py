@@ -35,6 +35,10 @@ class WorkerConfig(TlsConfig):
     max_running: int = Field(default=16, ge=1, le=4096, description="requests that hold memory at the same time")
     max_queued: int = Field(default=256, ge=1, le=65536, description="requests that may wait (prefill)")
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
+    step_limit_s: float = Field(
+        default=0, ge=0, le=86400, description="seconds a step may take; then the engine counts as hung, its requests "
+                                               "move elsewhere and the process ends; 0: 20 times the longest step of "
+                                               "late, at least 60")
     numerics: Literal["exact", "fast"] = Field(default="exact", description="exact: the same bits from every topology")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$",
                         description="what layers and cache memory are on: cpu, cuda or cuda:N (with numerics fast)")

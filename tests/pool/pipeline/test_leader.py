@@ -1,6 +1,7 @@
 """A leader whose pipeline breaks though every stage is joined, and one whose warm-up fails."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -107,7 +108,8 @@ class Rig:
 
 
 @asynccontextmanager
-async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = nothing) -> AsyncIterator[Rig]:
+async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = nothing, *,
+                  step_limit_s: float = 0.0) -> AsyncIterator[Rig]:
     scheduler, reasons, handed_back = OneBatch(), list[str](), list[BatonError]()
     stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
                             plan=SimpleNamespace(ranges=RANGES[:world_size], compatibility=SAME))
@@ -122,9 +124,9 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def hand_back(error: BatonError) -> None:
         handed_back.append(error)
 
-    leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size)), cast(Stage, stage), scheduler,
-                    lambda *given: [], warm_up=warm_up, empty=empty, hand_back=hand_back,
-                    reports=SessionReports(asyncio.get_running_loop()),
+    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, step_limit_s=step_limit_s))
+    leader = Leader(config, cast(Stage, stage), scheduler, lambda *given: [], warm_up=warm_up, empty=empty,
+                    hand_back=hand_back, reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()
     try:
@@ -228,6 +230,24 @@ async def test_an_unhealthy_pool_hands_its_requests_back_and_ends_whoever_joins(
             with pytest.raises(UnavailableError, match="cannot go on: the pool is unhealthy: page 3 has two owners"):
                 await process_module._watch_engine(rig.leader)
         assert [type(error) for error in rig.handed_back] == [UnavailableError], "its routers move them elsewhere"
+
+
+async def test_a_hung_engine_hands_its_requests_back_and_ends_its_process() -> None:
+    gate = threading.Event()
+    async with leading(1, step_limit_s=1.0) as rig:
+        await rig.until_serving()
+        rig.leader.loop.post(lambda: gate.wait(60))
+        try:
+            async with asyncio.timeout(30):
+                with pytest.raises(UnavailableError, match="has been within one step for more than 1 s"):
+                    await process_module._watch_engine(rig.leader)
+            assert not rig.leader.serving
+            assert [type(error) for error in rig.handed_back] == [UnavailableError], "its routers move them elsewhere"
+            async with asyncio.timeout(5):
+                await asyncio.to_thread(rig.leader.stop)  # it does not wait for what never ends
+        finally:
+            gate.set()
+            rig.leader.loop.stop()
 
 
 async def test_a_warm_up_that_fails_is_tried_again() -> None:
