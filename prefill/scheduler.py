@@ -1,12 +1,17 @@
-"""Which prompt tokens run next: chunked, packed over requests, oldest and most urgent first.
+"""Which prompt tokens run next: chunked, packed over requests, most urgent and then oldest first.
 
     queued ─▶ started (memory leased) ─▶ chunks in flight ─▶ first token drawn ─▶ held for the handoff ─▶ released
+
+A prompt that is longer than a chunk would keep all others of its priority waiting until its end. So `SHORT_SHARE` of
+the tokens are for prompts that are short beside it, wherever they stand in the queue. Chunks end on the model's grid
+whatever the order is, so it changes no bit.
 
 A request's memory is leased when it starts, not while it queues, and lives until `release`: the sender reads it.
 Belongs to the engine thread.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,6 +31,8 @@ from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidReq
 
 # Scoring takes a row of logits per token: 80 MB for these at a vocabulary of 150,000.
 SCORED_TOKENS = 128
+SHORT_SHARE = 4  # one token in four goes to prompts that are short beside a long one ...
+SHORT_RATIO = 4  # ... which has at least four times as many tokens left
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,11 @@ class PrefillEntry(Entry[Event]):
     def remaining(self) -> int:
         return len(self.request.prompt_token_ids) - self.computed
 
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Less is sooner: keys grow with arrival."""
+        return self.request.priority, self.key
+
 
 @dataclass(frozen=True)
 class PrefillLimits:
@@ -89,9 +101,10 @@ class PrefillScheduler:
     limits: PrefillLimits
     clock: Clock
     _entries: dict[int, PrefillEntry] = field(default_factory=dict)
-    _queue: list[tuple[int, int]] = field(default_factory=list)  # heap of (priority, key); keys grow with arrival
-    _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished, oldest first
+    _queue: list[tuple[int, int]] = field(default_factory=list)  # heap of (priority, key)
+    _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
     _next_key: int = 1
+    _saved: int = 0  # tokens of the share for short prompts that none has taken yet, at most a chunk
 
     def submit(self, request: Request, emit: Emit) -> int:
         """Queue a request; returns the key that names it in batches.
@@ -122,6 +135,8 @@ class PrefillScheduler:
         entry.released = True
         if entry.in_flight == 0:
             self._forget(entry)
+        elif entry in self._running:
+            self._running.remove(entry)
 
     def load(self) -> SchedulerLoad:
         queued = [self._entries[key] for _, key in self._queue if key in self._entries]
@@ -140,11 +155,20 @@ class PrefillScheduler:
 
     def next_batch(self) -> ForwardBatch | None:
         rows: list[Row] = []
-        budget = self.limits.chunk_tokens
-        for entry in list(self._running):
-            budget -= self._add_chunk(rows, entry, budget)
-        while budget > 0 and (started := self._start_next(budget)) is not None:
-            budget -= self._add_chunk(rows, started, budget)
+        self._saved = min(self._saved + self.limits.chunk_tokens // SHORT_SHARE, self.limits.chunk_tokens)
+        budget = self.limits.chunk_tokens - self._add_short(rows)
+        taken = {row.key for row in rows}
+        waiting = [entry for entry in self._running if entry.key not in taken]
+        running = deque(sorted(waiting, key=lambda each: each.turn))
+        may_start = True
+        while budget > 0:
+            started = None
+            if may_start and (not running or self._is_queued_before(running[0])):
+                started = self._start_next(budget)
+                may_start = started is not None
+            if started is None and not running:
+                break
+            budget -= self._add_chunk(rows, started or running.popleft(), budget)
         return build_batch(ForwardMode.PREFILL, rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
@@ -179,29 +203,74 @@ class PrefillScheduler:
         check_integrity([self.pages.ledger, self.slots.ledger],
                         live_owners={entry.owner for entry in self._entries.values()})
 
-    def _start_next(self, budget: int) -> PrefillEntry | None:
-        """Lease memory for the most urgent queued request; None when nothing waits, it does not fit yet, or `budget`
-        tokens allow it no chunk: decode reserves for what has started, so that must be running."""
+    def _add_short(self, rows: list[Row]) -> int:
+        """Append chunks of what is short beside the prompt whose turn it is, as far as their share goes; returns their
+        tokens. Nothing when that prompt leaves room for others anyway, or is itself among the short ones."""
+        head = self._head()
+        lead = min(self._running if head is None else [*self._running, head], key=lambda each: each.turn, default=None)
+        if lead is None or lead.remaining <= self.limits.chunk_tokens:
+            return 0
+        waiting = [*self._running, *(self._entries[key] for priority, key in self._queue
+                                     if priority == lead.request.priority and key in self._entries)]
+        short = [entry for entry in waiting if entry.request.priority == lead.request.priority
+                 and entry.remaining * SHORT_RATIO <= lead.remaining]
+        share, taken = self._saved // self.limits.grid * self.limits.grid, 0
+        for entry in sorted(short, key=lambda each: (each.remaining, each.key)):
+            if entry.pages is not None or self._start_early(entry, share - taken):
+                taken += self._add_chunk(rows, entry, share - taken)
+        self._saved -= -(-taken // self.limits.grid) * self.limits.grid  # what the long prompt's chunk ends earlier by
+        return taken
+
+    def _head(self) -> PrefillEntry | None:
+        """The queued request whose turn it is."""
         while self._queue and self._queue[0][1] not in self._entries:
             heapq.heappop(self._queue)  # released while it waited
-        held = len(self._entries) - len(self._queue)
-        if not self._queue or held >= self.limits.max_running:
-            return None
-        entry = self._entries[self._queue[0][1]]
-        if chunk_end(0, entry.remaining, budget, self.limits.grid) == 0:
-            return None
+        return self._entries[self._queue[0][1]] if self._queue else None
+
+    def _is_queued_before(self, entry: PrefillEntry) -> bool:
+        head = self._head()
+        return head is not None and head.turn < entry.turn
+
+    def _start_next(self, budget: int) -> PrefillEntry | None:
+        """Lease memory for the queued request whose turn it is; None when nothing waits, it does not fit yet, or
+        `budget` tokens allow it no chunk."""
+        head = self._head()
+        return head if head is not None and self._start(head, budget) else None
+
+    def _start_early(self, entry: PrefillEntry, budget: int) -> bool:
+        """Whether a queued request has started, before its turn: only beside the one whose turn it is."""
+        head = self._head()
+        if head is None or head is entry:
+            return self._start(entry, budget)
+        has_slot = self.slots.num_total == 0 or self.slots.num_free >= 2
+        has_pages = self._num_pages(entry) + self._num_pages(head) <= self.pages.num_free
+        return has_slot and has_pages and self._num_held + 2 <= self.limits.max_running and self._start(entry, budget)
+
+    @property
+    def _num_held(self) -> int:
+        """Requests that have started and are not forgotten."""
+        return len(self._entries) - len(self._queue)
+
+    def _num_pages(self, entry: PrefillEntry) -> int:
+        return pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
+
+    def _start(self, entry: PrefillEntry, budget: int) -> bool:
+        """Lease memory for a queued request. Not when there is none, nor when `budget` tokens allow it no chunk: decode
+        reserves for what has started, so that must be running."""
+        if self._num_held >= self.limits.max_running or chunk_end(0, entry.remaining, budget, self.limits.grid) == 0:
+            return False
         try:
-            entry.lease(self.pages, self.slots,
-                        pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size))
+            entry.lease(self.pages, self.slots, self._num_pages(entry))
         except CapacityError:
-            return None
-        heapq.heappop(self._queue)
+            return False
+        self._queue.remove(entry.turn)
+        heapq.heapify(self._queue)
         entry.started_s = self.clock.now()
         self._running.append(entry)
         assert entry.pages is not None
         assert entry.slot is not None
         entry.emit(Started(tuple(entry.pages.page_ids), entry.slot.slot_id, entry.started_s - entry.arrived_s))
-        return entry
+        return True
 
     def _add_chunk(self, rows: list[Row], entry: PrefillEntry, budget: int) -> int:
         """Append the entry's next chunk if `budget` tokens allow one; returns its tokens."""
