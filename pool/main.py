@@ -58,6 +58,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         spec_draft_tokens: Annotated[int | None, typer.Option(help="Drafted tokens per step and request.")] = None,
         spec_prompt: Annotated[bool | None, typer.Option(help="Hand over what the draft made of prompts.")] = None,
         spec_adaptive: Annotated[bool | None, typer.Option(help="Shorten drafts while that yields more.")] = None,
+        caller_stall_s: Annotated[float | None, typer.Option(help="Seconds a router may read nothing.")] = None,
         drain_s: Annotated[float | None, typer.Option(help="Seconds SIGTERM leaves running requests.")] = None,
         config: Annotated[Path | None, typer.Option(help="TOML file; flags beat it.")] = None,
         log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,

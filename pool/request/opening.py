@@ -1,7 +1,10 @@
 """How a request's stay on a pool begins and ends, the same for both roles: the stream's first message, the checks
 before any work, and what is given back whatever became of it."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -21,6 +24,8 @@ from runtime.log import bind
 from runtime.server import first_message
 from runtime.tracing import note
 
+logger = logging.getLogger(__name__)
+
 MessageT = TypeVar("MessageT", bound=Message)
 EventT = TypeVar("EventT")
 ResponseT = TypeVar("ResponseT", covariant=True)
@@ -37,6 +42,7 @@ class RequestParts:
     reclaimer: MemoryReclaimer
     meters: LeaderMeters
     grammars: Grammars | None = None
+    stall_s: float = 120.0  # how long the caller may leave a response unread
 
 
 class Stay(Protocol[ResponseT]):
@@ -75,9 +81,29 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest) -> Reque
     return request
 
 
+@contextmanager
+def _cancelled_after(stall_s: float) -> Iterator[None]:
+    """The task of this block, if the block lasts for so long. Not `asyncio.timeout`: the block ends by being closed."""
+    task = asyncio.current_task()
+    assert task is not None
+    stalled = asyncio.get_running_loop().call_later(stall_s, _cancel, task, stall_s)
+    try:
+        yield
+    finally:
+        stalled.cancel()
+
+
+def _cancel(task: asyncio.Task[object], stall_s: float) -> None:
+    logger.warning("a caller has read nothing for %g s: its request is ended", stall_s)
+    task.cancel()
+
+
 async def serve(parts: RequestParts, inbox: Inbox[MessageT, EventT], request: Request,
                 begin: Callable[[], Awaitable[Stay[ResponseT]]]) -> AsyncGenerator[ResponseT, None]:
     """The responses of one request, whose stay `begin` takes a place for. Close it: it ends the stay.
+
+    A caller that leaves a response unread for `stall_s` is gone, though its connection lives: its handler, which waits
+    for it in gRPC, is cancelled, as if it had dropped the stream.
 
     Raises as `check_grammar`, `begin` and `Stay.run` do.
     """
@@ -86,7 +112,8 @@ async def serve(parts: RequestParts, inbox: Inbox[MessageT, EventT], request: Re
         stay = await begin()
         try:
             async for response in stay.run():
-                yield response
+                with _cancelled_after(parts.stall_s):
+                    yield response
         except DeadlineError:
             parts.meters.handoff.leases_expired.inc()
             raise

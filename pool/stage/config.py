@@ -60,6 +60,8 @@ class WorkerConfig(TlsConfig):
     spec_prompt: bool = Field(default=True, description="the draft's state of the prompt is handed over between pools "
                                                         "that both have --draft; no: it never is")
     spec_adaptive: bool = Field(default=True, description="shorten drafts, or draft nothing, while that yields more")
+    caller_stall_s: float = Field(default=120.0, gt=0, description="how long a router may leave a response unread; "
+                                                                   "above its client_stall_s")
     drain_s: float = Field(default=10.0, ge=0, description="how long SIGTERM lets running requests finish")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
     log_style: Literal["human", "json"] = Field(default="human", description="for people or for machines")
