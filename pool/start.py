@@ -1,8 +1,11 @@
 """From flags to a running worker process; everything that loads torch is imported from here on."""
 
 import logging
+import os
+import threading
 from pathlib import Path
 
+from engine.loop import ENGINE_THREAD
 from pool.process import PoolRole, run_worker
 from pool.stage.config import WorkerConfig
 from runtime.config import describe, load
@@ -23,7 +26,12 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
         logger.debug("configuration:\n%s", describe(config))
         await run_worker(config, role, stop)
 
-    return run_process(role.name, run)
+    code = run_process(role.name, run)
+    if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+        # It hangs, perhaps in native code: the interpreter's orderly end would take from under it what it uses.
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def _check(config: WorkerConfig) -> None:

@@ -1,12 +1,18 @@
-"""The Worker service of a leader: facts once, then load at the asked interval, for routers and people."""
+"""The Worker service of a leader: facts once, then load at the asked interval, for routers and people.
+
+A report waits for no step of the engine: it says what the engine's thread has published last.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
 from models.weights_digest import PoolWeights
+from pool.pipeline.leader import Leader
 from pool.stage.config import WorkerConfig
+from pool.stage.metrics import SchedulerLoad
 from pool.stage.stage import StagePlan
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
@@ -32,12 +38,21 @@ def worker_info(config: WorkerConfig, plan: StagePlan, weights: PoolWeights | No
         stages=[str(layers) for layers in plan.ranges])
 
 
+def worker_load(leader: Leader, load: SchedulerLoad) -> pb.WorkerLoad:
+    busy_since_s = leader.loop.busy_since_s
+    return pb.WorkerLoad(
+        serving=leader.serving, reason=leader.reason, queued_requests=load.queued_requests,
+        queued_tokens=load.queued_tokens, running_requests=load.running_requests, pages_free=load.pages_free,
+        slots_free=load.slots_free, open_sessions=leader.group.open_sessions,
+        busy_s=0.0 if busy_since_s is None else time.monotonic() - busy_since_s)
+
+
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called, less often
     while nothing runs and nothing changes. `info()` goes before the first, and again when it is another, because the
     pool has formed."""
 
-    def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], Awaitable[pb.WorkerLoad]]) -> None:
+    def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], pb.WorkerLoad]) -> None:
         self._info = info
         self._load = load
         self._changed = asyncio.Event()
@@ -60,7 +75,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if shown != (info := self._info()):
                 yield pb.WatchResponse(info=info)
                 shown, num_unsent = info, _IDLE_INTERVALS  # the load follows at once
-            load = await self._load()
+            load = self._load()
             if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
                 sent, num_unsent = load, 0
                 yield pb.WatchResponse(load=load)

@@ -22,7 +22,7 @@ STAGE_SESSION_STATE_FAILED: StageSessionState
 STAGE_SESSION_STATE_DRAINED: StageSessionState
 
 class StageHello(_message.Message):
-    __slots__ = ("rank", "endpoint", "channel_address", "settings", "weights")
+    __slots__ = ("rank", "endpoint", "channel_address", "settings", "weights", "pool_epoch")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -35,12 +35,14 @@ class StageHello(_message.Message):
     CHANNEL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    POOL_EPOCH_FIELD_NUMBER: _ClassVar[int]
     rank: int
     endpoint: _transfer_pb2.StageEndpoint
     channel_address: bytes
     settings: _containers.ScalarMap[str, str]
     weights: StageWeights
-    def __init__(self, rank: _Optional[int] = ..., endpoint: _Optional[_Union[_transfer_pb2.StageEndpoint, _Mapping]] = ..., channel_address: _Optional[bytes] = ..., settings: _Optional[_Mapping[str, str]] = ..., weights: _Optional[_Union[StageWeights, _Mapping]] = ...) -> None: ...
+    pool_epoch: int
+    def __init__(self, rank: _Optional[int] = ..., endpoint: _Optional[_Union[_transfer_pb2.StageEndpoint, _Mapping]] = ..., channel_address: _Optional[bytes] = ..., settings: _Optional[_Mapping[str, str]] = ..., weights: _Optional[_Union[StageWeights, _Mapping]] = ..., pool_epoch: _Optional[int] = ...) -> None: ...
 
 class StageWeights(_message.Message):
     __slots__ = ("total", "copies", "draft_total")

@@ -54,7 +54,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._refusal = ""
-        self._expelled: set[asyncio.Task[object]] = set()
+        self._expelled: dict[asyncio.Task[object], BatonError] = {}
 
     def refuse_new(self, reason: str) -> None:
         """From now on new streams end with UNAVAILABLE and this reason: they begin work. A call of one message ends
@@ -71,17 +71,17 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return False
         return True
 
-    def hand_back(self) -> None:
-        """End the calls that count with UNAVAILABLE, so that their callers go on elsewhere."""
-        self._expel(task for task, method in self._tasks.items() if method not in self._background)
+    def hand_back(self, error: BatonError) -> None:
+        """End the calls that count with this error, so that their callers go on elsewhere."""
+        self._expel([task for task, method in self._tasks.items() if method not in self._background], error)
 
     def expel(self) -> None:
         """End every call, the background ones too, with UNAVAILABLE."""
-        self._expel(self._tasks)
+        self._expel(self._tasks, DrainingError("the server is stopping"))
 
-    def _expel(self, tasks: Iterable[asyncio.Task[object]]) -> None:
+    def _expel(self, tasks: Iterable[asyncio.Task[object]], error: BatonError) -> None:
         for task in tasks:
-            self._expelled.add(task)
+            self._expelled[task] = error
             task.cancel()
 
     async def intercept_service(
@@ -135,9 +135,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 yield
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
-                if asyncio.current_task() not in self._expelled:
+                task = asyncio.current_task()
+                if task is None or task not in self._expelled:
                     raise
-                failure = failure_of(DrainingError("the server is stopping"))
+                failure = failure_of(self._expelled[task])
             except grpc.aio.AbortError:
                 code = grpc.StatusCode.UNKNOWN
                 raise
@@ -161,7 +162,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             yield
         finally:
             del self._tasks[task]
-            self._expelled.discard(task)
+            self._expelled.pop(task, None)
             self._metrics.in_flight(method).dec()
             self._note_quiet()
 

@@ -7,8 +7,11 @@
     await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
 """
 
+import asyncio
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 from grpc_channelz.v1 import channelz
@@ -16,13 +19,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from runtime.config import Address, parse_address
-from runtime.errors import ConfigError
+from runtime.errors import BatonError, ConfigError, DeadlineError, DrainingError, FieldViolation, InvalidRequestError
 from runtime.interceptor import CallGuard
 from runtime.metrics import RpcMetrics
 from runtime.security import OPEN_SERVER, ServerSecurity
 from runtime.tracing import UNTRACED, Tracing
 
 logger = logging.getLogger(__name__)
+
+MessageT = TypeVar("MessageT")
 
 # Above the limit the guard enforces, gRPC itself drops messages, with RESOURCE_EXHAUSTED and no details.
 _HARD_LIMIT_FACTOR = 4
@@ -135,7 +140,11 @@ class GrpcServer:
         the services."""
         if not await self._guard.wait_quiet(timeout_s=grace_s):
             logger.warning("calls still in flight after the grace period are handed back", extra={"grace_s": grace_s})
-        self._guard.hand_back()
+        await self.hand_back(DrainingError("the server is stopping"))
+
+    async def hand_back(self, error: BatonError) -> None:
+        """End the calls in flight with this error, so that their callers go on elsewhere; the server stays."""
+        self._guard.hand_back(error)
         await self._guard.wait_quiet(timeout_s=1.0)
 
     async def drain(self, *, grace_s: float) -> None:
@@ -170,3 +179,19 @@ async def _bind(server: grpc.aio.Server, listen: Address, credentials: grpc.Serv
         await server.stop(None)
         raise ConfigError(f"cannot listen on {listen}: the address is in use or not of this machine", field=field)
     return Address(listen.host, port)
+
+
+async def first_message(stream: AsyncIterator[MessageT], timeout_s: float) -> MessageT:
+    """The message that opens a stream.
+
+    Raises:
+        InvalidRequestError: the stream ended without one.
+        DeadlineError: none came in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(stream)
+    except StopAsyncIteration:
+        raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
+    except TimeoutError:
+        raise DeadlineError(f"no request within {timeout_s} s of the stream's opening") from None

@@ -23,7 +23,7 @@ import grpc
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
 from engine.sampling.sampler import Sampler
-from pool.pipeline.join_stream import JoinStream
+from pool.pipeline.join_stream import JoinReports, JoinStream
 from pool.pipeline.membership import weights_to_proto
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
@@ -35,7 +35,6 @@ from runtime.errors import BatonError, DeadlineError, PeerLostError
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from transfer.plan import codec
-from transfer.plan.handoff_terms import StageSessionEvent
 
 REJOIN_MIN_S, REJOIN_MAX_S = 0.1, 2.0  # between two tries; the longer ones are for a leader that refuses
 RECONNECT_S = 0.25  # between two looks whether the leader is there; nothing waits longer for one that is
@@ -118,37 +117,30 @@ class FollowerEngine:
 
 
 class Follower:
-    """Keeps the stage joined to its leader until cancelled."""
+    """Keeps the stage joined to its leader until cancelled. `reports` is what its transfer agent was built with."""
 
     def __init__(self, config: WorkerConfig, stage: Stage, engine: FollowerEngine, channel_address: bytes,
-                 security: ChannelSecurity) -> None:
+                 security: ChannelSecurity, reports: JoinReports) -> None:
         self._config = config
         self._security = security
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
-        self._stream: JoinStream | None = None
-        self._is_leaving = False
-        self._has_parted = asyncio.Event()
+        self._reports = reports
         self._was_formed = False  # since the last try to join
-
-    @property
-    def joined(self) -> bool:
-        return self._stream is not None and self._stream.is_open
-
-    def on_stage_event(self, event: StageSessionEvent) -> None:
-        """Event loop's thread: a report of the transfer agent for the leader."""
-        if self._stream is not None:
-            self._stream.send(pb.JoinRequest(session=codec.event_to_proto(event)))
+        self._is_leaving = False
+        self._pool_epoch = 0  # the highest that any leader gave; frames of it, or below, are old ones to a new pool
+        self._has_parted = asyncio.Event()
 
     async def leave(self, grace_s: float) -> None:
         """Serve on until the leader says goodbye, because nothing runs any more. Not longer than the grace, and not at
         all if the leader is gone."""
         self._is_leaving = True
-        if self._stream is None or not self._stream.is_open:
+        stream = self._reports.stream
+        if stream is None or not stream.is_open:
             return
         logger.info("leaving: waiting for the leader's goodbye")
-        self._stream.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
+        stream.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + GOODBYE_S):
                 await self._has_parted.wait()
@@ -180,9 +172,9 @@ class Follower:
         self._was_formed = False
         logger.info("joining the leader %s", self._config.leader)
         try:
-            async with JoinStream(stub.Join(wait_for_ready=True), self._hello()) as self._stream:
+            async with JoinStream(stub.Join(wait_for_ready=True), self._hello()) as self._reports.stream:
                 self._has_parted.clear()
-                while (command := await self._stream.receive()) is not None:
+                while (command := await self._reports.stream.receive()) is not None:
                     self._obey(command, on_joined)
             logger.info("the leader %s closed the pool", self._config.leader)
         except grpc.aio.AioRpcError as error:
@@ -199,35 +191,35 @@ class Follower:
         return pb.StageHello(
             rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
             channel_address=self._channel_address, settings=self._stage.plan.settings,
-            weights=weights_to_proto(self._stage.weights))
+            weights=weights_to_proto(self._stage.weights), pool_epoch=self._pool_epoch)
 
     def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
         match command.WhichOneof("command"):
             case "formed":
-                self._was_formed = True
+                self._pool_epoch = max(self._pool_epoch, command.formed.pool_epoch)
                 self._engine.form(list(command.formed.channel_addresses), command.formed.pool_epoch)
                 on_joined(True)  # noqa: FBT003
             case "open_session":
                 source = codec.source_from_proto(command.open_session.source)
                 destination = codec.destination_from_proto(command.open_session.destination)
-                if command.open_session.request_key:
+                if command.open_session.HasField("request_key"):
                     self._stage.agent.open_send(command.open_session.request_key, source, destination)
                 else:
                     self._stage.agent.open_receive(source, destination)
             case "close_session":
-                if command.close_session.request_key:
+                if command.close_session.HasField("request_key"):
                     self._stage.agent.close_request(command.close_session.request_key)
                 else:
                     self._stage.agent.close(command.close_session.session_id)
 
     def _drop(self) -> None:
         """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""
-        if self._stream is not None:
-            self._stream.end()
+        if self._reports.stream is not None:
+            self._reports.stream.end()
 
     def _part(self, on_joined: Callable[[bool], None]) -> Future[None]:
         """Stop all that goes on; done when the step that runs is over."""
-        self._stream = None
+        self._reports.stream = None
         on_joined(False)  # noqa: FBT003
         self._has_parted.set()
         self._stage.agent.close_all()

@@ -13,6 +13,8 @@ import grpc
 
 from protos import pipeline_pb2 as pb
 from runtime.errors import PeerLostError
+from transfer.plan import codec
+from transfer.plan.handoff_terms import StageSessionEvent
 
 Call = grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]
 EVENT_LIMIT = 65536
@@ -82,3 +84,19 @@ class JoinStream:
             while (request := await self._outbox.get()) is not None:
                 await self._call.write(request)
             await self._call.done_writing()
+
+
+class JoinReports:
+    """The port of a follower's transfer agent: its reports go to the leader, while there is one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.stream: JoinStream | None = None
+
+    def report(self, event: StageSessionEvent) -> None:
+        """Any thread."""
+        self._loop.call_soon_threadsafe(self._report, event)
+
+    def _report(self, event: StageSessionEvent) -> None:
+        if self.stream is not None:
+            self.stream.send(pb.JoinRequest(session=codec.event_to_proto(event)))

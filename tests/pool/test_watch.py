@@ -1,68 +1,117 @@
-"""What a worker reports, and how often."""
+"""What a worker says of itself while its engine is within a step."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from pool.watch import WorkerService
+from engine.core.batch import ForwardBatch
+from engine.core.request import Request, SamplingParams
+from engine.loop import EngineLoop, LoopObserver
+from engine.memory.pages import PageAllocator
+from engine.memory.slots import SlotAllocator
+from engine.pipeline.stages import StepResult
+from pool.pipeline.leader import Leader
+from pool.stage.metrics import LoadBoard
+from pool.watch import Context, WorkerService, worker_load
+from prefill.scheduler import PrefillLimits, PrefillScheduler
 from protos import worker_pb2 as pb
+from runtime.clock import ManualClock, SystemClock
 from runtime.errors import InvalidRequestError
 
-IDLE, BUSY = pb.WorkerLoad(serving=True, pages_free=9), pb.WorkerLoad(serving=True, pages_free=8, running_requests=1)
+
+class LongForward:
+    """A pipeline of one stage that computes until the test lets it end."""
+
+    depth = 1
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self._batch: ForwardBatch | None = None
+
+    def launch(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+        self.began.set()
+        assert self.may_end.wait(60)
+
+    def collect(self, timeout_s: float) -> StepResult | None:
+        return StepResult(1, [])
+
+    def wake(self) -> None: ...
 
 
-class Loads:
-    """The load of a worker, which counts how often it is asked."""
-
-    def __init__(self, load: pb.WorkerLoad) -> None:
-        self.load = load
-        self.num_looks = 0
-
-    async def __call__(self) -> pb.WorkerLoad:
-        self.num_looks += 1
-        return self.load
+def make_scheduler() -> PrefillScheduler:
+    return PrefillScheduler(pages=PageAllocator(100), slots=SlotAllocator(0), clock=SystemClock(), limits=PrefillLimits(
+        page_size=4, chunk_tokens=8, grid=4, max_running=4, max_queued=4))
 
 
-def watch(service: WorkerService, interval_s: float) -> AsyncIterator[pb.WatchResponse]:
-    return service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Any, None))
+async def loads(service: WorkerService) -> AsyncIterator[pb.WorkerLoad]:
+    async for response in service.Watch(pb.WatchRequest(interval_s=0.05), cast(Context, None)):
+        if response.HasField("load"):
+            yield response.load
 
 
-@pytest.mark.parametrize(("load", "looks_per_report"), [(BUSY, 1), (IDLE, 2)], ids=["busy", "idle"])
-async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(load: pb.WorkerLoad, looks_per_report: int) -> None:
-    loads = Loads(load)
-    reports = watch(WorkerService(lambda: pb.WorkerInfo(role="decode"), loads), 0.05)
-    assert (await anext(reports)).info.role == "decode"
-    assert (await anext(reports)).load == load
-    for count in range(1, 4):
-        assert (await anext(reports)).load == load
-        assert loads.num_looks == 1 + count * looks_per_report
+async def test_load_reports_wait_for_no_step() -> None:
+    """A router takes a worker that is silent for two seconds for lost; a forward may take longer than that."""
+    scheduler, forward = make_scheduler(), LongForward()
+    board = LoadBoard(scheduler, SystemClock())
+    loop = EngineLoop(scheduler, observer=LoopObserver(settled=board.publish))
+    leader = cast(Leader, SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)))
+    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load))
+    loop.start()
+    try:
+        request = Request("r", tuple(range(20)), 5, SamplingParams(temperature=0))
+        await loop.submit(lambda: scheduler.submit(request, lambda event: None))
+        await loop.submit(lambda: scheduler.submit(request, lambda event: None))
+        loop.post(lambda: loop.attach(forward))
+        assert await asyncio.to_thread(forward.began.wait, 60)
+        seen: list[pb.WorkerLoad] = []
+        async with asyncio.timeout(30):
+            async for load in loads(service):
+                seen.append(load)
+                if len(seen) == 5:
+                    break
+        assert [(load.running_requests, load.queued_requests) for load in seen] == [(1, 1)] * 5
+        assert [load.queued_tokens for load in seen] == [20 - 8 + 20] * 5
+        assert all(earlier.busy_s < later.busy_s for earlier, later in pairwise(seen))
+    finally:
+        forward.may_end.set()
+        loop.stop()
 
 
-async def test_a_change_is_reported_at_the_next_look() -> None:
-    loads = Loads(IDLE)
-    reports = watch(WorkerService(pb.WorkerInfo, loads), 0.05)
-    await anext(reports)
-    await anext(reports)
-    loads.load = pb.WorkerLoad(serving=True, pages_free=5)
-    assert (await anext(reports)).load.pages_free == 5
-    assert loads.num_looks == 2
+async def test_an_engine_that_waits_is_not_busy() -> None:
+    loop = EngineLoop(make_scheduler())
+    loop.start()
+    try:
+        await loop.submit(lambda: None)
+        async with asyncio.timeout(30):
+            while loop.busy_since_s is not None:  # noqa: ASYNC110 - happens on the loop's thread
+                await asyncio.sleep(0.005)
+    finally:
+        loop.stop()
 
 
-async def test_readiness_does_not_wait_for_the_interval() -> None:
-    loads = Loads(IDLE)
-    service = WorkerService(pb.WorkerInfo, loads)
-    reports = watch(service, 60.0)
-    await anext(reports)
-    await anext(reports)
-    waiting = asyncio.ensure_future(anext(reports))
-    await asyncio.sleep(0)
-    loads.load = pb.WorkerLoad(serving=False, reason="draining")
-    service.changed()
-    assert (await asyncio.wait_for(waiting, 30)).load.reason == "draining"
+def test_who_waits_grows_older_between_two_publications() -> None:
+    clock = ManualClock()
+    scheduler = make_scheduler()
+    scheduler.clock = clock
+    board = LoadBoard(scheduler, clock)
+    assert board.occupancy.oldest_s == 0
+    scheduler.submit(Request("r", (1, 2), 5, SamplingParams(temperature=0)), lambda event: None)
+    clock.advance(2.0)
+    assert board.load.queued_requests == 0, "nothing was published since"
+    board.publish()
+    assert (board.load.queued_requests, board.occupancy.oldest_s) == (1, 2.0)
+    clock.advance(3.0)
+    assert board.occupancy.oldest_s == 5.0
 
 
-async def test_an_interval_out_of_range_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"interval_s.*0\.05 to 60"):
-        await anext(watch(WorkerService(pb.WorkerInfo, Loads(IDLE)), 0.01))
+@pytest.mark.parametrize("interval_s", [0.0, 61.0])
+async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -> None:
+    service = WorkerService(pb.WorkerInfo, pb.WorkerLoad)
+    with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
+        await anext(aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Context, None))))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decode.entry import Drawn, Event, Failed, Finished
+from decode.entry import Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from decode.steps import DecodeLimits
@@ -31,6 +31,7 @@ from engine.pipeline.tensor_channel import TensorChannel
 from engine.sampling.sampler import sample
 from engine.speculative.drafter import Drafter
 from models.loader import ModelDescription
+from pool.request.entry import Failed
 from runtime.clock import SystemClock
 from runtime.errors import PeerLostError
 from testing.inprocess_channel import InProcessChannel

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.kernels.host import amx, blocks, dot
 from engine.kernels.host.amx import TILE_ROWS, TILE_STEP_BYTES, has_tiles, load_tile_shapes, release_tiles, tile_block
-from engine.kernels.host.blocks import BLOCK_KEYS, LANES, VECTOR_BYTES, fetch, put_in_pairs, soften_for, turn
+from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES, fetch, put_in_pairs, soften_for, turn
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -31,7 +31,7 @@ from engine.kernels.host.compiled import (
     record,
     rounded,
 )
-from engine.kernels.host.dot import Form, dot_block
+from engine.kernels.host.dot import LANES, Form, dot_block
 from engine.kernels.host.team import Team
 from engine.kernels.rows_in_place import RowsInPlace
 

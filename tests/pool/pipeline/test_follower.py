@@ -14,6 +14,7 @@ import pytest
 from models.weights_digest import StageWeights
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.join_stream import JoinReports
 from pool.pipeline.membership import PipelineService
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
@@ -73,8 +74,9 @@ class Rig:
     channel: ScriptedChannel
     pool: Pool
     joining: asyncio.Task[None]
-    follower: Follower
+    reports: JoinReports
     server: GrpcServer
+    service: PipelineService
     address: str
 
     async def end_leader(self) -> None:
@@ -83,7 +85,7 @@ class Rig:
 
     async def start_leader(self) -> None:
         """Another one, under the same address."""
-        self.server = leader_server(self.leader, self.pool, self.address)
+        self.server, self.service = leader_server(self.leader, self.pool, self.address)
         await self.server.start()
 
     @property
@@ -100,14 +102,14 @@ class Rig:
                 await asyncio.sleep(0.005)
 
 
-def leader_server(leader: WatchingLeader, pool: Pool, listen: str) -> GrpcServer:
+def leader_server(leader: WatchingLeader, pool: Pool, listen: str) -> tuple[GrpcServer, PipelineService]:
     layers = pool.stages[0].memory.geometry.layers
     server = GrpcServer(ServerOptions(listen), services=(), metrics=RpcMetrics.create(
         new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    pipeline_pb2_grpc.add_PipelineServicer_to_server(PipelineService(
-        layers=[layers, layers], settings={}, counted={}, leader_channel=b"0", observer=leader,
-        check_channels=lambda addresses: None), server.grpc)
-    return server
+    service = PipelineService(layers=[layers, layers], settings={}, counted={}, leader_channel=b"0", observer=leader,
+                              check_channels=lambda addresses: None)
+    pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
+    return server, service
 
 
 @asynccontextmanager
@@ -118,7 +120,7 @@ async def joined() -> AsyncIterator[Rig]:
     agent = pool.stages[0].agent
     leader = WatchingLeader()
     leader.agent, leader.stats = agent, []
-    server = leader_server(leader, pool, "127.0.0.1:0")
+    server, service = leader_server(leader, pool, "127.0.0.1:0")
     address = await server.start()
     config = cast(WorkerConfig, SimpleNamespace(leader=address, rank=1))
     stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(settings={}), executor=None,
@@ -127,9 +129,10 @@ async def joined() -> AsyncIterator[Rig]:
     engine = FollowerEngine(stage, lambda *given: [], cast(PoolChannel, channel), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
     engine.start()
-    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL)
+    reports = JoinReports(asyncio.get_running_loop())
+    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL, reports)
     joining = asyncio.create_task(follower.run(lambda serving: None))
-    rig = Rig(leader, network, channel, pool, joining, follower, server, address)
+    rig = Rig(leader, network, channel, pool, joining, reports, server, service, address)
     try:
         await leader.until("formed 1")
         await rig.until(lambda: channel.num_formings == 1)
@@ -257,11 +260,11 @@ async def test_whatever_ends_the_stream_the_stage_joins_again(error: Exception,
 
 async def test_a_leader_that_leaves_reports_unread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     async with joined() as rig:
-        stream = rig.follower._stream
+        stream = rig.reports.stream
         assert stream is not None
         monkeypatch.setattr(stream, "_outbox", asyncio.Queue(1))  # which the writer does not read
         for _ in range(2):
-            rig.follower.on_stage_event(StageSessionEvent("s", 1, StageSessionState.COMPLETE))
+            rig.reports.report(StageSessionEvent("s", 1, StageSessionState.COMPLETE))
         await rig.leader.until("lost 1")
         await rig.leader.until("formed 2")
 
@@ -280,3 +283,11 @@ async def test_a_leader_that_comes_back_is_joined_without_a_pause() -> None:
         if waits_s[-1] < 1.0:
             break
     assert min(waits_s) < 1.0
+
+
+async def test_a_stage_tells_the_next_leader_which_epochs_are_over() -> None:
+    async with joined() as rig:
+        rig.service._epoch = 0  # as of a leader that has just started
+        rig.leader.links[0].dismiss()
+        await rig.leader.until("formed 2")
+        assert rig.leader.epochs[1] > rig.leader.epochs[0]
