@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.visibility import TreeMask, tree_mask
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.kernels.rows_in_place import RowsInPlace
@@ -118,7 +117,7 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, dtype: torch.dt
     the size of a pool whose pages this batch reads in place.
 
     Raises:
-        InternalError: a tree mask that does not fit its row, or a page to be read in place that the pool has not.
+        InternalError: a page to be read in place that the pool has not.
     """
     rows, positions = storage_positions(batch)
     pages = batch.page_tables.long()
@@ -138,7 +137,7 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, dtype: torch.dt
 
 def is_read_in_place(batch: ForwardBatch) -> bool:
     """Whether its tokens were drawn, or are drafts in a chain."""
-    return batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and tree_mask(batch) is None and batch.num_tokens > 0
+    return batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and batch.num_tokens > 0
 
 
 def _rows_in_place(batch: ForwardBatch, num_pages: int) -> RowsInPlace:
@@ -177,26 +176,11 @@ def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
 def _rows(batch: ForwardBatch) -> list[_Row]:
     """The rows that bring tokens."""
     rows, first_token = [], 0
-    mask = tree_mask(batch)
     for index, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         if query_len:
-            width = query_len - 1
-            if mask is not None:
-                width = checked_width(mask.visible[index], index, query_len, context_len)
-            rows.append(_Row(index, first_token, context_len, query_len, context_len + query_len - width))
+            rows.append(_Row(index, first_token, context_len, query_len, context_len + 1))
         first_token += query_len
     return rows
-
-
-def checked_width(visible: Tensor, row: int, query_len: int, context_len: int) -> int:
-    """The number of keys a row's tree mask speaks about."""
-    width = visible.shape[1]
-    if visible.shape[0] != query_len or not query_len <= width <= context_len + query_len:
-        raise InternalError(f"tree mask of row {row} is {tuple(visible.shape)}, the row has {query_len} new tokens and "
-                            f"{context_len + query_len} keys")
-    if not visible.diagonal(width - query_len).all():
-        raise InternalError(f"tree mask of row {row} has a token that does not see itself")
-    return width
 
 
 def _grouped(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
@@ -219,16 +203,16 @@ def _group(rows: Sequence[_Row], batch: ForwardBatch, pages: Tensor, geometry: A
     return RowGroup(
         num_rows=len(rows),
         tokens=tokens.flatten(),
-        tiles=tuple(_tiles(rows, tree_mask(batch), pages[[row.index for row in rows]], geometry, dtype)),
+        tiles=tuple(_tiles(rows, pages[[row.index for row in rows]], geometry, dtype)),
     )
 
 
-def _tiles(rows: Sequence[_Row], tree: TreeMask | None, pages: Tensor, geometry: AttentionGeometry,
+def _tiles(rows: Sequence[_Row], pages: Tensor, geometry: AttentionGeometry,
            dtype: torch.dtype) -> Iterator[QueryTile]:
     """`pages`: the rows' page tables."""
     num_tokens, longest = rows[0].num_tokens, max(row.num_keys for row in rows)
     size = min(MAX_TILE_TOKENS, max(_MIN_TILE_TOKENS, _MAX_TILE_SCORES // (geometry.num_heads * longest)))
-    if tree is not None or num_tokens <= _MAX_GROUPED_TOKENS:
+    if num_tokens <= _MAX_GROUPED_TOKENS:
         size = num_tokens
     step, share = key_step(geometry.page_size), geometry.num_heads // geometry.num_kv_heads
     for start in range(0, num_tokens, size):
@@ -237,11 +221,8 @@ def _tiles(rows: Sequence[_Row], tree: TreeMask | None, pages: Tensor, geometry:
         # Not from the first hidden key on: whole vectors are masked several times as fast.
         first_masked = (min(row.num_common for row in rows) + start) // KEY_STEP * KEY_STEP
         keys = torch.arange(first_masked, num_keys)
-        if tree is None:
-            own = torch.tensor([row.context_len for row in rows])[:, None] + torch.arange(start, stop)
-            hidden = keys > own[..., None]
-        else:
-            hidden = torch.stack([_hidden(row, tree.visible[row.index], keys) for row in rows])
+        own = torch.tensor([row.context_len for row in rows])[:, None] + torch.arange(start, stop)
+        hidden = keys > own[..., None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
         yield QueryTile(start, stop, num_keys, _records(pages, num_keys, geometry), first_masked,
                         mask.repeat_interleave(share, 1)[:, None], _written(rows, keys, dtype))
@@ -264,13 +245,6 @@ def _written(rows: Sequence[_Row], keys: Tensor, dtype: torch.dtype) -> Tensor |
 def bits_of(dtype: torch.dtype) -> torch.dtype:
     """The integer type as wide as a floating-point type."""
     return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-
-
-def _hidden(row: _Row, visible: Tensor, keys: Tensor) -> Tensor:
-    """[tokens, keys] bool, True where a token of a tree must not see a key."""
-    columns = (keys - row.num_common).clamp(0, visible.shape[1] - 1)
-    seen = visible[:, columns] | (keys < row.num_common)
-    return ~(seen & (keys < row.num_keys))
 
 
 def _round_up(count: int, step: int) -> int:
