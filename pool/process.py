@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 WATCH_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
+REFRESH_S = 1.0  # between two looks of the gauges; nobody scrapes more often
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,7 @@ async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> 
 
 async def _lead(process: _Process) -> None:
     config, role, stage = process.config, process.role, process.stage
-    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.plan.compatibility.digest,
-                                 stage.counts)
+    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.counts)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -162,6 +162,8 @@ async def _lead(process: _Process) -> None:
 
     def on_serving(serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
         show_health(serving)
+        if leader.weights is not None:
+            meters.pool.compat.info({"hash": leader.compatibility.digest})
         worker_service.changed()
 
     def on_unhealthy(reason: str) -> None:
@@ -176,8 +178,9 @@ async def _lead(process: _Process) -> None:
                     empty=lambda grace_s: server.empty(grace_s=grace_s), observer=observer, on_frame=meters.on_frame)
     reclaimer = MemoryReclaimer(leader.group, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
-    worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
-                                   lambda: leading.load(parts))
+    worker_service = WorkerService(
+        lambda: worker_info(config, stage.plan, leader.weights, role=role.name, incarnation=process.incarnation),
+        lambda: leading.load(parts))
     process.events.listener = lambda event: leader.stage_event(0, event)
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
@@ -264,7 +267,7 @@ async def _refresh(leading: LeadingRole, parts: LeaderParts) -> None:
     while True:
         parts.meters.on_load(await leading.load(parts))
         parts.meters.on_occupancy(await leading.occupancy(parts), num_draining=parts.reclaimer.open_tasks)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(REFRESH_S)
 
 
 async def _watch_agent(agent: TransferAgent) -> None:

@@ -16,11 +16,14 @@ def main() -> None:
     pages = torch.randn(9, 2, 2, 16, 32, generator=generator)
     x = torch.randn(40, 4, 32, generator=generator)  # narrow rows leave most to how their loops begin and end
     angle = torch.randn(40, 1, 16, generator=generator)
-    queries = torch.randn(3, 2, 2, 32, generator=generator)
-    rows = RowsInPlace(torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([37, 50], dtype=torch.int32),
-                       torch.arange(1, 9, dtype=torch.int32).view(2, 4))
+    queries = torch.randn(3, 4, 32, generator=generator)
+    rows = RowsInPlace(tables=torch.arange(1, 9, dtype=torch.int32).view(2, 4),
+                       tiles=torch.tensor([[0, 0, 1], [1, 1, 2]], dtype=torch.int32),
+                       positions=torch.tensor([37, 50, 51], dtype=torch.int32),
+                       num_in_order=torch.tensor([38, 52], dtype=torch.int32),
+                       paths=torch.empty(3, 0, dtype=torch.long))
     outputs = [*(rms_norm(x, x[0, 0].contiguous(), 1e-6, team, rounds_first=first) for first in (True, False)),
-               rotate_halves(x, angle.cos(), angle.sin(), team), attend_in_place(pages, queries, rows, team)]
+               rotate_halves(x, angle.cos(), angle.sin(), team), attend_in_place(pages, queries, rows, 0.2, team)]
     print(*(hashlib.sha256(output.numpy().tobytes()).hexdigest()[:16] for output in outputs))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pool.pipeline import reclaimer as janitor_module
+from pool.pipeline import reclaimer as module
 from pool.pipeline.group import StageGroup
 from pool.pipeline.reclaimer import MemoryReclaimer
 from runtime.clock import SystemClock
@@ -45,14 +45,14 @@ class FakeLoop:
         command()
 
 
-def make_janitor() -> tuple[MemoryReclaimer, FakeGroup, list[str]]:
+def make_reclaimer() -> tuple[MemoryReclaimer, FakeGroup, list[str]]:
     group = FakeGroup()
     told: list[str] = []
     return MemoryReclaimer(group, FakeLoop(), told.append), group, told  # type: ignore[arg-type]
 
 
 async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10() -> None:
-    reclaimer, group, told = make_janitor()
+    reclaimer, group, told = make_reclaimer()
     done: list[str] = []
     session = ReceiveSession("s", num_stages=2, clock=SystemClock())
     reclaimer.end(lambda: done.append("released"), close=lambda: done.append("closed"), session=session)
@@ -69,15 +69,15 @@ async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10()
 
 
 async def test_without_a_session_memory_is_released_at_once() -> None:
-    reclaimer, _, _ = make_janitor()
+    reclaimer, _, _ = make_reclaimer()
     done: list[str] = []
     reclaimer.end(lambda: done.append("released"))
     assert done == ["released"]
 
 
 async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 0.01)
-    reclaimer, _, told = make_janitor()
+    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 0.01)
+    reclaimer, _, told = make_reclaimer()
     done: list[str] = []
     reclaimer.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
     await until(lambda: told)
@@ -88,8 +88,8 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkey
 async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_despairs(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the pool serve again."""
-    monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 1.0)
-    reclaimer, group, told = make_janitor()
+    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
+    reclaimer, group, told = make_reclaimer()
     done: list[str] = []
     reclaimer.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
     await asyncio.sleep(0)  # it waits
