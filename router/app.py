@@ -43,7 +43,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     Raises:
         ConfigError: the model directory, a file of certificates or tokens, an address or a port cannot be used.
     """
-    logger.info("settings\n%s", describe(config))
+    logger.info("settings", extra=describe(config))
     certificates = config.certificates()
     security = ServerSecurity(certificates, config.client_certificates,
                               None if config.token_file is None else TokenList(config.token_file))

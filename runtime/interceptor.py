@@ -22,7 +22,7 @@ from runtime.errors import BatonError, DrainingError, FieldViolation, InternalEr
 from runtime.log import bound_ids
 from runtime.metrics import RpcMetrics
 from runtime.security import ServerSecurity
-from runtime.status import RpcFailure, failure_of
+from runtime.status import MAX_VIOLATIONS, RpcFailure, failure_of
 from runtime.tracing import UNTRACED, Tracing, context_of
 
 if TYPE_CHECKING:  # generic in the type stubs only
@@ -183,10 +183,13 @@ async def _run(behavior: Behavior, request: object, context: Context) -> object:
 
 
 def _failed(method: str, error: Exception) -> RpcFailure:
-    """Log a failure as what it is (a bug with its traceback, anything else as a line) and give its status."""
+    """Log a failure as what it is (a bug with its traceback, anything else as a line) and give its status. What is
+    wrong with a request quotes it, so the log has only the names of its fields."""
     failure = failure_of(error, bound_ids().get("request_id", ""))
     fields = {"method": method, "code": failure.code.name}
-    if isinstance(error, BatonError) and not isinstance(error, InternalError):
+    if isinstance(error, InvalidRequestError):
+        logger.info("call refused for %s", ", ".join(v.field for v in error.violations[:MAX_VIOLATIONS]), extra=fields)
+    elif isinstance(error, BatonError) and not isinstance(error, InternalError):
         logger.info("call refused or failed: %s", failure.message, extra=fields)
     else:
         logger.error("bug in a handler", exc_info=error, extra=fields)

@@ -96,6 +96,8 @@ def _identity(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolatio
     size = len(request.request_id.encode())
     if size > MAX_REQUEST_ID_BYTES:
         yield FieldViolation("request_id", f"has {size} bytes, the limit is {MAX_REQUEST_ID_BYTES}")
+    elif not request.request_id.isprintable():
+        yield FieldViolation("request_id", "must consist of printable characters")
     if abs(request.priority) > MAX_PRIORITY:
         yield FieldViolation("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {request.priority}")
     for name in ("num_top_logprobs", "num_prompt_logprobs"):
