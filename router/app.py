@@ -93,9 +93,10 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
 
 
 def _server_options(config: RouterConfig) -> ServerOptions:
-    names = ("listen", "health_listen", "max_message_bytes", "keepalive_s", "keepalive_timeout_s",
-             "max_connection_age_s", "max_connection_age_grace_s", "reflection", "channelz")
-    return ServerOptions(**{name: getattr(config, name) for name in names})
+    names = ("listen", "health_listen", "max_message_bytes", "max_calls", "max_held_bytes", "max_streams",
+             "max_connections", "keepalive_s", "keepalive_timeout_s", "max_connection_age_s",
+             "max_connection_age_grace_s", "reflection", "channelz")
+    return ServerOptions(write_s=config.client_stall_s, **{name: getattr(config, name) for name in names})
 
 
 def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_dir: Path) -> None:
