@@ -16,6 +16,7 @@ from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
 from router.request.parts import FlowLimits
 from router.request.prefill_rate import PrefillRateEstimate
+from router.request.priorities import PriorityLimits
 from router.text.model_facts import load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
@@ -66,7 +67,9 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
                         security=security, background_methods=ORCA_METHODS, also_served=(ORCA_SERVICE,),
                         tracing=tracing)
-    generation = GenerationService(model, services, RequestLimits(config.max_request_s, config.client_stall_s), clock)
+    request_limits = RequestLimits(config.max_request_s, config.client_stall_s,
+                                   PriorityLimits.parse(config.priority_limits))
+    generation = GenerationService(model, services, request_limits, clock, security.caller)
     generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
     orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),
                                                                server.grpc)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from router.request.priorities import DEFAULT_LIMITS, PriorityLimitField
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy
 from runtime.config import AddressField
@@ -28,6 +29,9 @@ class RouterConfig(TlsConfig):
     announce: Path | None = None
     client_certificates: ClientCertificates = ClientCertificates.REQUIRED
     token_file: Path | None = None
+    priority_limits: tuple[PriorityLimitField, ...] = Field(
+        default=DEFAULT_LIMITS, description="NAME=PRIORITY: the most urgent priority of a token's holder or a "
+                                            "certificate's name; *: of everybody else.")
     log_level: str = "info"
     log_style: LogStyle = LogStyle.HUMAN
     otel_endpoint: str = ""

@@ -271,10 +271,7 @@ def _when_over(context: Context, then: Callable[[], None]) -> None:
     """Call `then` when gRPC has let go of what arrived of a call: a little after its handler."""
     loop = asyncio.get_running_loop()
 
-    def over(_: Context) -> None:
-        loop.call_later(_SETTLE_S, then)
-
-    context.add_done_callback(over)
+    context.add_done_callback(lambda _: loop.call_later(_SETTLE_S, then))  # type: ignore[arg-type]  # the stubs' error
 
 
 async def _abort(context: Context, failure: RpcFailure) -> None:

@@ -84,7 +84,7 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "far too long a role": (with_chat(("x" * 100_000, "hi")), "chat.messages", "100002 characters"),
     "long request id": (with_fields(request_id="ü" * 65), "request_id", "130 bytes, the limit is 128"),
     "request id of several lines": (with_fields(request_id="a\nb"), "request_id", "printable"),
-    "priority": (with_fields(priority=101), "priority", "between -100 and 100, got 101"),
+    "priority": (with_fields(priority=101), "priority", "between -100 and 100 for this client, got 101"),
     "low priority": (with_fields(priority=-101), "priority", "got -101"),
     "top logprobs": (with_fields(num_top_logprobs=21), "num_top_logprobs", "at most 20, got 21"),
     "negative temperature": (with_sampling(temperature=-0.5), "sampling.temperature", "between 0 and 100, got -0.5"),
