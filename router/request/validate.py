@@ -64,6 +64,11 @@ class AdmissibleRequest:
     wants_text: bool
     num_choices: int = 1
 
+    @property
+    def context_tokens(self) -> int:
+        """What it may come to, prompt plus completion."""
+        return len(self.engine.prompt_token_ids) + self.engine.max_tokens
+
 
 async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None,
                      draw_seed: Callable[[], int], grammars: Grammars | None = None, *,

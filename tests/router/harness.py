@@ -21,6 +21,7 @@ from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
 from router.request.parts import FlowLimits
 from router.request.prefill_rate import PrefillRateEstimate
+from router.request.priorities import PriorityLimits
 from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenise import ChatTemplate, Tokeniser
 from router.workers.directory import Directory, DirectoryOptions
@@ -181,7 +182,7 @@ class Discovered:
     options: DiscoveryOptions
 
 
-REQUEST_LIMITS = RequestLimits(60.0, 30.0)
+REQUEST_LIMITS = RequestLimits(60.0, 30.0, PriorityLimits.parse(["*=-100"]))
 
 
 @asynccontextmanager

@@ -85,7 +85,8 @@ async def test_who_may_push_ahead_is_a_setting(tmp_path: Path) -> None:
 
 async def test_nobody_pushes_ahead_unless_a_setting_says_so() -> None:
     fabric, journal = Fabric(), Journal()
-    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
+    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal),
+                              limits=RequestLimits(60.0, 30.0)) as router:
         error = await router.failure(token_request(PROMPT, priority=-100))
         assert isinstance(error, InvalidRequestError)
         assert error.violations[0].field == "priority"
