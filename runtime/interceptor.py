@@ -57,7 +57,7 @@ _MAX_OTHER_OPEN_CALLS = 4
 _MAX_BACKGROUND_CALLS = 256
 # Of messages being read: bytes in all, and how long the slowest may keep the next one waiting. Those that need no token
 # arrive with the call or are no honest ones.
-_RECEIVING_BYTES, _MAX_PLACES, _PATIENCE_S = 128 << 20, 64, 5.0
+RECEIVING_BYTES, _MAX_PLACES, _PATIENCE_S = 128 << 20, 64, 5.0
 _OPEN_INTAKE = IntakeLimits(places=1, patience_s=0.1, limit_s=5.0)
 # Statuses wait behind what a client has not read; what has arrived of a call outlives its handler.
 _ABORT_S, _SETTLE_S = 1.0, 0.1
@@ -89,7 +89,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._background = background_methods
         self._limits = limits
         self._metrics = metrics
-        places = max(1, min(_MAX_PLACES, _RECEIVING_BYTES // limits.max_message_bytes))
+        places = max(1, min(_MAX_PLACES, RECEIVING_BYTES // limits.max_message_bytes))
         self._intake = Intake(IntakeLimits(places, _PATIENCE_S))
         self._open_intake = Intake(_OPEN_INTAKE)
         self._seats = Seats("calls", limits.max_calls, limits.max_held_bytes)
