@@ -37,6 +37,8 @@ def router(
     client_certificates: Annotated[ClientCertificates | None, typer.Option(
         help="With TLS: whether clients must show one of the authority.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="Bearer tokens clients must show, one per line.")] = None,
+    priority_limits: Annotated[list[str] | None, typer.Option(
+        help="NAME=PRIORITY: the most urgent priority of a client; *: of all others.")] = None,
     announce: Annotated[Path | None, typer.Option(help="Write a JSON file here once listening.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="How workers are chosen.")] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Requests held back at most.")] = None,
@@ -58,7 +60,8 @@ def router(
         "prefill": prefill or None, "decode": decode or None, "model": model, "model_name": model_name,
         "listen": listen, "metrics_port": metrics_port, "announce": announce, "policy": policy,
         "health_listen": health_listen, "tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca,
-        "client_certificates": client_certificates, "token_file": token_file, "max_waiting": max_waiting,
+        "client_certificates": client_certificates, "token_file": token_file,
+        "priority_limits": priority_limits or None, "max_waiting": max_waiting,
         "max_connection_age_s": max_connection_age_s, "max_message_bytes": max_message_bytes, "reflection": reflection,
         "channelz": channelz, "vllm_engine": vllm_engine, "metrics_host": metrics_host, "drain_s": drain_s,
         "log_level": log_level, "log_style": log_style, "otel_endpoint": otel_endpoint,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
 from router.request.parts import RETRY_PAUSE_S, FlowParts, cancel, may_retry, search, suspect
@@ -150,15 +151,15 @@ class DecodeStream:
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
         directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
-        booking = directory.book_decode(prompt, compatibility, tried=self._tried)
+        book = partial(directory.book_decode, prompt, compatibility, context_tokens=self._parts.context_tokens)
+        booking = book(tried=self._tried)
         if booking is None:
             patience_s = self._patience_s(error, compatibility)
             if patience_s <= 0:
                 raise error
             await self._pause()
             self._tried = frozenset()
-            booking = await search(
-                directory, lambda: directory.book_decode(prompt, compatibility, tried=frozenset()), patience_s, error)
+            booking = await search(directory, lambda: book(tried=frozenset()), patience_s, error)
         self._booking.release()
         self._booking = booking
         if self._source is not None:
@@ -192,7 +193,8 @@ class DecodeStream:
         """What is left of it since the first refusal: more where pools live and are only full."""
         now = asyncio.get_running_loop().time()
         self._refused_since = now if self._refused_since is None else self._refused_since
-        is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(compatibility)
+        is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(
+            compatibility, self._parts.context_tokens)
         patience_s = self._parts.limits.capacity_wait_s if is_full else self._parts.limits.peer_wait_s
         return self._refused_since + patience_s - now
 

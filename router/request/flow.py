@@ -268,7 +268,8 @@ class RequestFlow:
         self._prefill.close()
         self._decode.close()
         self._start(await self._migrations.another_pair(self._decode.booking, error,
-                                                        self._request.engine.prompt_token_ids))
+                                                        self._request.engine.prompt_token_ids,
+                                                        self._request.context_tokens))
 
     def _let_prefill_go(self) -> None:
         if not self._is_committed or self._first_token is None:

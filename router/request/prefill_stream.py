@@ -69,7 +69,8 @@ class PrefillStream:
         await asyncio.sleep(RETRY_PAUSE_S)
         directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
         self._booking = await search(
-            directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried),
+            directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried,
+                                                      context_tokens=self._parts.context_tokens),
             self._parts.limits.peer_wait_s, error)
         self._attempts += 1
         self.has_first_token = False

@@ -108,9 +108,14 @@ class Directory:
 
     @property
     def max_context_tokens(self) -> int:
-        """What every worker of this model that was heard of so far can hold, prompt plus completion."""
-        stated = [worker.max_context_tokens for worker in self.workers]
-        return min([self._facts.max_context_tokens, *(limit for limit in stated if limit is not None)])
+        """What the largest pair of workers heard of so far can hold, prompt plus completion: one that is away now may
+        come back. Smaller ones get what they can hold."""
+        prefill, decode = ([worker for worker in self.workers if worker.role is role and
+                            worker.max_context_tokens is not None] for role in WorkerRole)
+        pairs = [min(source.max_context_tokens or 0, pool.max_context_tokens or 0) for source in prefill
+                 for pool in decode if may_pair(source.compatibility, pool.compatibility)]
+        alone = [max(worker.max_context_tokens or 0 for worker in known) for known in (prefill, decode) if known]
+        return min([self._facts.max_context_tokens, *([max(pairs)] if pairs else alone)])
 
     @property
     def revision(self) -> str:
@@ -133,41 +138,51 @@ class Directory:
         return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
                 f"has {here}, decode has {there}")
 
-    def place(self, prompt_token_ids: Sequence[int]) -> WorkerPair | None:
-        """Book a compatible pair that could take the request now or soon; None if there is none."""
+    def place(self, prompt_token_ids: Sequence[int], context_tokens: int = 0) -> WorkerPair | None:
+        """Book a compatible pair that could take the request now or soon; None if there is none. `context_tokens`, here
+        and below, is what the request may come to, prompt plus completion: smaller workers are passed over."""
         num_tokens = len(prompt_token_ids)
-        pools = [worker for worker in self._usable(WorkerRole.DECODE) if worker.as_candidate(num_tokens).has_room]
-        return self._book_pair(self._usable(WorkerRole.PREFILL), pools, prompt_token_ids)
+        pools = [worker for worker in self._usable(WorkerRole.DECODE, context_tokens)
+                 if worker.as_candidate(num_tokens).has_room]
+        return self._book_pair(self._usable(WorkerRole.PREFILL, context_tokens), pools, prompt_token_ids)
 
     def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
-                     tried: frozenset[str]) -> Booking | None:
+                     tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A prefill worker for a request that lost its own; one that was tried only if there is no other."""
-        fitting = self._fitting(WorkerRole.PREFILL, compatibility)
+        fitting = self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
         others = [worker for worker in fitting if worker.address not in tried]
         chosen = self._choose(others or fitting, prompt_token_ids)
         return None if chosen is None else self._book(chosen, prompt_token_ids)
 
     def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
-                    tried: frozenset[str]) -> Booking | None:
+                    tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
-        chosen = self._choose(self._fitting(WorkerRole.DECODE, compatibility), prompt_token_ids, tried, Room.ANY)
+        fitting = self._fitting(WorkerRole.DECODE, compatibility, context_tokens)
+        chosen = self._choose(fitting, prompt_token_ids, tried, Room.ANY)
         return None if chosen is None else self._book(chosen, prompt_token_ids)
 
-    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str) -> WorkerPair | None:
+    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str,
+                    context_tokens: int = 0) -> WorkerPair | None:
         """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
         again and there is no other."""
-        sources, pools = self._fitting(WorkerRole.PREFILL, compatibility), self._usable(WorkerRole.DECODE)
+        sources = self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
+        pools = self._usable(WorkerRole.DECODE, context_tokens)
         others = [worker for worker in pools if worker.address != lost]
         return (self._book_pair(sources, others, prompt_token_ids)
                 or self._book_pair(sources, pools, prompt_token_ids))
 
-    def has_pair(self, compatibility: str) -> bool:
+    def has_pair(self, compatibility: str, context_tokens: int = 0) -> bool:
         """Whether workers of both roles that fit are alive, with room or without."""
-        return self._fits(compatibility, WorkerRole.PREFILL) and self._fits(compatibility, WorkerRole.DECODE)
+        return all(self._fitting(role, compatibility, context_tokens) for role in WorkerRole)
 
-    def has_decode(self, compatibility: str) -> bool:
+    def has_decode(self, compatibility: str, context_tokens: int = 0) -> bool:
         """Whether a decode pool that fits is alive, with room or without."""
-        return self._fits(compatibility, WorkerRole.DECODE)
+        return bool(self._fitting(WorkerRole.DECODE, compatibility, context_tokens))
+
+    def can_hold(self, context_tokens: int) -> bool:
+        """Whether some pair that is alive is large enough, with room or without."""
+        sources = {worker.compatibility for worker in self._usable(WorkerRole.PREFILL, context_tokens)}
+        return any(self._fitting(WorkerRole.DECODE, digest, context_tokens) for digest in sources)
 
     def status(self) -> list[generation_pb2.WorkerStatus]:
         """Every worker, for people."""
@@ -210,11 +225,13 @@ class Directory:
             return None
         return by_address[chosen.address]
 
-    def _fitting(self, role: WorkerRole, compatibility: str) -> list[Worker]:
-        return [worker for worker in self._usable(role) if may_pair(worker.compatibility, compatibility)]
+    def _fitting(self, role: WorkerRole, compatibility: str, context_tokens: int = 0) -> list[Worker]:
+        return [worker for worker in self._usable(role, context_tokens)
+                if may_pair(worker.compatibility, compatibility)]
 
-    def _usable(self, role: WorkerRole) -> list[Worker]:
-        return [worker for worker in self.workers if worker.role is role and worker.is_usable]
+    def _usable(self, role: WorkerRole, context_tokens: int = 0) -> list[Worker]:
+        return [worker for worker in self.workers
+                if worker.role is role and worker.is_usable and worker.can_hold(context_tokens)]
 
     def _digests(self, role: WorkerRole) -> set[str]:
         return {worker.compatibility for worker in self._usable(role)}
