@@ -27,6 +27,7 @@ from baton.render import event_json, log_printer, status_table
 from baton.values import Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape
 from runtime.errors import BatonError, ConfigError, RequestAborted, UnavailableError
+from runtime.log import human_line
 from runtime.supervision import StopSignal, interruptible, run_process
 
 app = typer.Typer(
@@ -130,12 +131,12 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
     async with LocalCluster(settings, sink=sink) as cluster:
         for name, process in cluster.processes.items():
             if (where := process.announcement) is not None:
-                sink("baton", f"{name}: {where.address}, metrics on port {where.metrics_port}")
-        sink("baton", f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}')
+                sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
+        sink("baton", human_line(f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}'))
         try:
             await cluster.wait_ended()
         except asyncio.CancelledError:
-            sink("baton", "stopping when what runs has ended; Ctrl-C once more stops it at once")
+            sink("baton", human_line("stopping when what runs has ended; Ctrl-C once more stops it at once"))
             raise
 
 

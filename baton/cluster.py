@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
@@ -26,12 +27,15 @@ from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
 from runtime.access import PeerRole
+from runtime.announce import Announcement
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
+from runtime.log import human_line
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+_FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _ANY_PORT = "127.0.0.1:0"
 _NARRATOR = "baton"
 _MAX_PROCESSES = 64
@@ -226,8 +230,15 @@ class LocalCluster:
         spec = ProcessSpec(name, role, (*shared, *flags), listen,
                            next(self._cores) if config.one_core_each else None,
                            Path(self._folder.name) / f"{name}.json", leads)
-        self.processes[name] = RoleProcess(spec, self._sink)
+        self.processes[name] = RoleProcess(spec, self._sink, partial(self._until_serving, spec))
         self._lives[name] = asyncio.create_task(self.processes[name].run())
+
+    async def _until_serving(self, spec: ProcessSpec, announcement: Announcement) -> None:
+        """A stage that does not lead serves once it has joined."""
+        service = _SERVICES[spec.role] if spec.leads else _FOLLOWER_SERVICE
+        security = self._config.security.to(PeerRole(spec.role))
+        async with open_channel(announcement.address, security=security) as channel:
+            await wait_serving(channel, service, timeout_s=self._config.ready_timeout_s)
 
     async def _address_of(self, name: str) -> str:
         announcement = await self.processes[name].announced(timeout_s=self._config.ready_timeout_s)
@@ -235,7 +246,7 @@ class LocalCluster:
         return announcement.address
 
     def _say(self, text: str) -> None:
-        self._sink(_NARRATOR, text)
+        self._sink(_NARRATOR, human_line(text))
 
 
 def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int) -> list[str]:

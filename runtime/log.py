@@ -84,13 +84,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def human_line(text: str, *, level: str = "info", at_s: float | None = None) -> str:
+    """Time, level, text: how every line for people begins, those of programs without a logger, too. `at_s` is seconds
+    since 1970, now if None."""
+    at_s = time.time() if at_s is None else at_s
+    return f"{time.strftime('%H:%M:%S', time.localtime(at_s))}.{int(at_s % 1 * 1e3):03d} {level:7} {text}"
+
+
 class HumanFormatter(logging.Formatter):
     """Time, level, message, key=value."""
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
-        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}"
+        line = human_line(record.getMessage(), level=record.levelname.lower(), at_s=record.created)
         line += f"  {fields}" if fields else ""
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 

@@ -17,11 +17,11 @@ from protos import generation_pb2
 from router.text.model_facts import ModelFacts
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Draw, Policy, choose
-from router.workers.watch import watch_worker
+from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Role, Worker
 from router.workers.worker_set import Roster, open_source
 from runtime.access import PeerRole
-from runtime.client import open_channel
+from runtime.client import ChannelOptions, open_channel
 from runtime.metrics import RouterMetrics
 from runtime.pairing import may_pair
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
@@ -89,7 +89,8 @@ class Directory:
         await self._roster.run()
 
     def _worker(self, role: Role, address: str) -> Worker:
-        channel = open_channel(address, security=self._options.security.to(PeerRole(role.value)))
+        channel = open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
+                               security=self._options.security.to(PeerRole(role.value)))
         return Worker(role, address, channel, self._on_change, self._options.decode_lookahead)
 
     def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
