@@ -41,7 +41,8 @@ def model(folder: Path, name: str = "good") -> Path:
 
 
 def config(folder: Path, name: str = "good") -> ClusterConfig:
-    return ClusterConfig(model=model(folder, name), listen="127.0.0.1:0", decode_pp=2, ready_timeout_s=120)
+    return ClusterConfig(model=model(folder, name), listen="127.0.0.1:0", decode_pp=2, ready_timeout_s=120,
+                         forks_workers=False)
 
 
 class Log:
@@ -208,8 +209,9 @@ def test_bad_counts_are_refused_before_anything_starts(tmp_path: Path, log: Log,
 
 
 def up(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "baton", "up", "--model", str(model(folder)), "--listen",
-                             "127.0.0.1:0", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "baton", "up", "--model", str(model(folder)), "--listen", "127.0.0.1:0"]
+    return subprocess.Popen([*command, "--no-preload", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True)
 
 
 def read_until(child: subprocess.Popen[str], word: str) -> list[str]:

@@ -36,8 +36,9 @@ runpy.run_module({module!r}, run_name="__main__")
 
 
 def output(program: str, **environment: str) -> tuple[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True,
-                          env={key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"} | environment)
+                          env=inherited | environment)
     return done.stdout, done.stderr
 
 
