@@ -51,9 +51,10 @@ class StageGroup:
     def pool_formed(self, links: list[StageLink]) -> None:
         self._links = list(links)
 
-    def stage_lost(self, rank: int) -> None:
+    def stage_lost(self, rank: int, what: str) -> None:
+        """`what` became of it, as a sentence: the error of all sessions."""
         self._links = [link for link in self._links if link.rank != rank]
-        error = PeerLostError(f"stage {rank} of the pool died")
+        error = PeerLostError(what)
         for session_id, epoch in list(self._listeners):
             for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
                 self.stage_event(rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error)))

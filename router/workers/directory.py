@@ -118,8 +118,17 @@ class Directory:
         pair = self.pair_problem() == ""
         return next((w.info.revision for w in self._usable(Role.DECODE) if pair and w.info is not None), "")
 
+    def refusal(self) -> str:
+        """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
+        for role in Role:
+            if self.pair_problem() and not self._usable(role):
+                # What follows a colon is the cause, which may name hosts.
+                reasons = dict.fromkeys(w.problem.partition(":")[0] for w in self.workers if w.role is role)
+                return f"no {role} worker is usable ({'; '.join(filter(None, reasons)) or 'none found'})"
+        return self.pair_problem()
+
     def pair_problem(self) -> str:
-        """Why no prefill and decode worker can serve together; empty if some can."""
+        """Why no prefill and decode worker can serve together, for operators; empty if some can."""
         for role in Role:
             if not self._usable(role):
                 reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]

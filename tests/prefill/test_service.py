@@ -91,11 +91,11 @@ async def departures() -> AsyncIterator[Departures]:
 
 
 def lost(pools: Departures) -> None:
-    pools.group.stage_lost(1)
+    pools.group.stage_lost(1, "stage 1 of the pool died")
 
 
 def lost_and_replaced(pools: Departures) -> None:
-    pools.group.stage_lost(1)
+    pools.group.stage_lost(1, "stage 1 of the pool died")
     successor = replace(pools.second.endpoint, incarnation="another life")
     pools.group.pool_formed([replace(pools.second, endpoint=successor)])
 
