@@ -133,13 +133,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+def human_line(text: str, *, level: str = "info", at_s: float | None = None) -> str:
+    """Time, level, text: how every line for people begins, those of programs without a logger, too. `at_s` is seconds
+    since 1970, now if None."""
+    at_s = time.time() if at_s is None else at_s
+    return f"{time.strftime('%H:%M:%S', time.localtime(at_s))}.{int(at_s % 1 * 1e3):03d} {level:7} {text}"
+
+
 class HumanFormatter(logging.Formatter):
     """Time, level, message, key=value; values with spaces, quotes or = are quoted."""
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields = " ".join(f"{key}={_quoted(value)}" for key, value in _fields(record).items())
-        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {_message(record)}"
+        line = human_line(_message(record), level=record.levelname.lower(), at_s=record.created)
         line += f"  {fields}" if fields else ""
         return "\n".join([line, *_traceback(self.formatException(record.exc_info))]) if record.exc_info else line
 

@@ -117,8 +117,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return sum(len(flows) for flows in self._running.values())
 
     def problem(self) -> str:
-        """Why no request could be served now; empty if one could."""
-        return self._services.directory.pair_problem()
+        """Why no request could be served now, for clients; empty if one could."""
+        return self._services.directory.refusal()
 
     async def GetClusterStatus(self, request: generation_pb2.GetClusterStatusRequest,
                                context: Context) -> generation_pb2.GetClusterStatusResponse:

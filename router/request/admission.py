@@ -109,7 +109,7 @@ class Admission:
             placed.result().release()
 
     def _enter(self, request: AdmissibleRequest) -> _Waiter:
-        problem = self._directory.pair_problem()
+        problem = self._directory.refusal()
         if problem and self._clock.now() - self._pairless_since_s >= self._limits.pairless_grace_s:
             raise UnavailableError(problem)
         if len(self._waiting) >= self._limits.max_waiting:
@@ -137,7 +137,7 @@ class Admission:
         self._note_depth()
 
     def _fail_all(self) -> None:
-        problem = self._directory.pair_problem()
+        problem = self._directory.refusal()
         for waiter in self._waiting:
             if not waiter.placed.done():
                 waiter.placed.set_exception(UnavailableError(problem))

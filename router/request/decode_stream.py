@@ -63,7 +63,7 @@ class DecodeStream:
             self._expect_destination()
         elif self._search is None or self._search.done():
             if self._booking.is_outlived:
-                raise PeerLostError(f"decode worker {self.address} started anew while the request queued")
+                raise PeerLostError("the decode worker started anew while the request queued")
             self._open(source)
 
     def source_lost(self) -> None:
@@ -121,7 +121,7 @@ class DecodeStream:
     def overdue(self) -> BatonError:
         """What it means that `due_at` has passed."""
         missing = "commit a handoff that was sent" if self.has_reserved else "answer a reservation"
-        return PeerLostError(f"decode worker {self.address} did not {missing} in time")
+        return PeerLostError(f"the decode worker did not {missing} in time")
 
     def move_on(self, error: BatonError) -> None:
         """Ask the next pool. When all have refused, ask again until one takes it or patience ends.

@@ -44,7 +44,7 @@ class PrefillStream:
 
     def overdue(self) -> BatonError:
         """What it means that everything was sent and nothing said."""
-        return PeerLostError(f"prefill worker {self.address} sent a handoff and did not say the first token in time")
+        return PeerLostError("the prefill worker sent a handoff and did not say the first token in time")
 
     def move_on(self, error: BatonError, compatibility: str) -> None:
         """Run the prompt on another worker, or on the same one once it is back if there is no other.

@@ -17,11 +17,11 @@ from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Draw, Policy, choose
-from router.workers.watch import watch_worker
+from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.access import PeerRole
-from runtime.client import open_channel
+from runtime.client import ChannelOptions, open_channel
 from runtime.metrics import RouterMetrics
 from runtime.pairing import may_pair, named_difference
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
@@ -90,7 +90,8 @@ class Directory:
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
-        channel = open_channel(address, security=self._options.security.to(PeerRole(role.value)))
+        channel = open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
+                               security=self._options.security.to(PeerRole(role.value)))
         return Worker(role, address, channel, self._on_change, self._options.decode_lookahead)
 
     def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
@@ -123,8 +124,17 @@ class Directory:
         pair = self.pair_problem() == ""
         return next((w.info.revision for w in self._usable(WorkerRole.DECODE) if pair and w.info is not None), "")
 
+    def refusal(self) -> str:
+        """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
+        for role in WorkerRole:
+            if self.pair_problem() and not self._usable(role):
+                # What follows a colon is the cause, which may name hosts.
+                reasons = dict.fromkeys(w.problem.partition(":")[0] for w in self.workers if w.role is role)
+                return f"no {role} worker is usable ({'; '.join(filter(None, reasons)) or 'none found'})"
+        return self.pair_problem()
+
     def pair_problem(self) -> str:
-        """Why no prefill and decode worker can serve together; empty if some can."""
+        """Why no prefill and decode worker can serve together, for operators; empty if some can."""
         for role in WorkerRole:
             if not self._usable(role):
                 reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]

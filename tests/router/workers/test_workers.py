@@ -181,7 +181,8 @@ async def test_no_worker_at_all_is_unavailable_after_the_grace_and_then_at_once(
     async with running_router(prefill, decode, admission=limits, start_workers=False) as router:
         error = await router.failure(token_request([1]))
         assert isinstance(error, UnavailableError)
-        assert "no prefill worker is usable (127.0.0.1:1: cannot be reached" in str(error)
+        assert str(error) == "no prefill worker is usable (cannot be reached)", "no address of the inside"
+        assert "no prefill worker is usable (127.0.0.1:1: cannot be reached" in router.directory.pair_problem()
         queued = router.services.admission._arrivals
         assert isinstance(await router.failure(token_request([1])), UnavailableError)
         assert router.services.admission._arrivals == queued, "it waited for nothing"
