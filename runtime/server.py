@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from runtime.config import Address, parse_address
 from runtime.errors import BatonError, ConfigError, DeadlineError, DrainingError, FieldViolation, InvalidRequestError
 from runtime.interceptor import CallGuard, CallLimits
+from runtime.lasting_server import LastingServer
 from runtime.metrics import RpcMetrics
 from runtime.security import OPEN_SERVER, ServerSecurity
 from runtime.tracing import UNTRACED, Tracing
@@ -134,7 +135,8 @@ class GrpcServer:
                       tracing=tracing) for _ in range(2))  # each door has its own places
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
-        self.grpc = grpc.aio.server(interceptors=[self._guard], options=options.as_grpc())
+        self.grpc: grpc.aio.Server = LastingServer(
+            lambda: grpc.aio.server(interceptors=[self._guard], options=options.as_grpc()))
 
     async def start(self) -> str:
         """Listen and return the address. Raises ConfigError naming the address when it cannot be bound."""
@@ -159,7 +161,8 @@ class GrpcServer:
         listen = parse_address(self._options.health_listen, field="health_listen")
         options = replace(self._options, max_message_bytes=HEALTH_MESSAGE_BYTES, max_streams=HEALTH_CALLS,
                           max_connections=HEALTH_CONNECTIONS)
-        self._health_server = grpc.aio.server(interceptors=[self._health_guard], options=options.as_grpc())
+        self._health_server = LastingServer(
+            lambda: grpc.aio.server(interceptors=[self._health_guard], options=options.as_grpc()))
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._health_server)
         await _bind(self._health_server, listen, None, field="health_listen")
         await self._health_server.start()

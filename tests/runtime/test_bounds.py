@@ -13,6 +13,7 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from runtime import errors
 from runtime.client import ChannelOptions, open_channel
+from runtime.lasting_server import LastingServer
 from runtime.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
 from runtime.status import error_from_rpc
 from tests.router.harness import eventually
@@ -212,3 +213,49 @@ def unused_address() -> Callable[[], str]:
             return f"127.0.0.1:{found.getsockname()[1]}"
 
     return find
+
+
+def headers(path: bytes) -> bytes:
+    """A POST in HPACK, by hand: no library sends such a path."""
+    def literal(name: bytes, value: bytes) -> bytes:
+        return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+    return (b"\x83\x86\x04" + bytes([len(path)]) + path + literal(b":authority", b"x") + literal(b"te", b"trailers")
+            + literal(b"content-type", b"application/grpc"))
+
+
+async def sent(address: str, path: bytes) -> None:
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    request = headers(path)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(4, b"") + len(request).to_bytes(3, "big")
+                 + b"\x01\x04\x00\x00\x00\x01" + request)
+    await writer.drain()
+    await asyncio.sleep(0.3)
+    writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/\xff\xfe/x", b"/baton.v1.Generation/Generat\xc3("])
+async def test_a_path_that_is_no_text_stops_nothing(path: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """grpc.aio ends its serving loop for it, and nobody is told."""
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer)
+    async with open_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        running = stub.Generate(pb.GenerateRequest(request_id="r", text="hang"))
+        await running.read()
+        for _ in range(3):
+            await sent(address, path)
+            async with open_channel(address) as other:
+                await generation_pb2_grpc.GenerationStub(other).GetLoad(pb.GetLoadRequest(), wait_for_ready=True,
+                                                                        timeout=20)
+        assert servicer.running == {"r"}, "what was under way goes on"
+        await stub.GetLoad(pb.GetLoadRequest(), wait_for_ready=True, timeout=20)
+        assert "it is taken again" in caplog.text
+        lasting = server.grpc
+        assert isinstance(lasting, LastingServer)
+        await eventually(lambda: lasting.num_former == 1, "former servers without calls")
+        draining = asyncio.create_task(server.drain(grace_s=20))
+        running.cancel()
+        async with asyncio.timeout(30):
+            await draining
