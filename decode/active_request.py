@@ -122,7 +122,7 @@ class DecodeStay:
         """Post receives for the next epoch on all stages; the destination terms once they are posted, or the source to
         start over with. An older epoch is drained first, by every stage for itself."""
         parts, session = self._parts, self._session
-        check_compatible(parts.plan.compatibility, source.compatibility, source.compatibility_text)
+        check_compatible(mine := parts.leader.compatibility, source.compatibility, source.compatibility_text)
         if source.num_tokens != len(self._request.prompt_token_ids):
             raise InvalidRequestError(FieldViolation(
                 "source.num_tokens", f"{source.num_tokens} differs from the prompt's "
@@ -132,7 +132,7 @@ class DecodeStay:
         destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
                               epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
                               slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
-                              with_draft=share_draft(parts.plan.compatibility.digest, source.compatibility))
+                              with_draft=share_draft(mine.digest, source.compatibility))
         self._with_draft = destination.with_draft
         self._opened_s = time.monotonic()
         if self._is_open:

@@ -18,8 +18,9 @@ from engine.loop import LoopObserver, Scheduler
 from engine.memory.budget import describe_pools
 from engine.pipeline.executor import LayerObserver
 from engine.sampling.guided import GuidedSampler
-from pool.pipeline.follower import Follower, FollowerEngine, JoinMessages
+from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.group import SessionReports
+from pool.pipeline.join_stream import JoinReports
 from pool.pipeline.leader import Leader
 from pool.pipeline.stage_channel import open_pool_channel
 from pool.request.reclaimer import MemoryReclaimer
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 WATCH_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
+REFRESH_S = 1.0  # between two looks of the gauges; nobody scrapes more often
 
 
 class PoolScheduler(Scheduler, ReportingScheduler, Protocol):
@@ -128,9 +130,9 @@ async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> 
         process = _build(config, role, stop, reports.report)
         work = _lead(process, reports)
     else:
-        messages = JoinMessages(loop)
-        process = _build(config, role, stop, messages.report)
-        work = _follow(process, messages)
+        joined = JoinReports(loop)
+        process = _build(config, role, stop, joined.report)
+        work = _follow(process, joined)
     try:
         await work
     finally:
@@ -154,8 +156,7 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
 
 async def _lead(process: _Process, reports: SessionReports) -> None:
     config, role, stage = process.config, process.role, process.stage
-    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.plan.compatibility.digest,
-                                 stage.counts)
+    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.counts)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -163,6 +164,8 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
 
     def on_serving(serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
         show_health(serving)
+        if leader.weights is not None:
+            meters.pool.compat.info({"hash": leader.compatibility.digest})
         worker_service.changed()
 
     def on_unhealthy(reason: str) -> None:
@@ -179,8 +182,9 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
                     observer=observer, on_frame=meters.on_frame)
     reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
-    worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
-                                   lambda: worker_load(leader, board.load))
+    worker_service = WorkerService(
+        lambda: worker_info(config, stage.plan, leader.weights, role=role.name, incarnation=process.incarnation),
+        lambda: worker_load(leader, board.load))
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
@@ -197,7 +201,7 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
             leader.stop()
 
 
-async def _follow(process: _Process, messages: JoinMessages) -> None:
+async def _follow(process: _Process, reports: JoinReports) -> None:
     config, stage = process.config, process.stage
     meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.counts)
     server = _server(process, (PIPELINE_SERVICE,))
@@ -206,7 +210,7 @@ async def _follow(process: _Process, messages: JoinMessages) -> None:
     engine = FollowerEngine(stage, GuidedSampler(stage.grammars), channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward)
     security = ChannelSecurity(process.certificates).to(process.peer_role)
-    follower = Follower(config, stage, engine, channel.address, security, messages)
+    follower = Follower(config, stage, engine, channel.address, security, reports)
     async with _listening(process, server):
         engine.start()
         try:
@@ -265,7 +269,7 @@ async def _refresh(parts: LeaderParts, board: LoadBoard) -> None:
     while True:
         parts.meters.on_load(worker_load(parts.leader, board.load))
         parts.meters.on_occupancy(board.occupancy, num_draining=parts.reclaimer.open_tasks)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(REFRESH_S)
 
 
 async def _watch_agent(agent: TransferAgent) -> None:

@@ -150,8 +150,9 @@ class PrefillStay:
         parts.meters.work.queue_s.observe(started.queue_s)
         self._waiting.end()
         self._computing = begin("baton.prefill.compute", request_id=self._request.request_id)
+        mine = parts.leader.compatibility
         self._source = SourceTerms(
-            compatibility=parts.plan.compatibility.digest, compatibility_text=parts.plan.compatibility.text,
+            compatibility=mine.digest, compatibility_text=mine.text,
             page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
             chunk_tokens=parts.chunk_tokens, page_ids=started.page_ids, slot_id=started.slot_id,
             stages=parts.leader.group.endpoints)

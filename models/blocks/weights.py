@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.core.numerics import Numerics
 from engine.core.placement import HOST
-from models.blocks.linear import Linear
+from models.blocks.linear import GatedLinear, Linear
 
 
 class WeightSource(Protocol):
@@ -70,7 +70,12 @@ class Weights:
 
     def linear_from(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A projection over a weight [out, in] that was read already."""
-        return Linear(weight, biases=() if bias is None else (bias,), numerics=self._numerics)
+        return Linear(weight, biases=() if bias is None else (bias,))
+
+    def gated(self, gate: str, up: str, *, rows: int, in_features: int, bias: bool = False) -> GatedLinear:
+        """silu of one projection times another, each with `rows` output rows."""
+        return GatedLinear(*(self.linear(name, rows=(rows,), in_features=in_features, bias=bias)
+                             for name in (gate, up)))
 
 
 class RandomWeights:

@@ -2,8 +2,9 @@
 
 Two threads: the engine thread owns the batch channel and the model, the event loop owns the Join stream. The leader's
 life is heard on that stream: when it drops, every session is closed, the batch channel is left, and the stage joins
-again with patience. A stage whose engine meets an error drops the stream itself: its leader may not know of it. A stage
-that is told to stop says so on the stream and serves on until its leader lets it go.
+again: as soon as a leader is there, and with patience where one refuses. A stage whose engine meets an error drops the
+stream itself: its leader may not know of it. A stage that is told to stop says so on the stream and serves on until its
+leader lets it go.
 
 It joins again only when nothing of the time before can touch its memory: the step that ran is over and every transfer
 has drained. The leader relies on that (`pool.pipeline.group`): it has given those pages away.
@@ -13,8 +14,7 @@ import asyncio
 import logging
 import queue
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -23,22 +23,23 @@ import grpc
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
 from engine.sampling.sampler import Sampler
+from pool.pipeline.join_stream import JoinReports, JoinStream
+from pool.pipeline.membership import weights_to_proto
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.client import open_channel
-from runtime.errors import DeadlineError, PeerLostError
+from runtime.client import ChannelOptions, open_channel
+from runtime.errors import BatonError, DeadlineError, PeerLostError
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from transfer.plan import codec
-from transfer.plan.handoff_terms import StageSessionEvent
 
-REJOIN_MIN_S, REJOIN_MAX_S = 0.2, 2.0
+REJOIN_MIN_S, REJOIN_MAX_S = 0.1, 2.0  # between two tries; the longer ones are for a leader that refuses
+RECONNECT_S = 0.25  # between two looks whether the leader is there; nothing waits longer for one that is
 SETTLE_S = 60.0  # for the longest step; transfers are cut much earlier
 GOODBYE_S = 3.0  # what a leader may take beyond the grace to hand requests back
-EVENT_LIMIT = 65536
 
 logger = logging.getLogger(__name__)
 
@@ -115,58 +116,18 @@ class FollowerEngine:
         self.on_broken()
 
 
-class JoinMessages:
-    """What a stage says on its Join stream: the port of its transfer agent, too. Belongs to the event loop's thread,
-    but for `report`."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._window: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
-        self.joined = False
-        self.on_overflow: Callable[[], object] = lambda: None
-
-    def report(self, event: StageSessionEvent) -> None:
-        """From the stage's transfer agent, for the leader; any thread. Dropped while there is none."""
-        self._loop.call_soon_threadsafe(self._report, event)
-
-    def _report(self, event: StageSessionEvent) -> None:
-        if self.joined:
-            self.send(pb.JoinRequest(session=codec.event_to_proto(event)))
-
-    def send(self, message: pb.JoinRequest) -> None:
-        """Never fails, and loses nothing while the stream lives: a leader that lets thousands pile up is lost."""
-        self._put(message)
-
-    def end(self) -> None:
-        """Half-close the stream, whereupon the leader counts this stage as lost."""
-        self._put(None)
-
-    def _put(self, message: pb.JoinRequest | None) -> None:
-        try:
-            self._window.put_nowait(message)
-        except asyncio.QueueFull:
-            self.on_overflow()
-
-    async def after(self, hello: pb.JoinRequest) -> AsyncIterator[pb.JoinRequest]:
-        """Of a new stream, which begins with `hello`."""
-        self._window = asyncio.Queue(EVENT_LIMIT)
-        yield hello
-        self.joined = True
-        while (request := await self._window.get()) is not None:
-            yield request
-
-
 class Follower:
-    """Keeps the stage joined to its leader until cancelled. `messages` is what its transfer agent was built with."""
+    """Keeps the stage joined to its leader until cancelled. `reports` is what its transfer agent was built with."""
 
     def __init__(self, config: WorkerConfig, stage: Stage, engine: FollowerEngine, channel_address: bytes,
-                 security: ChannelSecurity, messages: JoinMessages) -> None:
+                 security: ChannelSecurity, reports: JoinReports) -> None:
         self._config = config
         self._security = security
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
-        self._messages = messages
+        self._reports = reports
+        self._was_formed = False  # since the last try to join
         self._is_leaving = False
         self._pool_epoch = 0  # the highest that any leader gave; frames of it, or below, are old ones to a new pool
         self._has_parted = asyncio.Event()
@@ -175,10 +136,11 @@ class Follower:
         """Serve on until the leader says goodbye, because nothing runs any more. Not longer than the grace, and not at
         all if the leader is gone."""
         self._is_leaving = True
-        if not self._messages.joined:
+        stream = self._reports.stream
+        if stream is None or not stream.is_open:
             return
         logger.info("leaving: waiting for the leader's goodbye")
-        self._messages.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
+        stream.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + GOODBYE_S):
                 await self._has_parted.wait()
@@ -192,38 +154,44 @@ class Follower:
         """
         events, delay = asyncio.get_running_loop(), REJOIN_MIN_S
         self._engine.on_broken = lambda: events.call_soon_threadsafe(self._drop)
-        async with open_channel(self._config.leader, security=self._security) as channel:
+        options = ChannelOptions(max_reconnect_backoff_s=RECONNECT_S)
+        async with open_channel(self._config.leader, options, security=self._security) as channel:
             stub = pipeline_pb2_grpc.PipelineStub(channel)
             while True:
-                began_s = time.monotonic()
-                try:
-                    call = stub.Join(self._messages.after(self._hello()))
-                    self._messages.on_overflow = call.cancel
-                    async for command in call:
-                        self._obey(command, on_joined)
-                    logger.info("the leader %s closed the pool", self._config.leader)
-                except asyncio.CancelledError:
-                    if (task := asyncio.current_task()) is None or task.cancelling():
-                        raise
-                    logger.warning("the leader %s reads nothing any more", self._config.leader)
-                except grpc.aio.AioRpcError as error:
-                    logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
-                finally:
-                    left = self._part(on_joined)
+                left = await self._join(stub, on_joined)
                 if self._is_leaving:
                     await events.create_future()  # nowhere to go but out
                 await self._settle(left)
-                delay = REJOIN_MIN_S if time.monotonic() - began_s > REJOIN_MAX_S else delay
+                delay = REJOIN_MIN_S if self._was_formed else min(delay * 2, REJOIN_MAX_S)
                 await asyncio.sleep(delay)
-                delay = min(delay * 2, REJOIN_MAX_S)
 
-    def _hello(self) -> pb.JoinRequest:
-        compatibility = self._stage.plan.compatibility
-        self._has_parted.clear()
-        return pb.JoinRequest(hello=pb.StageHello(
+    async def _join(self, stub: "pipeline_pb2_grpc.PipelineAsyncStub",
+                    on_joined: Callable[[bool], None]) -> Future[None]:
+        """Wait for the leader, join it and serve until the stream ends. The result is done when the step that runs is
+        over."""
+        self._was_formed = False
+        logger.info("joining the leader %s", self._config.leader)
+        try:
+            async with JoinStream(stub.Join(wait_for_ready=True), self._hello()) as self._reports.stream:
+                self._has_parted.clear()
+                while (command := await self._reports.stream.receive()) is not None:
+                    self._obey(command, on_joined)
+            logger.info("the leader %s closed the pool", self._config.leader)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
+        except BatonError as error:
+            logger.warning("no pool with leader %s: %s", self._config.leader, error)
+        except Exception:  # whatever it is, the next try begins anew; the end of this process would help nobody
+            logger.exception("the stream with leader %s met an error it does not know", self._config.leader)
+        finally:
+            left = self._part(on_joined)
+        return left
+
+    def _hello(self) -> pb.StageHello:
+        return pb.StageHello(
             rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
-            channel_address=self._channel_address, compatibility=compatibility.digest,
-            compatibility_text=compatibility.text, pool_epoch=self._pool_epoch))
+            channel_address=self._channel_address, settings=self._stage.plan.settings,
+            weights=weights_to_proto(self._stage.weights), pool_epoch=self._pool_epoch)
 
     def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
         match command.WhichOneof("command"):
@@ -246,12 +214,12 @@ class Follower:
 
     def _drop(self) -> None:
         """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""
-        if self._messages.joined:
-            self._messages.end()
+        if self._reports.stream is not None:
+            self._reports.stream.end()
 
     def _part(self, on_joined: Callable[[bool], None]) -> Future[None]:
         """Stop all that goes on; done when the step that runs is over."""
-        self._messages.joined = False
+        self._reports.stream = None
         on_joined(False)  # noqa: FBT003
         self._has_parted.set()
         self._stage.agent.close_all()

@@ -12,6 +12,7 @@ from engine.hang import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
 from engine.pipeline.stages import HeadStage, SingleStage
 from engine.sampling.sampler import Sampler
+from models.weights_digest import PoolWeights
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
@@ -19,6 +20,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, PeerLostError, UnavailableError
+from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ LINGER_S = 20.0  # with nothing left to do, for the count of broken invariants t
 
 
 class Leader:
-    """Ties a scheduler to the stages of its pool. Satisfies `pool.membership.MembershipObserver`.
+    """Ties a scheduler to the stages of its pool. Satisfies `pool.pipeline.membership.MembershipObserver`.
 
     `reports` is what the stage's transfer agent was built with.
 
@@ -67,13 +69,14 @@ class Leader:
         self._channel: PoolChannel | None = None
         self._warming: asyncio.Task[None] | None = None
         self.service: PipelineService | None = None
+        self._weights: PoolWeights | None = None  # known once all stages are there
         self.serving = False
         self.reason = "starting"
         if config.world_size > 1:
             self._channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
                                               on_sent=on_frame)
-            self.service = PipelineService(layers=stage.plan.ranges, compatibility=stage.plan.compatibility,
-                                           leader_channel=self._channel.address, observer=self,
+            self.service = PipelineService(layers=stage.plan.ranges, settings=stage.plan.settings,
+                                           counted=stage.counted, leader_channel=self._channel.address, observer=self,
                                            check_channels=check_channels)
 
     @property
@@ -81,10 +84,23 @@ class Leader:
         """Why this process can never serve again."""
         return self._failure or self.loop.failure
 
+    @property
+    def weights(self) -> PoolWeights | None:
+        """What all stages have read together; None before the pool has formed for the first time."""
+        return self._weights
+
+    @property
+    def compatibility(self) -> Compatibility:
+        """What this pool and another one must have alike. Raises UnavailableError before it has formed."""
+        if self._weights is None:
+            raise UnavailableError("the pool has not formed yet")
+        return self._stage.plan.compatibility(self._weights)
+
     def start(self) -> None:
         """Start the engine; a pool of one stage begins to serve, a larger one waits for its stages."""
         self.loop.start()
         if self._channel is None:
+            self._know_weights([])
             single = SingleStage(self._stage.executor, self._sampler, self._stage.drafter)
             on_lost = self._when_lost(self._fail)
             self.loop.post(lambda: self.loop.attach(single, on_lost))
@@ -111,6 +127,7 @@ class Leader:
         channel = self._channel
         assert channel is not None, "a pool of one stage has nobody to form with"
         self.group.pool_formed(links)
+        self._know_weights(links)
         self._epoch = epoch
         on_lost = self._when_lost(lambda error: self._form_anew(epoch, links, error))
         addresses = [channel.address, *(link.channel_address for link in links)]
@@ -122,6 +139,9 @@ class Leader:
 
         self.loop.post(attach)
         self._warming = asyncio.create_task(self._become_ready())
+
+    def _know_weights(self, links: list[StageLink]) -> None:
+        self._weights = PoolWeights.of([self._stage.weights, *(link.weights for link in links)])
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
         self._close(f"stage {link.rank} of the pool is leaving")

@@ -7,7 +7,8 @@ lost breaks the pool until it, or its successor, joins.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,17 +16,19 @@ import grpc
 from google.protobuf.message import Message
 
 from engine.core.layer_range import LayerRange
+from models.weights_digest import StageWeights, check_copies
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 from runtime.server import first_message
 from transfer.plan import codec
-from transfer.plan.compatibility import Compatibility, check_same
+from transfer.plan.compatibility import check_settings
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
 HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 MAX_EPOCH = 1 << 47  # half of what tags of frames have room for; nobody gets there by forming
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ class StageLink:
     rank: int
     endpoint: StageEndpoint
     channel_address: bytes
+    weights: StageWeights
     window: asyncio.Queue[pb.JoinResponse | None] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
     on_overflow: Callable[[], object] = lambda: None
 
@@ -79,13 +83,16 @@ class MembershipObserver(Protocol):
 
 
 class PipelineService(pipeline_pb2_grpc.PipelineServicer):
-    """The Join service of a leader. `layers` is what each rank must own; `compatibility` what it must run."""
+    """The Join service of a leader. `layers` is what each rank must own; `settings` what it must have alike; `counted`
+    the digests of tensors that it may have copies of."""
 
-    def __init__(self, *, layers: list[LayerRange], compatibility: Compatibility, leader_channel: bytes,
+    def __init__(self, *, layers: list[LayerRange], settings: Mapping[str, str], counted: Mapping[str, str],
+                 leader_channel: bytes,
                  observer: MembershipObserver, check_channels: Callable[[Sequence[bytes]], object]) -> None:
         """`check_channels` raises ConfigError for channel addresses, in rank order, that are not of one pool."""
         self._layers = layers
-        self._compatibility = compatibility
+        self._settings = settings
+        self._counted = counted
         self._leader_channel = leader_channel
         self._observer = observer
         self._check_channels = check_channels
@@ -129,7 +136,9 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         if endpoint.layers != self._layers[hello.rank]:
             raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
                               f"{self._layers[hello.rank]}", field="partition")
-        check_same(self._compatibility, hello.compatibility, hello.compatibility_text)
+        check_settings(self._settings, hello.settings)
+        weights = weights_from_proto(hello.weights)
+        check_copies(self._counted, weights.copies, stage=hello.rank)
         others = {rank: link.channel_address for rank, link in self._links.items() if rank != hello.rank}
         joined = sorted({0: self._leader_channel, **others, hello.rank: hello.channel_address}.items())
         self._check_channels([address for _, address in joined])
@@ -139,7 +148,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         previous = self._links.pop(hello.rank, None)
         if previous is not None:
             self._observer.stage_lost(hello.rank)
-        link = StageLink(hello.rank, endpoint, hello.channel_address)
+        link = StageLink(hello.rank, endpoint, hello.channel_address, weights)
         self._links[hello.rank] = link
         logger.info("stage %d joined with layers %s", hello.rank, endpoint.layers)
         if not self.missing_ranks:
@@ -158,3 +167,15 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         if self._links.get(link.rank) is link:
             del self._links[link.rank]
             self._observer.stage_lost(link.rank)
+
+
+def weights_to_proto(weights: StageWeights) -> pb.StageWeights:
+    return pb.StageWeights(total=weights.total, copies=weights.copies, draft_total=weights.draft_total)
+
+
+def weights_from_proto(message: pb.StageWeights) -> StageWeights:
+    """Raises InvalidRequestError for what is not a digest."""
+    for name, value in (("total", message.total), ("draft_total", message.draft_total or message.total)):
+        if not _DIGEST.fullmatch(value):
+            raise InvalidRequestError(FieldViolation(f"hello.weights.{name}", "must be 32 hexadecimal digits"))
+    return StageWeights(message.total, dict(message.copies), message.draft_total)

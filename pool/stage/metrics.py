@@ -133,7 +133,7 @@ class LeaderMeters:
     _window_began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, compatibility: str = "",
+    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry,
                counts: StageCounts | None = None) -> Self:
         stage = StageMeters(StageMetrics.create(registry), 0, counts or StageCounts())
         meters = cls(stage, LeaderMetrics.create(registry), PoolMetrics.create(registry),
@@ -143,7 +143,6 @@ class LeaderMeters:
         meters.pool.slots_total.set(num_slots)
         meters.pool.cache_config.info({"page_size": str(geometry.page_size), "num_pages": str(num_pages),
                                        "num_slots": str(num_slots)})
-        meters.pool.compat.info({"hash": compatibility})
         return meters
 
     def on_launch(self, seconds: float, batch: ForwardBatch) -> None:

@@ -5,10 +5,9 @@ Life of a request:
  1. `Admission` holds it back until a compatible pair could take it soon, and books both workers.
  2. `Prefill.Run` opens. The worker queues the request; `started` says that its turn has come, with the terms of what
     it will send.
- 3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with a `DestinationTerms`,
- or refuses
-    and the next pool is asked; when all refuse, they are asked again while prefill computes.
- 4. The destination terms goes to prefill, which starts to send.
+ 3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with `DestinationTerms`, or
+    refuses and the next pool is asked; when all refuse, they are asked again while prefill computes.
+ 4. The destination terms go to prefill, which starts to send.
  5. `first_token` comes from prefill and goes to the client at once, and to decode.
  6. `committed` comes from decode when everything landed and was checked: the prefill stream is half-closed and its
     worker lets go.
@@ -149,8 +148,7 @@ class RequestFlow:
     async def _serve(self, pair: WorkerPair) -> None:
         async with task_group() as group:
             self._parts = FlowParts(self._request.engine, self._services.directory, self._services.limits, self._inbox,
-                                    group,
-                            self._ends_at)
+                                    group, self._ends_at)
             self._start(pair)
             try:
                 while self._finish is None:

@@ -23,7 +23,7 @@ from router.workers.worker_set import WorkerSet, open_source
 from runtime.access import PeerRole
 from runtime.client import open_channel
 from runtime.metrics import RouterMetrics
-from runtime.pairing import may_pair
+from runtime.pairing import may_pair, named_difference
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class WorkerPair:
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """Targets (`router.discovery`), and how often workers report."""
+    """Targets (`router.workers.discovery`), and how often workers report."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -129,9 +129,9 @@ class Directory:
         prefill, decode = (next(iter(self._usable(role))).info for role in WorkerRole)
         assert prefill is not None
         assert decode is not None
-        return ("prefill and decode workers do not fit together: prefill has "
-                f"{prefill.compatibility_text or prefill.compatibility}, decode has "
-                f"{decode.compatibility_text or decode.compatibility}")
+        here, there = (info.compatibility_text or info.compatibility for info in (prefill, decode))
+        return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
+                f"has {here}, decode has {there}")
 
     def place(self, prompt_token_ids: Sequence[int]) -> WorkerPair | None:
         """Book a compatible pair that could take the request now or soon; None if there is none."""

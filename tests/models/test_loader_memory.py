@@ -21,8 +21,8 @@ LAYER_BYTES = 2 * sum(rows * columns for rows, columns in MATRICES.values())
 MEASURE = """
 import re, sys
 from pathlib import Path
-from engine.numerics import Numerics
-from engine.stages import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.layer_range import LayerRange
 from models.loader import read_model
 
 def memory_kib(name):

@@ -61,7 +61,7 @@ async def test_load_reports_wait_for_no_step() -> None:
     board = LoadBoard(scheduler, SystemClock())
     loop = EngineLoop(scheduler, observer=LoopObserver(settled=board.publish))
     leader = cast(Leader, SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)))
-    service = WorkerService(pb.WorkerInfo(), lambda: worker_load(leader, board.load))
+    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load))
     loop.start()
     try:
         request = Request("r", tuple(range(20)), 5, SamplingParams(temperature=0))
@@ -112,6 +112,6 @@ def test_who_waits_grows_older_between_two_publications() -> None:
 
 @pytest.mark.parametrize("interval_s", [0.0, 61.0])
 async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -> None:
-    service = WorkerService(pb.WorkerInfo(), pb.WorkerLoad)
+    service = WorkerService(pb.WorkerInfo, pb.WorkerLoad)
     with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
         await anext(aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Context, None))))

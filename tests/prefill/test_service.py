@@ -4,7 +4,7 @@ on."""
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
@@ -15,6 +15,7 @@ from engine.loop import EngineLoop
 from engine.memory.layout import PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
+from models.weights_digest import StageWeights
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
@@ -45,6 +46,7 @@ class _Leader:
     group: StageGroup
     serving: bool = True
     reason: str = ""
+    compatibility: Compatibility = field(default_factory=lambda: Compatibility("c", "text"))
 
 
 @dataclass
@@ -72,7 +74,8 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
 
     source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs(), listener=on_report)
     dest = Pool("decode", [network.transport(SystemClock())], specs())
-    group, second = StageGroup(source.stages[0].agent, 2, reports), StageLink(1, source.stages[1].agent.endpoint, b"")
+    group = StageGroup(source.stages[0].agent, 2, reports)
+    second = StageLink(1, source.stages[1].agent.endpoint, b"", StageWeights())
     group.pool_formed([second])
     scheduler = PrefillScheduler(
         pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS), clock=SystemClock(),
@@ -84,7 +87,7 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
     reclaimer = MemoryReclaimer(reports, loop, complaints.append)
     service = PrefillService(PrefillParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
-        plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64, max_held=8),
+        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, max_context_tokens=64, max_held=8),
         reclaimer=reclaimer, meters=LeaderMeters.create(CollectorRegistry(), geometry), chunk_tokens=8))
     try:
         yield SendingPool(service, scheduler, loop, group, second, reclaimer, dest, complaints)

@@ -57,7 +57,7 @@ def state_bytes(layer_id: int) -> int:
 
 
 class _Group:
-    """What a service needs of `pool.group.StageGroup`, with every stage in this process."""
+    """What a service needs of `pool.pipeline.group.StageGroup`, with every stage in this process."""
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
@@ -91,6 +91,7 @@ class _Leader:
     group: _Group
     serving: bool = True
     reason: str = ""
+    compatibility: Compatibility = field(default_factory=lambda: Compatibility("c", "text"))
 
 
 DecodeStream = Stream[pb.DecodeRequest, pb.DecodeResponse]
@@ -184,7 +185,7 @@ async def arrivals() -> AsyncIterator[Arrivals]:
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LayerRange(0, 2), specs())
     parts = DecodeParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
-        plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64, max_held=8),
+        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, max_context_tokens=64, max_held=8),
         reclaimer=MemoryReclaimer(group.reports, loop, complaints.append),
         meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry))
     try:

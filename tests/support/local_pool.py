@@ -15,7 +15,6 @@ from decode.steps import DecodeLimits
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.latent import CpuLatentAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
-from engine.backends.cpu.tree import TreeAttention
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange, get_pp_indices
@@ -60,15 +59,12 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
     latent = None if latent_geometry is None else CpuLatentAttention(
         latent_pools=pools.of_kind(CacheKind.LATENT), index_pools=pools.of_kind(CacheKind.INDEX_KEY),
         geometry=latent_geometry)
-    attention = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry, numerics=exact)
+    attention = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry)
     recurrent = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact)
     if speculation is None:
         model = description.load_stage(layers, numerics=exact)
         return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=recurrent), pools
     model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers)
-    trees = None if attention is None or geometry is None else TreeAttention(
-        paged=attention, kv_pools=kv, page_size=page_size,
-        backend_over=lambda over: CpuAttention(kv_pools=over, geometry=geometry, numerics=exact))
     leftovers = Leftovers(pools, speculation.num_draft_tokens + 1)
 
     def over_nodes(convs: Mapping[int, Tensor], states: Mapping[int, Tensor]) -> CpuRecurrent:
@@ -77,8 +73,8 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
 
     states = TreeRecurrent(slots=recurrent, conv_pools=conv, state_pools=state,
                            max_nodes=speculation.num_draft_tokens + 1, backend_over=over_nodes)
-    found = (trees, latent, states, leftovers if speculation.poisons_leftovers else None)
-    return StageExecutor(model=model, attention=trees, latent_attention=latent, recurrent=states,
+    found = (attention, latent, states, leftovers if speculation.poisons_leftovers else None)
+    return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=states,
                          caches=[cache for cache in found if cache is not None]), pools
 
 

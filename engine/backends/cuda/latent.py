@@ -30,7 +30,7 @@ _SCORE_ELEMENTS = 1 << 26  # bounds the memory of index scores: tokens are taken
 
 
 class LatentKernels(Protocol):
-    """What `engine.kernels.latent` offers; that module needs Triton."""
+    """What `engine.kernels.device.latent` offers; that module needs Triton."""
 
     @property
     def listed_attention(self) -> Callable[..., Tensor]: ...

@@ -10,7 +10,7 @@ import pytest
 _COMPILE = """
 import importlib, pkgutil, re, subprocess, tempfile, warnings
 warnings.simplefilter("ignore")
-import engine.kernels, triton
+import engine.kernels.device, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -32,8 +32,8 @@ pointers = {"pool": "*bf16", "k": "*bf16", "v": "*bf16", "q": "*bf16", "x": "*bf
             "token_rows": "*i64", "lengths": "*i64"}
 outputs = {"digest_kernel": "*i64", "delta_step_kernel": "*fp32", "delta_tree_kernel": "*fp32",
            "chunk_scan_kernel": "*fp32", "index_scores_kernel": "*fp32"}
-for found in pkgutil.iter_modules(engine.kernels.__path__):
-    module = importlib.import_module(f"engine.kernels.{found.name}")
+for found in pkgutil.iter_modules(engine.kernels.device.__path__, "engine.kernels.device."):
+    module = importlib.import_module(found.name)
     for name, kernel in vars(module).items():
         if not isinstance(kernel, triton.JITFunction) or not name.endswith("_kernel"):
             continue

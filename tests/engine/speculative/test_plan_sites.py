@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
-from engine.backends.cpu.tree import TreeAttention
 from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import FieldRule, ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
@@ -67,18 +66,7 @@ def kv_pools() -> dict[int, Tensor]:
 
 
 def paged(pools: Mapping[int, Tensor] = MappingProxyType({})) -> CpuAttention:
-    return CpuAttention(kv_pools=pools or kv_pools(), geometry=GEOMETRY, numerics=Numerics.EXACT)
-
-
-def trees() -> TreeAttention:
-    pools = kv_pools()
-    return TreeAttention(paged=paged(pools), kv_pools=pools, page_size=rounds.PAGE_SIZE, backend_over=paged)
-
-
-def chains_are_planned_as_pages() -> None:
-    backend, batch = trees(), rounds.round_batch()
-    backend.plan(batch)
-    assert run_kv(backend, batch).shape[0] == batch.num_tokens  # type: ignore[arg-type]
+    return CpuAttention(kv_pools=pools or kv_pools(), geometry=GEOMETRY)
 
 
 def tree_batch() -> ForwardBatch:
@@ -123,8 +111,8 @@ def in_turn(*checks: Callable[[], None]) -> Callable[[], None]:
 
 
 CASES = {
-    "engine/backends/cpu/attention.py": Case(paged, rounds.round_batch, run_kv),
-    "engine/backends/cpu/tree.py": Case(trees, tree_batch, run_kv, more=chains_are_planned_as_pages),
+    "engine/backends/cpu/attention.py": Case(paged, rounds.round_batch, run_kv,
+                                             more=lambda: check_backend(Case(paged, tree_batch, run_kv))),
     "engine/backends/cuda/flashinfer.py": Case(
         flashinfer_backend, lambda: flashinfer.decode_batch(3, 4), run_flashinfer,
         more=in_turn(flashinfer.test_a_wrapper_that_was_planned_for_another_batch_is_never_run,

@@ -4,15 +4,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 import pytest
 
 from engine.core.layer_range import LayerRange
+from models.weights_digest import StageWeights
 from pool.pipeline import membership
-from pool.pipeline.membership import PipelineService, StageLink
+from pool.pipeline.membership import PipelineService, StageLink, weights_to_proto
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import open_channel
@@ -21,11 +22,12 @@ from runtime.exposition import new_registry
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from transfer.plan import codec
-from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent, StageSessionState
 
 RANGES = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 7)]
-SAME = Compatibility("same", "weights abc")
+SETTINGS = {"numerics": "exact", "page_size": "64"}
+COUNTED = {"embed_tokens.weight": "a" * 32}
+WEIGHTS = StageWeights("1" * 32, {"embed_tokens.weight": "a" * 32})
 
 
 @dataclass
@@ -62,12 +64,13 @@ class FakeStage:
         join: Any = stub.Join  # typed for a request iterator, used by writing
         self._call = join()
 
-    async def hello(self, rank: int, *, layers: LayerRange | None = None, compatibility: str = "same",
-                    channel: str = "channel", pool_epoch: int = 0) -> None:
+    async def hello(self, rank: int, *, layers: LayerRange | None = None, numerics: str = "exact",
+                    weights: StageWeights = WEIGHTS, channel: str = "channel", pool_epoch: int = 0) -> None:
         endpoint = StageEndpoint(layers or RANGES[rank], b"ucx", f"life-{rank}")
         await self.send(pb.JoinRequest(hello=pb.StageHello(
             rank=rank, endpoint=codec.endpoint_to_proto(endpoint), channel_address=f"{channel}-{rank}".encode(),
-            compatibility=compatibility, compatibility_text=f"weights {compatibility}", pool_epoch=pool_epoch)))
+            settings={**SETTINGS, "numerics": numerics}, weights=weights_to_proto(weights),
+            pool_epoch=pool_epoch)))
 
     async def send(self, request: pb.JoinRequest) -> None:
         await self._call.write(request)
@@ -100,7 +103,8 @@ async def leader() -> AsyncIterator[tuple[Observer, pipeline_pb2_grpc.PipelineSt
     observer = Observer()
     server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
         new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    service = PipelineService(layers=RANGES, compatibility=SAME, leader_channel=b"channel-0", observer=observer,
+    service = PipelineService(layers=RANGES, settings=SETTINGS, counted=COUNTED, leader_channel=b"channel-0",
+                              observer=observer,
                               check_channels=check_channels)
     pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
     address = await server.start()
@@ -246,16 +250,18 @@ async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that
         assert "lost 2" not in observer.log
 
 
-@pytest.mark.parametrize(("rank", "layers", "compatibility", "message"), [
-    (1, LayerRange(2, 5), "same", "rank 1 owns layers 2-5, this pool's partition gives it 2-4"),
-    (3, LayerRange(4, 7), "same", "rank 3 is outside 1..2"),
-    (1, None, "other", "here weights abc; there weights other"),
+@pytest.mark.parametrize(("rank", "layers", "numerics", "weights", "message"), [
+    (1, LayerRange(2, 5), "exact", WEIGHTS, "rank 1 owns layers 2-5, this pool's partition gives it 2-4"),
+    (3, LayerRange(4, 7), "exact", WEIGHTS, "rank 3 is outside 1..2"),
+    (1, None, "fast", WEIGHTS, "numerics is exact here, fast there"),
+    (1, None, "exact", replace(WEIGHTS, copies={"embed_tokens.weight": "b" * 32}),
+     "stage 1 has read another embed_tokens.weight than stage 0"),
 ])
-async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: LayerRange | None, compatibility: str,
-                                                       message: str) -> None:
+async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: LayerRange | None, numerics: str,
+                                                       weights: StageWeights, message: str) -> None:
     async with leader() as (observer, stub):
         stage = FakeStage(stub)
-        await stage.hello(rank, layers=layers, compatibility=compatibility)
+        await stage.hello(rank, layers=layers, numerics=numerics, weights=weights)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stage.read()
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -24,7 +24,7 @@ from runtime.errors import ConfigError, DeadlineError, InternalError, PeerLostEr
 from tests.support.channel_child import KINDS, MAX_BYTES, channel_of
 from tests.support.ports import taken_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(params=KINDS)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pool.pipeline.group import SessionReports, StageGroup
-from pool.request import reclaimer as janitor_module
+from pool.request import reclaimer as module
 from pool.request.reclaimer import MemoryReclaimer
 from runtime.clock import SystemClock
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
@@ -31,7 +31,7 @@ class FakeLoop:
         command()
 
 
-def make_janitor() -> tuple[MemoryReclaimer, SessionReports, list[str]]:
+def make_reclaimer() -> tuple[MemoryReclaimer, SessionReports, list[str]]:
     reports, told = SessionReports(asyncio.get_running_loop()), list[str]()
     return MemoryReclaimer(reports, FakeLoop(), told.append), reports, told  # type: ignore[arg-type]
 
@@ -43,7 +43,7 @@ def watched(reports: SessionReports, *, num_stages: int) -> ReceiveSession:
 
 
 async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10() -> None:
-    reclaimer, reports, told = make_janitor()
+    reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
     session = watched(reports, num_stages=2)
     reclaimer.end(lambda: done.append("released"), close=lambda: done.append("closed"), session=session)
@@ -59,15 +59,15 @@ async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10()
 
 
 async def test_without_a_session_memory_is_released_at_once() -> None:
-    reclaimer, _, _ = make_janitor()
+    reclaimer, _, _ = make_reclaimer()
     done: list[str] = []
     reclaimer.end(lambda: done.append("released"))
     assert done == ["released"]
 
 
 async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 0.01)
-    reclaimer, reports, told = make_janitor()
+    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 0.01)
+    reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
     reclaimer.end(lambda: done.append("released"), session=watched(reports, num_stages=1))
     await until(lambda: told)
@@ -78,8 +78,8 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkey
 async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_despairs(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the pool serve again."""
-    monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 1.0)
-    reclaimer, reports, told = make_janitor()
+    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
+    reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
     reclaimer.end(lambda: done.append("released"), session=watched(reports, num_stages=1))
     await asyncio.sleep(0)  # it waits
@@ -104,7 +104,7 @@ class FakeAgent:
 
 
 async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drain() -> None:
-    reclaimer, reports, told = make_janitor()
+    reclaimer, reports, told = make_reclaimer()
     group = StageGroup(FakeAgent(), 1, reports)  # type: ignore[arg-type]
     source = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
     released: list[int] = []
