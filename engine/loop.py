@@ -20,7 +20,15 @@ from typing import Protocol, TypeVar
 from engine.core.batch import ForwardBatch
 from engine.hang import StepLimit
 from engine.pipeline.stages import Pipeline, StepResult
-from runtime.errors import BatonError, CapacityError, DeadlineError, InternalError, PeerLostError, UnavailableError
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    DeadlineError,
+    IntegrityError,
+    InternalError,
+    PeerLostError,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +182,10 @@ class EngineLoop:
             self._turn()
         except (PeerLostError, DeadlineError) as error:
             self._lose(error)
+        except IntegrityError as error:
+            # For the requests this is a lost stage: the same tokens can be drawn once more, elsewhere or here.
+            logger.error("bytes between stages were damaged: %s", error)
+            self._lose(PeerLostError(str(error)))
         except Exception as error:
             # Whatever it is, it must not end the thread in silence.
             logger.exception("the engine loop met an error it does not know")

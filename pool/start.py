@@ -23,7 +23,7 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
         config = load(WorkerConfig, section=role.name, flags=flags, file=file)
         configure(level=config.log_level, style=LogStyle(config.log_style), role=f"{role.name}{config.rank}")
         _check(config)
-        logger.debug("configuration:\n%s", describe(config))
+        logger.debug("settings", extra=describe(config))
         await run_worker(config, role, stop)
 
     code = run_process(role.name, run)

@@ -17,6 +17,7 @@ from pool.stage.stage import StagePlan
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.tokenizer_files import tokenizer_digest
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
@@ -35,7 +36,7 @@ def worker_info(config: WorkerConfig, plan: StagePlan, weights: PoolWeights | No
         max_context_tokens=plan.max_context_tokens, num_layers=facts.num_layers, page_size=config.page_size,
         pages_total=plan.geometry.num_pages - 1, slots_total=max(0, plan.geometry.num_slots - 1),
         max_running_requests=plan.max_held, max_queued_requests=config.max_queued,
-        stages=[str(layers) for layers in plan.ranges])
+        stages=[str(layers) for layers in plan.ranges], tokenizer_digest=tokenizer_digest(config.model))
 
 
 def worker_load(leader: Leader, load: SchedulerLoad) -> pb.WorkerLoad:

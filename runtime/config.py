@@ -2,7 +2,7 @@
 
     class PrefillConfig(Config): ...                                   unknown keys are refused
     load(PrefillConfig, section="prefill", flags={...}, file=path)     flags beat the file, the file beats defaults
-    describe(config) -> str                                            the effective values, one per line
+    describe(config) -> dict[str, object]                              the effective values, for the log
     parse_address("HOST:PORT") -> Address; AddressField for models
 
 The TOML file has one table per role, so that a whole cluster can share it.
@@ -102,9 +102,9 @@ def read_section(file: Path, section: str) -> dict[str, object]:
     return dict(tables.get(section, {}))
 
 
-def describe(config: Config) -> str:
-    """The effective values, as they could stand in the file."""
-    return "\n".join(f"{key} = {value}" for key, value in config.model_dump(mode="json").items())
+def describe(config: Config) -> dict[str, object]:
+    """The effective values by key, as they could stand in the file."""
+    return config.model_dump(mode="json")
 
 
 def leader_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:

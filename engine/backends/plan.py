@@ -49,7 +49,7 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int 
     where there are none.
 
     Raises:
-        InternalError: a tree mask that does not fit its row, or a page that the pools do not have.
+        InternalError: a tree of another size than its row, or a page that the pools do not have.
     """
     rows, positions = storage_positions(batch)
     pages = batch.page_tables.long()
@@ -74,17 +74,15 @@ def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, pages: Tens
     paths = torch.empty(len(positions), 0, dtype=torch.long)
     visibility = tree_visibility(batch)
     if visibility:
-        widths = [checked_width(visible, row, batch.query_lens[row], batch.context_lens[row])
-                  for row, visible in enumerate(visibility)]
-        num_in_order -= torch.tensor(widths, dtype=torch.int32)
-        paths = torch.zeros(len(positions), max(widths), dtype=torch.long)
+        num_in_order = torch.tensor(batch.context_lens, dtype=torch.int32)
+        paths = torch.zeros(len(positions), max(batch.query_lens), dtype=torch.long)
         positions, start = positions.clone(), 0
         for row, visible in enumerate(visibility):
-            tokens, first = slice(start, start + len(visible)), int(num_in_order[row])
-            stored = torch.arange(first, first + widths[row])
+            tokens, first = slice(start, start + len(visible)), batch.context_lens[row]
+            stored = torch.arange(first, first + len(visible))
             slots = pages[row, stored // geometry.page_size] * geometry.page_size + stored % geometry.page_size
             # The seen ones first, in the order in which they are stored: of a tree, by depth.
-            paths[tokens, : widths[row]] = slots[visible.logical_not().byte().argsort(dim=1, stable=True)]
+            paths[tokens, : len(visible)] = slots[visible.logical_not().byte().argsort(dim=1, stable=True)]
             positions[tokens] = first + visible.sum(1) - 1
             start += len(visible)
     tiles = _tiles(batch, max(1, MAX_TILE_ROWS * geometry.num_kv_heads // geometry.num_heads))
@@ -130,14 +128,3 @@ def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     starts = torch.cumsum(lengths, 0) - lengths
     contexts = torch.tensor(batch.context_lens, dtype=torch.long)
     return rows, torch.arange(len(rows)) + (contexts - starts)[rows]
-
-
-def checked_width(visible: Tensor, row: int, query_len: int, context_len: int) -> int:
-    """The number of keys a row's tree mask speaks about."""
-    width = visible.shape[1]
-    if visible.shape[0] != query_len or not query_len <= width <= context_len + query_len:
-        raise InternalError(f"tree mask of row {row} is {tuple(visible.shape)}, the row has {query_len} new tokens and "
-                            f"{context_len + query_len} keys")
-    if not visible.diagonal(width - query_len).all():
-        raise InternalError(f"tree mask of row {row} has a token that does not see itself")
-    return width

@@ -31,7 +31,7 @@ from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import ChannelOptions, open_channel
-from runtime.errors import BatonError, DeadlineError, PeerLostError
+from runtime.errors import BatonError, DeadlineError, IntegrityError, PeerLostError
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from transfer.plan import codec
@@ -104,7 +104,7 @@ class FollowerEngine:
                 self._follower.step(1.0)
                 while not self._orders.empty():
                     self._orders.get_nowait()()
-            except PeerLostError as error:
+            except (PeerLostError, IntegrityError) as error:
                 logger.warning("the pool broke: %s", error)
                 self._break()
             except Exception:  # the edge of the thread: whatever it is, the pool must hear of it

@@ -67,9 +67,10 @@ class SessionReports:
             watched.drained.set()
         watched.on_change()
 
-    def stage_lost(self, rank: int) -> None:
-        """Every session that is watched fails on this stage, and has nothing left there to drain."""
-        error = PeerLostError(f"stage {rank} of the pool died")
+    def stage_lost(self, rank: int, what: str) -> None:
+        """Every session that is watched fails on this stage, for `what` became of it, and has nothing left there to
+        drain."""
+        error = PeerLostError(what)
         for session_id, epoch in list(self._watched):
             for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
                 self.deliver(rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error)))
@@ -131,9 +132,10 @@ class StageGroup:
     def pool_formed(self, links: list[StageLink]) -> None:
         self._links = list(links)
 
-    def stage_lost(self, rank: int) -> None:
+    def stage_lost(self, rank: int, what: str) -> None:
+        """`what` became of it, as a sentence: the error of all sessions."""
         self._links = [link for link in self._links if link.rank != rank]
-        self._reports.stage_lost(rank)
+        self._reports.stage_lost(rank, what)
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
                      on_change: Callable[[], object]) -> None:

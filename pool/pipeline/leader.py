@@ -162,10 +162,10 @@ class Leader:
         logger.log(logging.WARNING if died else logging.INFO, what)
         self._close(what)
         if self._channel is not None:
-            self._channel.fail(rank, f"stage {rank} left the pool")
-        error = PeerLostError(f"stage {rank} of the {self._config.world_size}-stage pool died")
+            self._channel.fail(rank, what)
+        error = PeerLostError(what)
         self.loop.post(lambda: self.loop.detach(error))
-        self.group.stage_lost(rank)
+        self.group.stage_lost(rank, what)
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None:
         self._reports.deliver(rank, event)

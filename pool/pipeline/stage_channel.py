@@ -26,7 +26,7 @@ from transfer.ucx.stage_channel import UcxStageChannel
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
-BUNDLE_OVERHEAD = 1 << 12  # head and table of a packet's tensors
+FRAME_OVERHEAD = 1 << 12  # header, and table of the tensors
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: 
         ConfigError: UCX cannot work here, or NCCL is demanded and this stage cannot use it.
     """
     backend, why = _link_backend(config, device)
-    frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + BUNDLE_OVERHEAD,
+    frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + FRAME_OVERHEAD,
                              profile=TransportProfile(config.transport), binding=config.binding, on_sent=on_sent)
     host = parse_address(config.listen if config.rank == 0 else config.leader).host
     return PoolChannel(frames, rank=config.rank, max_bytes=max_bytes, backend=backend, why=why,

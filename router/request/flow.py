@@ -229,7 +229,7 @@ class RequestFlow:
     def _prefill_ended(self, error: BatonError | None) -> None:
         if self._is_committed and self._first_token is not None:
             return  # its part was done
-        error = error or PeerLostError(f"prefill worker {self._prefill.address} ended its stream too early")
+        error = error or PeerLostError("the prefill worker ended its stream too early")
         if self._is_committed:
             raise error  # nothing to hand over any more, but nobody can say the first token
         self._decode.source_lost()
@@ -256,7 +256,7 @@ class RequestFlow:
                 self._finished(response.finished)
 
     async def _decode_ended(self, error: BatonError | None) -> None:
-        error = error or PeerLostError(f"decode worker {self._decode.address} ended its stream too early")
+        error = error or PeerLostError("the decode worker ended its stream too early")
         if self._decode.has_reserved:
             await self._decode_lost(error)
         else:
@@ -268,7 +268,8 @@ class RequestFlow:
         self._prefill.close()
         self._decode.close()
         self._start(await self._migrations.another_pair(self._decode.booking, error,
-                                                        self._request.engine.prompt_token_ids))
+                                                        self._request.engine.prompt_token_ids,
+                                                        self._request.context_tokens))
 
     def _let_prefill_go(self) -> None:
         if not self._is_committed or self._first_token is None:

@@ -33,3 +33,24 @@ def test_every_case_id_in_a_name_is_explained() -> None:
     }  # fmt: skip
     assert used <= explained
     assert explained - used <= {"S1-9"}, "a case without a test"
+
+
+def test_every_name_of_the_glossary_exists() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    glossary = page.split("## Glossary")[1].split("\n## ")[0]
+    rows = re.findall(r"^\|.*\|(.*)\|$", glossary, re.MULTILINE)
+    named = {name for row in rows for name in re.findall("`(.+?)`", row)}
+    known = {
+        node.name for tree in modules(*PRODUCT).values() for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }  # fmt: skip
+    assert len(named) > 15
+    assert named <= known
+
+
+def test_the_page_names_only_files_that_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    folders = "baton|bench|decode|docs|engine|models|pool|prefill|router|runtime|tests|transfer"
+    paths = re.findall(rf"`((?:{folders})/[\w./]*)`", page)
+    assert len(paths) > 30
+    assert [path for path in paths if "FAMILY" not in path and not (ROOT / path).exists()] == []

@@ -98,11 +98,11 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
 
 
 def lost(pools: SendingPool) -> None:
-    pools.group.stage_lost(1)
+    pools.group.stage_lost(1, "stage 1 of the pool died")
 
 
 def lost_and_replaced(pools: SendingPool) -> None:
-    pools.group.stage_lost(1)
+    pools.group.stage_lost(1, "stage 1 of the pool died")
     successor = replace(pools.second.endpoint, incarnation="another life")
     pools.group.pool_formed([replace(pools.second, endpoint=successor)])
 

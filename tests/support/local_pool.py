@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.pools import StagePools
 from engine.memory.slots import SlotAllocator
+from engine.pipeline.channel import FrameChannel
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
 from engine.pipeline.tensor_channel import TensorChannel
@@ -33,7 +34,7 @@ from engine.speculative.drafter import Drafter
 from models.loader import ModelDescription
 from pool.request.entry import Failed
 from runtime.clock import SystemClock
-from runtime.errors import PeerLostError
+from runtime.errors import IntegrityError, PeerLostError
 from testing.inprocess_channel import InProcessChannel
 
 
@@ -107,7 +108,8 @@ class Leftovers:
 
 @contextmanager
 def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pages: int, num_slots: int,
-             partition: str | None = None, speculation: Speculation | None = None) -> Iterator[Pipeline]:
+             partition: str | None = None, speculation: Speculation | None = None,
+             connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool) -> Iterator[Pipeline]:
     """A pipeline of `size` stages; those behind the head run in threads of their own."""
     ranges = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
     executors = [build_executor(description, layers, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
@@ -117,10 +119,11 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
     if size == 1:
         yield SingleStage(executors[0], sample, drafter)
         return
-    channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in InProcessChannel.pool(size)]
+    channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in connected(size)]
     followers = [FollowerStage(executors[rank], sample, channels[rank], rank=rank, size=size,
                                drafter=drafter if rank == size - 1 else None) for rank in range(1, size)]
-    threads = [threading.Thread(target=_serve, args=(follower,), daemon=True) for follower in followers]
+    threads = [threading.Thread(target=_serve, args=(follower, channel), daemon=True)
+               for follower, channel in zip(followers, channels[1:], strict=True)]
     for thread in threads:
         thread.start()
     try:
@@ -132,12 +135,13 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
             thread.join(60)
 
 
-def _serve(follower: FollowerStage) -> None:
+def _serve(follower: FollowerStage, channel: TensorChannel) -> None:
+    """Until the pool breaks, which the others then learn, as they do from the membership."""
     try:
         while True:
             follower.step(5)
-    except PeerLostError:
-        return
+    except (PeerLostError, IntegrityError):
+        channel.close()
 
 
 @dataclass
@@ -191,7 +195,8 @@ class LocalPool:
 @contextmanager
 def local_pool(description: ModelDescription, size: int = 1, *, page_size: int = 16, num_pages: int = 64,
                max_running: int = 8, chunk_tokens: int = 128, partition: str | None = None,
-               speculation: Speculation | None = None) -> Iterator[LocalPool]:
+               speculation: Speculation | None = None,
+               connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool) -> Iterator[LocalPool]:
     """Generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
@@ -207,7 +212,7 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
         scheduler.draft_length = speculation.draft_length
     loop = EngineLoop(scheduler)
     with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-                  partition=partition, speculation=speculation) as stages:
+                  partition=partition, speculation=speculation, connected=connected) as stages:
         loop.start()
         loop.post(lambda: loop.attach(stages))
         try:

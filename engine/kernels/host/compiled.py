@@ -47,6 +47,11 @@ def record(*integers: str, **others: type) -> np.dtype:
     return np.dtype([*((name, np.int64) for name in ("next", "done", "num_items", *integers)), *others.items()])
 
 
+def load_numba() -> None:
+    """What numba loads before its first kernel: a third of a second, which no request need wait for."""
+    cfunc(types.int64(types.int64))(lambda number: number)
+
+
 def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers: Mapping[str, object] = NUMBERS):
     """The C function that `work`, a function made for this call, compiles to. Its code is kept for later processes by
     the name and a digest of the files `sources` (its own, and those whose functions are part of it) and this one:

@@ -7,16 +7,16 @@ from engine.backends.cpu import in_place
 from engine.backends.cpu.attention import CpuAttention
 from engine.contracts.attention import AttentionGeometry
 from tests.support.attention import LAYER
-from tests.support.contracts.attention import AttentionContract
+from tests.support.contracts.attention import AttentionContract, TreeContract
 from tests.support.dense_backend import DenseAttention
 
 
-class TestCpu(AttentionContract):
+class TestCpu(AttentionContract, TreeContract):
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> CpuAttention:
         return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry)
 
 
-class TestCpuByToken(AttentionContract):
+class TestCpuByToken(AttentionContract, TreeContract):
     """Pages of a type that no kernel knows."""
 
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> CpuAttention:
@@ -27,6 +27,6 @@ class TestCpuByToken(AttentionContract):
         monkeypatch.setattr(in_place, "has_kernels", lambda *dtypes: False)
 
 
-class TestDense(AttentionContract):
+class TestDense(AttentionContract, TreeContract):
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> DenseAttention:
         return DenseAttention(kv_pools={LAYER: pool}, geometry=geometry)

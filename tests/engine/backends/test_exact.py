@@ -135,8 +135,7 @@ def test_a_node_of_a_tree_is_verified_with_the_bits_of_its_path_read(
     prompt, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
     other = prompt_of(geometry, dtype, seed=9, first_page=200)
     feed(backend, ForwardMode.PREFILL, *([(prompt, context)] if context else []), (other, 70))
-    feed(backend, ForwardMode.VERIFY, (other, 3), (prompt, len(parents)),
-         visible=[torch.eye(3, dtype=torch.bool), visible])
+    feed(backend, ForwardMode.VERIFY, (other, 3), (prompt, len(parents)), trees=[(-1,) * 3, tuple(parents)])
     for node, seen in enumerate(visible):
         path = [*range(context), *(context + seen.nonzero().flatten()).tolist()]
         alone = prompt_of(geometry, dtype)

@@ -158,6 +158,27 @@ def broken_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_module, "LINGER_S", 0.02)
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["died", "left"])
+async def test_a_stage_that_died_did_not_leave(leaves: bool) -> None:  # noqa: FBT001
+    """In the log, in the reason routers read, and in the error of what ran."""
+    async with leading(2) as rig, joining(rig.leader) as stub:
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        await stage.read()
+        await rig.until_serving()
+        rig.scheduler.lost.clear()
+        if leaves:
+            await stage.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=60)))
+        else:
+            stage.die()
+        said = f"stage 1 of the pool {'left' if leaves else 'died'}"
+        await rig.until_said(said)
+        async with asyncio.timeout(60):
+            while not rig.scheduler.lost:  # noqa: ASYNC110 - happens on the engine's thread
+                await asyncio.sleep(0.005)
+        assert str(rig.scheduler.lost[0]) == said
+
+
 async def test_a_pipeline_that_only_the_engine_sees_broken_forms_anew() -> None:
     async with leading(2) as rig, joining(rig.leader) as stub:
         for _ in range(2):

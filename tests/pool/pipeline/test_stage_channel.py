@@ -59,7 +59,7 @@ def send(channel: PoolChannel, rank: int, frame: bytes | bytearray, *tensors: to
 
 def received(channel: PoolChannel, rank: int) -> bytes | None:
     packet = channel.receive(rank, timeout_s=60.0)
-    return None if packet is None else bytes(packet.frame)
+    return None if packet is None else bytes(packet.record)
 
 
 def tensors_from(channel: PoolChannel, rank: int) -> tuple[torch.Tensor, ...]:
@@ -200,7 +200,7 @@ def test_tensors_arrive_whole_with_their_frame(channels: list[PoolChannel]) -> N
         send(channels[sender], sender + 1, b"frame", *sent)
         packet = channels[sender + 1].receive(sender, timeout_s=60.0)
         assert packet is not None
-        assert bytes(packet.frame) == b"frame"
+        assert bytes(packet.record) == b"frame"
         assert all(map(torch.equal, packet.tensors, sent))
         assert [tensor.dtype for tensor in packet.tensors] == [tensor.dtype for tensor in sent]
 
@@ -230,7 +230,7 @@ def test_tensors_of_an_older_epoch_never_surface(channels: list[PoolChannel]) ->
     send(channels[0], 1, b"new", made(3))
     packet = channels[1].receive(0, timeout_s=60.0)
     assert packet is not None
-    assert (bytes(packet.frame), packet.tensors[0].tolist()) == (b"new", [0.0, 1.0, 2.0])
+    assert (bytes(packet.record), packet.tensors[0].tolist()) == (b"new", [0.0, 1.0, 2.0])
 
 
 class Child:
