@@ -27,7 +27,7 @@ from transfer.agent.agent import TransferAgent
 
 
 class DecodeRole:
-    """Satisfies `pool.process.Role`."""
+    """Satisfies `pool.process.PoolRole`."""
 
     name = "decode"
     service = "baton.v1.Decode"

@@ -10,7 +10,7 @@ class StepLimit:
     """How long a step may take before whatever runs it counts as hung, in seconds.
 
     What was set, or else `LIMIT_STEPS` times the longest step of late (a step of a thousand steps ago counts for a
-    third), and never less than `LIMIT_FLOOR_S`; before the first step, which may compile kernels, `LIMIT_UNKNOWN_S`.
+    third), and never less than `LIMIT_FLOOR_S`; until the first step, which may compile kernels, `LIMIT_UNKNOWN_S`.
     Written by the loop's thread, read by any.
     """
 
@@ -21,10 +21,10 @@ class StepLimit:
 
     @property
     def seconds(self) -> float:
-        if self._fixed_s:
-            return self._fixed_s
         longest_s = self._longest_s
-        return LIMIT_UNKNOWN_S if longest_s is None else max(LIMIT_FLOOR_S, LIMIT_STEPS * longest_s)
+        if longest_s is None:
+            return LIMIT_UNKNOWN_S
+        return self._fixed_s or max(LIMIT_FLOOR_S, LIMIT_STEPS * longest_s)
 
     def observe(self, step_s: float) -> None:
         """A step took this long."""

@@ -21,7 +21,7 @@ from transfer.agent.agent import TransferAgent
 
 
 class PrefillRole:
-    """Satisfies `pool.process.Role`."""
+    """Satisfies `pool.process.PoolRole`."""
 
     name = "prefill"
     service = "baton.v1.Prefill"

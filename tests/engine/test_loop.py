@@ -193,7 +193,10 @@ def test_the_limit_of_a_step_follows_those_that_were_measured_from_a_floor_up() 
     for _ in range(3000):
         limit.observe(0.02)
     assert limit.seconds == 60, "one long step is no excuse for ever"
-    assert StepLimit(5.0).seconds == 5
+    limit = StepLimit(5.0)
+    assert limit.seconds == 600
+    limit.observe(0.02)
+    assert limit.seconds == 5
 
 
 def test_only_one_step_that_lasts_is_a_hung_engine() -> None:

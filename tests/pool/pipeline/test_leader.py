@@ -258,6 +258,7 @@ async def test_a_hung_engine_hands_its_requests_back_and_ends_its_process() -> N
     gate = threading.Event()
     async with leading(1, step_limit_s=1.0) as rig:
         await rig.until_serving()
+        rig.leader.loop.step_limit.observe(0.01)  # one was measured
         rig.leader.loop.post(lambda: gate.wait(60))
         try:
             async with asyncio.timeout(30):
