@@ -80,7 +80,8 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
     """weight [H, N, K], bf16 or fp32, on the host, with K the segments' terms. Returns [H, ceil(N/16), S, 16, 2] bf16
     or [H, ceil(N/16), S, 16] fp32 for the S steps of all segments, in which what the weight does not fill is 0."""
     num_matrices, num_rows, num_terms = weight.shape
-    source = F.pad(weight, (0, num_terms % segments.step_terms))
+    odd = num_terms % segments.step_terms
+    source = F.pad(weight, (0, odd)) if odd else weight
     strides = [stride * source.element_size() for stride in source.stride()]
     if strides[2] != source.element_size() or strides[0] % _WORD_BYTES or strides[1] % _WORD_BYTES:
         source = source.contiguous()
