@@ -17,9 +17,9 @@ import torch
 from bench.report import Value, render
 
 CASES = (("delta", "prefill", 1, 512), ("delta", "decode", 1, 512), ("delta", "decode", 8, 512),
-         ("latent", "prefill", 1, 512), ("latent", "decode", 1, 1024), ("latent", "decode", 8, 1024),
+         ("latent", "prefill", 1, 256), ("latent", "decode", 1, 1024), ("latent", "decode", 8, 1024),
          ("chosen", "decode", 1, 4096), ("chosen", "decode", 8, 4096))
-NUM_ROUNDS = 9
+NUM_ROUNDS = 7
 
 
 class Side:

@@ -71,7 +71,8 @@ class DecoderStage:
         embedding_shape = (spec.vocab_size, spec.hidden_size)
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:
-            self._head = weights.linear_from(weights.tensor(EMBEDDING if spec.tied_head else HEAD, *embedding_shape))
+            name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
+            self._head = weights.linear(name, rows=(spec.vocab_size,), in_features=spec.hidden_size)
         if self._is_first:
             own = None if self._is_last and spec.tied_head else weights.tensor(EMBEDDING, *embedding_shape)
             self._embed = self._head.weight_rows if own is None else partial(embed, table=own)

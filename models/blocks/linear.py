@@ -17,6 +17,11 @@ from engine.kernels.host.team import Team
 from engine.kernels.plain_product import plain_product
 
 
+def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a layer over such a weight keeps a packed copy in its place."""
+    return device.type == "cpu" and has_kernels(dtype)
+
+
 class Linear:
     """y = x W^T + b. `weight` is [out, in]; `bias` [out] or None.
 
@@ -32,7 +37,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.packed: PackedWeight | None = None
-        if weight.device.type == "cpu" and has_kernels(weight.dtype):
+        if is_packed(weight.dtype, weight.device):
             self.packed = PackedWeight(weight, bias, Team())
         else:
             self._weight, self._bias = weight.contiguous(), bias
@@ -73,7 +78,7 @@ class HeadwiseLinear:
     def __init__(self, weight: Tensor) -> None:
         self._out_features = weight.shape[1]
         self.packed: PackedWeight | None = None
-        if weight.device.type == "cpu" and has_kernels(weight.dtype):
+        if is_packed(weight.dtype, weight.device):
             self.packed = PackedWeight(weight, None, Team())
         else:
             self._weight = weight.contiguous()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from models.blocks.activations import sigmoid
 from models.blocks.config import RawConfig
-from models.blocks.linear import GatedLinear
 from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
@@ -154,9 +153,9 @@ class _Experts:
         width, hidden = spec.expert_width, spec.hidden_size
         if weights.has("gate_up_proj"):
             items = [(index, spec.num_experts) for index in range(spec.num_experts)]
-            both = (weights.tensor("gate_up_proj", 2 * width, hidden, item=item) for item in items)
-            self._gate_up = [GatedLinear(*(weights.linear_from(half) for half in weight.chunk(2))) for weight in both]
-            self._down = [weights.linear_from(weights.tensor("down_proj", hidden, width, item=item)) for item in items]
+            self._gate_up = [weights.gated_item("gate_up_proj", rows=width, in_features=hidden, item=item)
+                             for item in items]
+            self._down = [weights.linear_item("down_proj", rows=hidden, in_features=width, item=item) for item in items]
             return
         each = [weights.at(str(index)) for index in range(spec.num_experts)]
         self._gate_up = [expert.gated("gate_proj", "up_proj", rows=width, in_features=hidden) for expert in each]

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from numba import carray, njit
 from torch import Tensor
 
+from engine.kernels.host import blocks
+from engine.kernels.host.blocks import turn
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -80,7 +82,8 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
     """weight [H, N, K], bf16 or fp32, on the host, with K the segments' terms. Returns [H, ceil(N/16), S, 16, 2] bf16
     or [H, ceil(N/16), S, 16] fp32 for the S steps of all segments, in which what the weight does not fill is 0."""
     num_matrices, num_rows, num_terms = weight.shape
-    source = F.pad(weight, (0, num_terms % segments.step_terms))
+    odd = num_terms % segments.step_terms
+    source = F.pad(weight, (0, odd)) if odd else weight
     strides = [stride * source.element_size() for stride in source.stride()]
     if strides[2] != source.element_size() or strides[0] % _WORD_BYTES or strides[1] % _WORD_BYTES:
         source = source.contiguous()
@@ -105,7 +108,7 @@ def _compiled():
     def work(pointer):
         _take_blocks(pointer)
 
-    return compile_kernel(work, _ARGUMENTS, "pack", __file__)
+    return compile_kernel(work, _ARGUMENTS, "pack", __file__, blocks.__file__)
 
 
 @njit(**PART)
@@ -114,6 +117,9 @@ def _take_blocks(pointer):
     a = carray(pointer, 1)[0]
     weight = pointer_to(a.weight, np.uint32)
     out = carray(pointer_to(a.out, np.uint32), (a.num_items, SEGMENTS, a.segment_steps, LANES))
+    addresses = np.empty(LANES, np.int64)  # of 16 rows' first words
+    for lane in range(LANES):
+        addresses[lane] = a.weight + lane * a.row_words * _WORD_BYTES
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -124,14 +130,17 @@ def _take_blocks(pointer):
         for segment in range(SEGMENTS):
             start = min(segment * a.segment_words, a.num_words)
             words = min(a.segment_words, a.num_words - start)
-            _turn(weight, first + start, a.row_words, words, count, out[item, segment])
+            _turn(weight, addresses, first + start, a.row_words, words, count, out[item, segment])
         count_up(pointer, DONE)
 
 
 @njit(**PART)
-def _turn(weight, first, row_words, words, count, out):
-    """`words` words of `count` rows, one row of them per lane; zeros beyond."""
-    for word in range(words):
+def _turn(weight, addresses, first, row_words, words, count, out):
+    """`words` words of `count` rows, one row of them per lane; zeros beyond. 16 rows go by 16 words at a time."""
+    whole = words - words % LANES if count == LANES else 0
+    for word in range(0, whole, LANES):
+        turn(addresses.ctypes.data, (first + word) * _WORD_BYTES, out[word].ctypes.data)
+    for word in range(whole, words):
         for lane in range(count):
             out[word, lane] = weight[first + lane * row_words + word]
         for lane in range(count, LANES):
