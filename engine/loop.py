@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from engine.core.batch import ForwardBatch
+from engine.core.step_limit import StepLimit
 from engine.pipeline.stages import Pipeline, StepResult
 from runtime.errors import (
     BatonError,
@@ -75,12 +76,13 @@ class EngineLoop:
 
     def __init__(self, scheduler: Scheduler, *, observer: LoopObserver | None = None,
                  step_timeout_s: float = 60, idle_check_s: float = 1.0) -> None:
-        """`idle_check_s` is the least time between two idle checks, which walk every id of the pools."""
+        """A step may take `step_timeout_s`, or more where steps are long (`StepLimit`). `idle_check_s` is the least
+        time between two idle checks, which walk every id of the pools."""
         self._scheduler = scheduler
         self._idle_check_s = idle_check_s
         self._checked_s = 0.0
         self._observer = observer or LoopObserver()
-        self._step_timeout_s = step_timeout_s
+        self._step_limit = StepLimit(step_timeout_s)
         self._pipeline: Pipeline | None = None
         self._on_lost: LostListener = lambda error: None
         self._failure: BaseException | None = None
@@ -212,11 +214,13 @@ class EngineLoop:
         result = pipeline.collect(0.5)
         self._observer.waited_s(time.monotonic() - began)
         if result is None:
-            if time.monotonic() - launched > self._step_timeout_s:
-                raise PeerLostError(f"a step took longer than {self._step_timeout_s} s")
+            if time.monotonic() - launched > self._step_limit.seconds:
+                raise PeerLostError(f"a step took longer than {self._step_limit.seconds:g} s")
             return
         self._in_flight.popleft()
-        self._observer.step_s(time.monotonic() - launched, batch)
+        took_s = time.monotonic() - launched
+        self._step_limit.measured(took_s)
+        self._observer.step_s(took_s, batch)
         self._scheduler.on_result(batch, result)
 
     def _drain_commands(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from engine.core.rows import Row, build_batch
 from engine.loop import EngineLoop, LoopObserver
 from engine.pipeline.stages import StepFailed, StepResult
 from runtime.errors import BatonError, InternalError, PeerLostError
+from tests.support.handoff import wait_until
 
 
 class ScriptedScheduler:
@@ -201,3 +203,32 @@ async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: lis
         await waiting
     assert await asyncio.to_thread(undone.wait, 30)
     assert taken == ["lease"]
+
+
+class SlowPipeline(ScriptedPipeline):
+    """Each result takes its time."""
+
+    def __init__(self, *takes_s: float) -> None:
+        super().__init__(1)
+        self._takes_s = deque(takes_s)
+        self._due_s = 0.0
+
+    def launch(self, batch: ForwardBatch) -> None:
+        super().launch(batch)
+        self._due_s = time.monotonic() + self._takes_s.popleft()
+
+    def collect(self, timeout_s: float) -> StepResult | None:
+        time.sleep(0.02)
+        return super().collect(0) if time.monotonic() >= self._due_s else None
+
+
+@pytest.mark.parametrize(("takes_s", "last"), [((0.1, 0.4), "result 2 ok"), ((0.0, 60.0), "lost [2] PEER_LOST")])
+def test_the_limit_of_a_step_grows_with_the_steps_that_were_seen(running: list[EngineLoop],
+                                                                 takes_s: tuple[float, ...], last: str) -> None:
+    scheduler = ScriptedScheduler(work=2)
+    loop = EngineLoop(scheduler, step_timeout_s=0.25, idle_check_s=0)
+    running.append(loop)
+    loop.start()
+    loop.post(lambda: loop.attach(SlowPipeline(*takes_s)))
+    wait_until(lambda: len(scheduler.log) == 2)
+    assert scheduler.log[-1] == last

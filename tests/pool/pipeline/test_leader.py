@@ -118,7 +118,8 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def empty(grace_s: float) -> None:
         await may_let_go.wait()
 
-    leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size)), cast(Stage, stage), scheduler,
+    leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size, step_timeout_s=60.0,
+                                                            frame_timeout_s=10.0)), cast(Stage, stage), scheduler,
                     lambda *given: [], warm_up=warm_up, empty=empty,
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()
