@@ -22,6 +22,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
            "I64": torch.int64, "BOOL": torch.bool}
 _MAX_HEADER_BYTES = 100 << 20
 _COMPARED_BYTES = 16 << 20
+_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what json and its readers raise
 _READ_BYTES = 2 << 20  # what was just read is digested while it is in the cache
 
 
@@ -112,9 +113,9 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         files: dict[Path, set[str]] = {}
         for name, file in sorted(weight_map.items(), key=lambda pair: (pair[1], pair[0])):
             files.setdefault(folder / Path(file).name, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is not a safetensors index: {error!r}", field="model") from error
-    absent = [file.name for file in files if not file.exists()]
+        absent = [file.name for file in files if not file.is_file()]
+    except (OSError, RecursionError, *_NONSENSE) as error:
+        raise ConfigError(f"{index} is not a safetensors index: {_shortly(error)}", field="model") from error
     if absent:
         raise ConfigError(f"{folder} lacks files its index lists: {_names(absent)}", field="model")
     return files
@@ -130,8 +131,8 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         header = stream.read(length)
     try:
         return _parse_header(file, json.loads(header), data_start=8 + length, size=size)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} has a damaged safetensors header: {error!r}", field="model") from error
+    except (RecursionError, *_NONSENSE) as error:
+        raise ConfigError(f"{file} has a damaged safetensors header: {_shortly(error)}", field="model") from error
 
 
 def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: int) -> dict[str, TensorEntry]:
@@ -141,6 +142,8 @@ def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: 
             continue
         dtype, shape = str(fields["dtype"]), tuple(int(extent) for extent in fields["shape"])
         start, end = (int(offset) for offset in fields["data_offsets"])
+        if not 0 <= start <= end or any(extent < 0 for extent in shape):
+            raise ValueError(f"{name} of shape {list(shape)} lies from {start} to {end}")
         if data_start + end > size:
             raise ConfigError(f"{file} is truncated: {name} ends at byte {data_start + end} of {size}", field="model")
         if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - start:
@@ -161,6 +164,10 @@ def _read_exactly(file: Path, offset: int, out: Tensor) -> bytes:
             hashed.update(view[:count])
             view, offset = view[count:], offset + count
     return hashed.digest()
+
+
+def _shortly(error: Exception) -> str:
+    return repr(error)[:200]
 
 
 def _names(names: list[str]) -> str:

@@ -208,7 +208,7 @@ async def _follow(process: _Process, reports: JoinReports) -> None:
     channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
                                 on_sent=meters.on_frame)
     engine = FollowerEngine(stage, GuidedSampler(stage.grammars), channel, rank=config.rank, size=config.world_size,
-                            on_step=meters.on_forward)
+                            on_step=meters.on_forward, frame_timeout_s=config.frame_timeout_s)
     security = ChannelSecurity(process.certificates).to(process.peer_role)
     follower = Follower(config, stage, engine, channel.address, security, reports)
     async with _listening(process, server):

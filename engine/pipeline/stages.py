@@ -17,6 +17,7 @@ from typing import Protocol
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
+from engine.core.frame_limit import FrameLimit
 from engine.core.request import DrawnToken
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
@@ -124,17 +125,20 @@ class HeadStage:
     """Rank 0 of a pool with more stages: runs its layers at launch, hears from the tail at collect."""
 
     def __init__(self, executor: StageExecutor, channel: StageChannel, *, size: int,
-                 send_timeout_s: float = 10) -> None:
+                 frame_timeout_s: float = 10) -> None:
+        """The next stage takes a frame within `frame_timeout_s`, or more where steps are long (`FrameLimit`)."""
         self.depth = size
         self._executor = executor
         self._channel = channel
-        self._send_timeout_s = send_timeout_s
+        self._frame_limit = FrameLimit(frame_timeout_s)
+        self._launched_s: deque[float] = deque()
         self._sequence = self._collected = 0
 
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
+        self._launched_s.append(time.monotonic())
         packet = _run_to_packet(self._executor, self._sequence, batch, None, rank=0)
-        self._channel.send(1, packet, timeout_s=self._send_timeout_s)
+        self._channel.send(1, packet, timeout_s=self._frame_limit.seconds)
 
     def collect(self, timeout_s: float) -> StepResult | None:
         packet = self._channel.receive(self.depth - 1, timeout_s=timeout_s)
@@ -144,6 +148,7 @@ class HeadStage:
         if packet.sequence != self._collected:
             raise IntegrityError(f"from stage {self.depth - 1}: the result of batch {packet.sequence} where that of "
                                  f"batch {self._collected} is due")
+        self._frame_limit.measured(time.monotonic() - self._launched_s.popleft())
         if packet.kind is PacketKind.ERROR:
             return StepResult(packet.sequence, [], StepFailed(records.unpack_error(packet)))
         return _step_result(packet.sequence, records.unpack_result(packet))
@@ -177,8 +182,8 @@ class FollowerStage:
     def __init__(self, executor: StageExecutor, sampler: Sampler, channel: StageChannel, *, rank: int, size: int,
                  drafter: Drafter | None = None,
                  on_step: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None,
-                 send_timeout_s: float = 10) -> None:
-        """`sampler` and `drafter` work on the last stage."""
+                 frame_timeout_s: float = 10) -> None:
+        """`sampler` and `drafter` work on the last stage; `frame_timeout_s` as of `HeadStage`."""
         self._on_step = on_step
         self._executor = executor
         self._last_stage = LastStage(sampler, drafter)
@@ -186,7 +191,7 @@ class FollowerStage:
         self._rank = rank
         self._next = (rank + 1) % size
         self._is_last = rank == size - 1
-        self._send_timeout_s = send_timeout_s
+        self._frame_limit = FrameLimit(frame_timeout_s)
 
     def step(self, timeout_s: float) -> bool:
         """Serve at most one packet; False when none came in time. Raises PeerLostError and IntegrityError when the
@@ -201,8 +206,10 @@ class FollowerStage:
             stage_input = records.unpack_batch(packet)
             reply = self._last(packet.sequence, stage_input) if self._is_last else _run_to_packet(
                 self._executor, packet.sequence, stage_input.batch, stage_input.incoming, rank=self._rank)
-            self._on_step(time.monotonic() - began, stage_input.batch)
-        self._channel.send(self._next, reply, timeout_s=self._send_timeout_s)
+            took_s = time.monotonic() - began
+            self._frame_limit.measured(took_s)
+            self._on_step(took_s, stage_input.batch)
+        self._channel.send(self._next, reply, timeout_s=self._frame_limit.seconds)
         return True
 
     def _last(self, sequence: int, stage_input: StageInput) -> Packet:

@@ -51,9 +51,9 @@ class FollowerEngine:
     """
 
     def __init__(self, stage: Stage, sampler: Sampler, channel: PoolChannel, *, rank: int, size: int,
-                 on_step: Callable[[float, ForwardBatch], None]) -> None:
+                 on_step: Callable[[float, ForwardBatch], None], frame_timeout_s: float = 10) -> None:
         self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, drafter=stage.drafter,
-                                       on_step=on_step)
+                                       on_step=on_step, frame_timeout_s=frame_timeout_s)
         self._channel = channel
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
         self._formed = False

@@ -131,7 +131,8 @@ class Leader:
         self._epoch = epoch
         on_lost = self._when_lost(lambda error: self._form_anew(epoch, links, error))
         addresses = [channel.address, *(link.channel_address for link in links)]
-        head = HeadStage(self._stage.executor, channel, size=self._config.world_size)
+        head = HeadStage(self._stage.executor, channel, size=self._config.world_size,
+                         frame_timeout_s=self._config.frame_timeout_s)
 
         def attach() -> None:
             self.loop.attach(head, on_lost)  # first: a connection that cannot be made is a broken pipeline, too

@@ -7,7 +7,7 @@ import json
 import logging
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -26,6 +26,7 @@ from transfer.ucx.stage_channel import UcxStageChannel
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
+MAX_ADDRESS_BYTES = 1 << 16
 FRAME_OVERHEAD = 1 << 12  # header, and table of the tensors
 
 
@@ -57,9 +58,18 @@ class StageAddress:
         try:
             (length,) = _LENGTH.unpack_from(data, 0)
             end = _LENGTH.size + length
-            return cls(frames=data[end:], **json.loads(data[_LENGTH.size:end]))
-        except (struct.error, ValueError, TypeError) as error:
+            if end > min(len(data), MAX_ADDRESS_BYTES):
+                raise ValueError(f"{length} bytes of JSON")
+            made = cls(frames=data[end:], **json.loads(data[_LENGTH.size:end]))
+            for field in fields(made):
+                if type(getattr(made, field.name)) is not type(getattr(_ANY_ADDRESS, field.name)):
+                    raise TypeError(f"{field.name} is not of its type")
+            return made
+        except (struct.error, ValueError, TypeError, RecursionError) as error:
             raise PeerLostError(f"{len(data)} bytes that are not the address of a stage") from error
+
+
+_ANY_ADDRESS = StageAddress(0, b"")
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,9 @@ class WorkerConfig(TlsConfig):
     stage_channel: StageChannelName = Field(
         default="auto", description="how tensors go from stage to stage: nccl between devices, ucx through host "
                                     "memory; auto: nccl when every stage has a device of its own")
+    frame_timeout_s: float = Field(
+        default=10.0, gt=0, le=3600, description="a stage that does not take a frame for so long is lost; grows to "
+                                                 "8 times the longest of the last 64 steps")
     draft: Path | None = Field(default=None, description="directory of a draft model; a decode pool then speculates")
     spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
     spec_steps: int = Field(default=3, ge=1, le=16, description="tokens drafted ahead at most")

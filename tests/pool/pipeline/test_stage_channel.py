@@ -83,7 +83,7 @@ def test_frames_keep_their_order_by_sender(channels: list[PoolChannel]) -> None:
     assert [received(channels[2], 0) for i in range(20)] == [b"from 0: %d" % i * (1 + 700 * (i % 3)) for i in range(20)]
 
 
-def test_a_sent_frame_may_be_reused_at_once(channels: list[PoolChannel]) -> None:
+def test_a_sent_record_may_be_reused_at_once(channels: list[PoolChannel]) -> None:
     frame = bytearray(b"a" * 100_000)
     send(channels[0], 1, frame)
     frame[:] = b"b" * 100_000
@@ -94,6 +94,15 @@ def test_sending_does_not_wait_for_the_receiver(channels: list[PoolChannel]) -> 
     for _ in range(4):
         send(channels[0], 1, bytes(300_000))  # nobody receives meanwhile: waiting would run into the deadline
     assert [received(channels[1], 0) for _ in range(4)] == [bytes(300_000)] * 4
+
+
+def test_a_sender_that_computes_holds_no_large_frame_back(channels: list[PoolChannel]) -> None:
+    """512 tokens of 4,096 in bf16 are 4 MiB, which no queue takes as a whole. Nobody receives while they are sent, and
+    the sender does not come back to its channel while they are received."""
+    hidden = [torch.full((512, 4096), value, dtype=torch.bfloat16) for value in range(4)]
+    for tensor in hidden:
+        send(channels[0], 1, b"", tensor, timeout_s=30.0)
+    assert [set(tensors_from(channels[1], 0)[0].flatten().tolist()) for _ in hidden] == [{0.0}, {1.0}, {2.0}, {3.0}]
 
 
 def test_frames_larger_than_the_queues_go_through(channels: list[PoolChannel]) -> None:
