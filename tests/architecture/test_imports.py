@@ -35,7 +35,7 @@ ALLOWED = {
     "demo": ("engine", "models", "runtime"),
     "bench": ("baton", "demo", "engine", "models", "pool", "protos", "runtime", "testing", "transfer"),
     "testing": ("engine", "transfer", "protos", "runtime"),
-    "tools": ("baton", "pool", "protos", "router", "runtime"),
+    "tools": ("baton", "pool", "protos", "router", "runtime", "tests"),
 }  # fmt: skip
 # The folders of `engine/` from the lowest to the highest: each imports only what stands before it.
 ENGINE_ROOMS = ("core", "kernels", "kernels.host", "kernels.device", "memory", "contracts", "backends", "backends.cpu",
