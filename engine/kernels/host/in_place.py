@@ -15,8 +15,8 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import amx, blocks, dot
-from engine.kernels.host.amx import TILE_ROWS, TILE_STEP_BYTES, has_tiles, load_tile_shapes, release_tiles, tile_block
+from engine.kernels.host import amx, any_rows, blocks, dot
+from engine.kernels.host.amx import TILE_ROWS, has_tiles
 from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES, fetch, put_in_pairs, soften_for, turn
 from engine.kernels.host.compiled import (
     DONE,
@@ -31,7 +31,7 @@ from engine.kernels.host.compiled import (
     record,
     rounded,
 )
-from engine.kernels.host.dot import LANES, Form, dot_block
+from engine.kernels.host.dot import LANES, Form
 from engine.kernels.host.team import Team
 from engine.kernels.rows_in_place import RowsInPlace
 
@@ -40,6 +40,7 @@ _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_
                     "num_in_order", "paths", "out", unit=np.float32)
 _STATE_BYTES = 2 * VECTOR_BYTES
 _STATE_FLOATS = _STATE_BYTES // 4
+_FEW_ROWS = 32  # a thread that multiplies keys by no more waits for memory
 _LOG2_E = 1.4426950408889634
 
 
@@ -75,115 +76,21 @@ def compiled_for(dtype: torch.dtype, *, tiled: bool):
     stored = STORED_AS[dtype]
     form = Form.FP32 if dtype is torch.float32 else Form.BF16
     if tiled:
-        score, add_up, shape_tiles, end_tiles = _tiled(adds=False), _tiled(adds=True), _shape_tiles, _release_tiles
+        score, add_up = any_rows.tiled_product(adds=False), any_rows.tiled_product(adds=True)
+        begin, end = any_rows.shape_tiles, any_rows.end_tiles
     else:
-        score, add_up = _product(form, block_counts=(4,), adds=False), _product(form, block_counts=(4, 1), adds=True)
-        shape_tiles, end_tiles = _no_tiles, _no_tiles_to_release
+        score, add_up = any_rows.plain_product(form, adds=False), any_rows.plain_product(form, adds=True)
+        begin, end = any_rows.no_tiles, any_rows.end_no_tiles
     soften = soften_for(rounds=dtype is not torch.float32)
     fill_values = _copy_values if dtype is torch.float32 else _pair_values
 
     def work(pointer):
-        _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles)
-        end_tiles()
+        _take_tiles(pointer, stored, score, soften, fill_values, add_up, begin)
+        end()
 
     name = f"attend_{stored.__name__}_{'tiled' if tiled else 'plain'}"
-    return compile_kernel(work, _ARGUMENTS, name, __file__, blocks.__file__, dot.__file__, amx.__file__, numbers=STRICT)
-
-
-def _tiled(*, adds):
-    """As `_product`, by the matrix unit, after `_shape_tiles` for as many rows."""
-    whole_pair, whole_one = (tile_block(count, whole=True, adds=adds) for count in (2, 1))
-    rest_pair, rest_one = (tile_block(count, whole=False, adds=adds) for count in (2, 1))
-
-    @njit(**STRICT_PART)
-    def multiply(x, x_row, w, w_block, y, y_row, words, rows, blocks):
-        steps = -(-words * 4 // TILE_STEP_BYTES)
-        for block in range(0, blocks, 2):
-            weights, sums = w + block * w_block, y + block * VECTOR_BYTES
-            for row in range(0, rows // TILE_ROWS * TILE_ROWS, TILE_ROWS):
-                if block + 1 < blocks:
-                    whole_pair(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
-                else:
-                    whole_one(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
-            row = rows // TILE_ROWS * TILE_ROWS
-            if row < rows:
-                if block + 1 < blocks:
-                    rest_pair(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
-                else:
-                    rest_one(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
-
-    return multiply
-
-
-@njit(**STRICT_PART)
-def _shape_tiles(shapes, rows):
-    """All tiles have 16 rows of 64 bytes, but those for what is left over of so many rows."""
-    rest = rows % TILE_ROWS
-    if not rest:
-        rest = TILE_ROWS
-    if carray(pointer_to(shapes, np.uint8), 64)[52] == rest:
-        return
-    bytes_ = carray(pointer_to(shapes, np.uint8), 64)
-    bytes_[0] = 1
-    for tile in range(8):
-        bytes_[16 + 2 * tile] = TILE_STEP_BYTES
-        bytes_[48 + tile] = rest if 4 <= tile < 7 else TILE_ROWS
-    load_tile_shapes(shapes)
-
-
-@njit(**STRICT_PART)
-def _release_tiles():
-    release_tiles()
-
-
-@njit(**STRICT_PART)
-def _no_tiles(shapes, rows):
-    pass
-
-
-@njit(**STRICT_PART)
-def _no_tiles_to_release():
-    pass
-
-
-def _product(form, block_counts, adds):
-    """f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, rows, blocks), any number of rows and blocks."""
-    by_count = {(rows, count): dot_block(rows, count, form, adds=adds, ahead_bytes=0)
-                for rows in (6, 4, 2, 1) for count in block_counts}
-    wide = _of_any_rows(*(by_count[rows, block_counts[0]] for rows in (6, 4, 2, 1)))
-    narrow = _of_any_rows(*(by_count[rows, block_counts[-1]] for rows in (6, 4, 2, 1)))
-    width = block_counts[0]
-
-    @njit(**STRICT_PART)
-    def multiply(x, x_row, w, w_block, y, y_row, steps, rows, blocks):
-        block = 0
-        while block + width <= blocks:
-            wide(x, x_row, w + block * w_block, w_block, y + block * VECTOR_BYTES, y_row, steps, rows)
-            block += width
-        while block < blocks:
-            narrow(x, x_row, w + block * w_block, w_block, y + block * VECTOR_BYTES, y_row, steps, rows)
-            block += 1
-
-    return multiply
-
-
-def _of_any_rows(six, four, two, one):
-    @njit(**STRICT_PART)
-    def multiply(x, x_row, w, w_block, y, y_row, steps, rows):
-        row = 0
-        while row + 6 <= rows:
-            six(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
-            row += 6
-        if row + 4 <= rows:
-            four(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
-            row += 4
-        if row + 2 <= rows:
-            two(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
-            row += 2
-        if row < rows:
-            one(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
-
-    return multiply
+    parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__)
+    return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
 class _Room(NamedTuple):
@@ -309,7 +216,7 @@ def _take_block(a, room, positions, first, low, high, start, num_keys, score, so
         begin = begin // TILE_ROWS * TILE_ROWS
     score(room.queries + begin * room.query_bytes, room.query_bytes, room.keys, room.key_block,
           room.scores + begin * BLOCK_KEYS * 4, BLOCK_KEYS * 4, -(-a.head_dim * a.itemsize // 4), end - begin,
-          BLOCK_KEYS // LANES)
+          -(-num_keys // LANES))
     state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
     sums = carray(pointer_to(room.sums, np.float32), (a.tile_rows, room.value_blocks * LANES))
     for row in range(begin, end):
@@ -379,7 +286,8 @@ def _fill_keys(a, room, found, num_keys):
     for group in range(-(-num_keys // LANES)):
         at = found + group * LANES * 8
         for offset in range(0, whole, VECTOR_BYTES):
-            fetch(at, behind + offset)
+            if a.tile_rows <= _FEW_ROWS:
+                fetch(at, behind + offset)
             turn(at, offset, room.keys + group * room.key_block + offset * LANES)
         if whole < key_bytes:
             _copy_tails(at, whole, (key_bytes - whole) // 2, room.tails)
@@ -408,7 +316,7 @@ def _pair_values(a, room, found, ahead, num_keys):
             first = found[2 * pair] + behind
         if 2 * pair + 1 < num_keys:
             second = found[2 * pair + 1] + behind
-        if pair % (LANES // 2) == 0:
+        if pair % (LANES // 2) == 0 and a.tile_rows <= _FEW_ROWS:
             for channel in range(0, whole, 2 * LANES):
                 fetch(ahead + 2 * pair * 8, channel * 2)
         for channel in range(0, whole, 2 * LANES):

@@ -22,7 +22,8 @@ STEPS = 16  # of a block that one instruction takes
 MAX_ROWS = 32  # two tiles
 
 _TILE_ROWS, _SUMS, _ROWS_OF_X, _WEIGHTS = 16, (0, 1, 2, 3), (4, 5), (6, 7)
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_AHEAD_BYTES = 4096
 _POINTER = _I8.as_pointer()
 
 
@@ -128,6 +129,8 @@ class _Tiles:
         for n in range(blocks):
             tile = _WEIGHTS[n % 2]
             weights = b.add(b.add(self._w, b.mul(k, _I64(BLOCK_STEP_BYTES))), b.mul(self._w_block, _I64(n)))
+            if row_tiles == 1:
+                self._fetch(b.add(weights, _I64(_AHEAD_BYTES)))
             self._load(tile, weights, _I64(BLOCK_STEP_BYTES))
             for m in range(row_tiles):
                 _call(b, "tdpbf16ps", _I8(_SUMS[2 * m + n]), _I8(_ROWS_OF_X[m]), _I8(tile))
@@ -138,6 +141,14 @@ class _Tiles:
         for m, n, tile in places:
             at = b.add(b.add(self._y, b.mul(self._y_row, _I64(_TILE_ROWS * m))), _I64(n * BLOCK_STEP_BYTES))
             _call(b, "tilestored64", _I8(tile), b.inttoptr(at, _POINTER), self._y_row)
+
+    def _fetch(self, address) -> None:
+        """A tile's weights into the cache."""
+        for line in range(STEPS):
+            at = self._b.inttoptr(self._b.add(address, _I64(line * BLOCK_STEP_BYTES)), _POINTER)
+            kind = ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32])
+            fetch = cgutils.get_or_insert_function(self._b.module, kind, "llvm.prefetch.p0")
+            self._b.call(fetch, [at, _I32(0), _I32(3), _I32(1)])
 
     def _load(self, tile: int, address, stride) -> None:
         _call(self._b, "tileloadd64", _I8(tile), self._b.inttoptr(address, _POINTER), stride)
