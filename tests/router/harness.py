@@ -32,7 +32,7 @@ from runtime.errors import BatonError
 from runtime.metrics import RouterMetrics, RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
-from tests.support.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
+from tests.support.router.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
 
 EOS = VOCAB_SIZE - 1
 FACTS = ModelFacts(name="tiny", architecture="Tiny", vocab_size=VOCAB_SIZE, max_context_tokens=256, num_layers=4,

@@ -5,9 +5,9 @@ from torch import Tensor
 from engine.backends.cpu.attention import CpuAttention
 from engine.contracts.attention import AttentionGeometry
 from engine.core.numerics import Numerics
-from tests.support.attention import LAYER
 from tests.support.contracts.attention import AttentionContract
-from tests.support.dense_backend import DenseAttention
+from tests.support.kernels.attention import LAYER
+from tests.support.kernels.dense_backend import DenseAttention
 
 
 class TestCpuExact(AttentionContract):

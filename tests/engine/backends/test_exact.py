@@ -18,8 +18,8 @@ from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardMode
 from engine.core.numerics import Numerics, span_terms
 from runtime.errors import ConfigError, InternalError
-from tests.support.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
-from tests.support.batches import Row, make_batch
+from tests.support.kernels.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
+from tests.support.kernels.batches import Row, make_batch
 
 NUM_TOKENS = 150
 QUICK = settings(max_examples=25, deadline=None, derandomize=True)

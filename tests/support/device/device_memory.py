@@ -17,7 +17,7 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging
 from runtime.clock import SystemClock
-from tests.support.handoff import EventLog
+from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import AgentLimits, TransferAgent
 from transfer.plan.destination import landing_for
 from transfer.plan.terms import Landing, SourceTerms
