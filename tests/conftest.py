@@ -2,12 +2,12 @@
 
 import os
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -15,10 +15,20 @@ from xdist.scheduler import LoadScopeScheduling
 from runtime.client import ChannelOptions
 from runtime.server import ServerOptions
 
-# Where there is no GPU, kernels run in Triton's interpreter: the same code, on the CPU. It must be chosen before the
-# first of them is imported, by whatever test that is.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+# Folders whose tests never load torch, which takes longer than most of them; tests/architecture holds it.
+WITHOUT_TORCH = ("architecture", "baton", "router", "runtime", "tools")
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Where there is no GPU, kernels run in Triton's interpreter: the same code, on the CPU. It must be chosen before
+    the first of them is imported, by whatever test that is."""
+    if module_path.relative_to(Path(__file__).parent).parts[0] in WITHOUT_TORCH or "TRITON_INTERPRET" in os.environ:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
 
 # No example is timed, because a busy machine may take any time for any of them; and the same tree gives the same
 # examples. `--hypothesis-profile=search` looks for new ones.
@@ -31,8 +41,10 @@ settings.load_profile("repeatable")
 def _the_same_numbers() -> None:
     """Whichever tests ran before on this worker."""
     random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

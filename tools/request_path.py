@@ -19,8 +19,8 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.values import Query, Sampling, Stop
-from tests.support.checkpoints import make_checkpoint
-from tests.support.one_process import cluster_in_process
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.models.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ("baton", "decode", "engine", "models", "pool", "prefill", "router", "runtime", "transfer")

@@ -1,8 +1,11 @@
 """Habits that a linter does not know: no process globals, no probing, and test files that test."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
+
+import yaml
 
 from tests.architecture.source import PRODUCT, ROOT, modules, names
 
@@ -148,3 +151,12 @@ def test_every_folder_with_code_is_a_package() -> None:
     """A folder without __init__.py imports from here but is missing where the package is installed."""
     found = names(*PRODUCT)
     assert sorted(name for name in found if "." in name and name.rpartition(".")[0] not in found) == []
+
+
+def test_a_commit_is_checked_by_what_make_check_runs() -> None:
+    """Every part of the target is a hook, with the same tools."""
+    parts = re.search(r"^check: (.*?) *##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert parts is not None
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = {hook["id"]: hook["entry"] for hook in repository["hooks"]}
+    assert hooks == {part: f"make {part}" for part in parts[1].split()}

@@ -15,8 +15,8 @@ import pytest
 from runtime.certificates import CertificateStore
 from runtime.security import ServerSecurity
 from runtime.tokens import TokenList
-from tests.support.authority import Authority
-from tests.support.generation import EchoGeneration, serve_echo
+from tests.support.network.authority import Authority
+from tests.support.router.generation import EchoGeneration, serve_echo
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from baton.values import (
 from protos import generation_pb2 as pb
 from protos import types_pb2
 from runtime import errors
-from tests.support.generation import EchoGeneration, serve_echo
+from tests.support.router.generation import EchoGeneration, serve_echo
 
 
 @pytest.fixture

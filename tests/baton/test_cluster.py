@@ -21,10 +21,10 @@ from runtime.announce import Announcement
 from runtime.errors import ConfigError, UnavailableError
 from runtime.security import ServerSecurity, client_security
 from runtime.tokens import TokenList
-from tests.support.generation import EchoGeneration, serve_echo
+from tests.support.router.generation import EchoGeneration, serve_echo
 
 ROOT = Path(__file__).parents[2]
-FAKES = ROOT / "tests" / "support" / "fake_roles"
+FAKES = ROOT / "tests" / "support" / "cluster" / "fake_roles"
 
 
 @pytest.fixture(autouse=True)

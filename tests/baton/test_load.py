@@ -5,7 +5,7 @@ import pytest
 from baton.client import AsyncBatonClient
 from baton.load import Outcome, Progress, Slo, errors_of, goodput, percentiles, run_load, summarise
 from baton.values import Query, Timings
-from tests.support.generation import EchoGeneration, serve_echo
+from tests.support.router.generation import EchoGeneration, serve_echo
 
 
 def outcome(*times_s: float, tokens: int | None = None, error: str | None = None) -> Outcome:

@@ -18,7 +18,7 @@ from baton.load_plot import check_can_plot
 from baton.values import ChatMessage, Query
 from baton.vllm_client import AsyncVllmEngineClient
 from runtime.errors import CapacityError, ConfigError, InvalidRequestError
-from tests.support.generation import EchoGeneration, serve_echo
+from tests.support.router.generation import EchoGeneration, serve_echo
 
 
 class ScriptedEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # the stubs have no types

@@ -8,7 +8,7 @@ from baton.cluster import demo_model
 from bench.acceptance import BARS, SHAPES, ask_all, held_out_queries
 from decode import worker
 from decode.speculation import VerifiedStep
-from tests.support.one_process import cluster_in_process
+from tests.support.cluster.one_process import cluster_in_process
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -14,7 +14,7 @@ from engine.core.numerics import Numerics
 from models.blocks.weights import Weights
 from models.decoder import DecoderStage
 from models.loader import random_model
-from tests.support.device_stack import device_backends
+from tests.support.device.device_stack import device_backends
 
 TINY: dict[str, object] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_attention_heads": 4,
                            "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4}

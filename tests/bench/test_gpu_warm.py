@@ -8,7 +8,7 @@ import torch
 
 from bench import gpu_warm
 from engine.core.placement import HOST
-from tests.support.flashinfer import FakeWrappers
+from tests.support.kernels.flashinfer import FakeWrappers
 
 PYTHON = [sys.executable, "-c"]
 

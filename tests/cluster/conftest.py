@@ -7,8 +7,8 @@ import torch
 
 from engine.core.request import Request, SamplingParams
 from models.loader import read_model
-from tests.support.checkpoints import make_checkpoint
-from tests.support.local_pool import local_pool
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.pool.local_pool import local_pool
 
 
 @pytest.fixture(scope="session")

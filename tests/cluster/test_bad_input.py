@@ -15,7 +15,7 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.values import Query, Sampling, Stop
 from runtime.errors import BatonError, InvalidRequestError, UnavailableError, UnknownModelError
-from tests.support.clusters import RunningCluster, running_cluster
+from tests.support.cluster.clusters import RunningCluster, running_cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

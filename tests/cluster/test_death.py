@@ -12,8 +12,8 @@ from engine.core.request import Request
 from runtime.errors import BatonError
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
-from tests.support.clusters import RunningCluster, running_cluster
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.cluster.questions import as_query, make_questions, shown
 
 STATUS_WITHIN_S = 30.0  # of the 60 that a client has
 BACK_WITHIN_S = 3.0  # the demo model, on a machine that has cores to spare

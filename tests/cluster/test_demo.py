@@ -8,7 +8,7 @@ import sys
 from baton.cluster import demo_model
 from baton.values import Query, Sampling, Stop
 from demo.corpus import recall_questions
-from tests.support.clusters import running_cluster
+from tests.support.cluster.clusters import running_cluster
 
 
 def test_the_demo_gives_the_right_answer() -> None:

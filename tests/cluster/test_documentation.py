@@ -11,7 +11,7 @@ from typer.core import TyperGroup, TyperOption
 
 from baton.cli import app
 from baton.cluster import demo_model
-from tests.support.one_process import cluster_in_process
+from tests.support.cluster.one_process import cluster_in_process
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ADDRESS = "127.0.0.1:7000"

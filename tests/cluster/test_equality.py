@@ -13,11 +13,11 @@ from engine.core.batch import ForwardMode, ScoringRow
 from engine.sampling.scoring import score
 from models.loader import read_model
 from tests.cluster.conftest import Reference
-from tests.support.checkpoints import oracle
-from tests.support.clusters import running_cluster
-from tests.support.one_process import cluster_in_process
-from tests.support.questions import as_query, make_questions, shown
-from tests.support.single_stage import StageDriver
+from tests.support.cluster.clusters import running_cluster
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.models.checkpoints import oracle
+from tests.support.models.single_stage import StageDriver
 
 Shown = list[tuple[int, float | None]]
 

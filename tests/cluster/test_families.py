@@ -6,10 +6,10 @@ import pytest
 
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
-from tests.support.checkpoints import FAMILY_NAMES, make_checkpoint
-from tests.support.clusters import running_cluster
-from tests.support.one_process import cluster_in_process
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.clusters import running_cluster
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.models.checkpoints import FAMILY_NAMES, make_checkpoint
 
 QUESTIONS = make_questions(4, seed=31, max_prompt=150, max_tokens=12)
 

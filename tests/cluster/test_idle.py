@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.clusters import RunningCluster, running_cluster
+from tests.support.cluster.clusters import RunningCluster, running_cluster
 
 MAX_SHARE = 0.01  # of a core, for each process
 WINDOW_S, NUM_WINDOWS = 5.0, 6  # the cheapest window counts: what polls without end is cheap in none

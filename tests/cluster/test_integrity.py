@@ -16,9 +16,9 @@ from pool.stage import stage as stage_module
 from runtime.errors import BatonError, IntegrityError
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
-from tests.support.damaging_transport import send_damaged
-from tests.support.one_process import cluster_in_process
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.transfer.damaging_transport import send_damaged
 from transfer.transport.protocol import Operation, Peer
 from transfer.ucx.transport import UcxTransport
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from baton.load import Endpoint, run_load
 from baton.vllm_client import AsyncVllmEngineClient
 from baton.workload import Planned, make_queries
-from tests.support.one_process import cluster_in_process
+from tests.support.cluster.one_process import cluster_in_process
 
 
 async def test_both_services_take_the_same_load(checkpoint: Path) -> None:

@@ -17,8 +17,8 @@ from protos import prefill_pb2 as pb
 from runtime.errors import PeerLostError
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
-from tests.support.one_process import cluster_in_process
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import as_query, make_questions, shown
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.session import ReceiveSession, ReceiveState
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.catalogue import families
-from tests.support.clusters import RunningCluster, running_cluster
-from tests.support.questions import as_query, make_questions
+from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.cluster.questions import as_query, make_questions
 
 # Gauges that are zero again when nothing runs, and what only a fault moves.
 AT_REST = {

@@ -7,9 +7,9 @@ import pytest
 
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
-from tests.support.checkpoints import add_nextn, make_checkpoint
-from tests.support.clusters import running_cluster
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.clusters import running_cluster
+from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.models.checkpoints import add_nextn, make_checkpoint
 
 QUESTIONS = make_questions(4, seed=17, max_prompt=150, max_tokens=16)
 

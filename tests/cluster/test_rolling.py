@@ -13,8 +13,8 @@ from engine.core.request import Request
 from runtime.errors import BatonError
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
-from tests.support.clusters import RunningCluster, running_cluster
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.cluster.questions import as_query, make_questions, shown
 
 DRAIN_S = 0.2  # shorter than a question takes, so that decode pools hand some back
 # A prefill worker and a part of a decode pool at a time: a stage alone, a leader alone, a whole pool.

@@ -16,8 +16,8 @@ from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from runtime.tokens import OwnToken
 from tests.cluster.conftest import Reference
-from tests.support.authority import Authority, write
-from tests.support.clusters import running_cluster
+from tests.support.cluster.clusters import running_cluster
+from tests.support.network.authority import Authority, write
 
 PROMPT, NUM_TOKENS = tuple(range(3, 100)), 12
 QUERY = Query(prompt=PROMPT, sampling=Sampling(temperature=0), stop=Stop(max_tokens=NUM_TOKENS), skip_text=True)

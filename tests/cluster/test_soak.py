@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
-from tests.support.clusters import RunningCluster, open_descriptors, running_cluster
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.clusters import RunningCluster, open_descriptors, running_cluster
+from tests.support.cluster.questions import as_query, make_questions, shown
 
 NUM_REQUESTS, NUM_DISTINCT, SHARE_CANCELLED, CONCURRENCY = 500, 50, 0.2, 24
 

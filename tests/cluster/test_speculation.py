@@ -10,9 +10,9 @@ import pytest
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
 from tests.cluster.test_metrics import scrape
-from tests.support.clusters import RunningCluster, running_cluster
-from tests.support.eagle import save_draft
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.drafts.eagle import save_draft
 
 
 @pytest.fixture(scope="module")

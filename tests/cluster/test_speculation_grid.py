@@ -22,9 +22,9 @@ from demo.corpus import speculation_prompts
 from engine.core.request import Request
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import Shown, on_the_wire
-from tests.support.drafters import CHAINS, TREES
-from tests.support.one_process import cluster_in_process
-from tests.support.questions import as_query, make_questions, shown
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.drafts.drafters import CHAINS, TREES
 
 SHAPES = {**CHAINS, **TREES}
 CELLS = [  # shape, prefill PP, decode PP, draft

@@ -12,9 +12,9 @@ import pytest
 
 from baton.values import Completion, FinishReason, Query, Sampling, Stop, StructuredOutput
 from runtime.errors import InvalidRequestError
-from tests.support.eagle import save_draft
-from tests.support.guided import write_character_tokenizer
-from tests.support.one_process import cluster_in_process
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.drafts.eagle import save_draft
+from tests.support.models.guided import write_character_tokenizer
 
 PATTERN = "(cat|dog)-[0-9]{2,6}( [a-f]+)?!"
 SCHEMA = json.dumps({

@@ -21,8 +21,8 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
-from tests.support.clusters import running_cluster
-from tests.support.outside import Json, Outsider, details_of
+from tests.support.cluster.clusters import running_cluster
+from tests.support.router.outside import Json, Outsider, details_of
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -17,7 +17,7 @@ from runtime import otel, tracing
 from runtime.errors import ConfigError
 from runtime.tracing import UNTRACED, begin, note, outgoing
 from runtime.tracing_setup import open_tracing
-from tests.support.one_process import cluster_in_process
+from tests.support.cluster.one_process import cluster_in_process
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"

@@ -19,11 +19,11 @@ from engine.speculative.multistep import MultiStepAttention
 from models.drafts.loader import random_draft
 from models.loader import ModelDescription
 from tests.decode.test_speculation import assert_nothing_leaked, requests, shown
-from tests.support import eagle
-from tests.support.drafters import CHAINS, TREES, Shape
-from tests.support.local_pool import Answer, Speculation, local_pool
-from tests.support.tiny_models import HYBRID, LLAMA, tiny
-from tests.support.tree_oracle import CheckedDrafter
+from tests.support.drafts import eagle
+from tests.support.drafts.drafters import CHAINS, TREES, Shape
+from tests.support.drafts.tree_oracle import CheckedDrafter
+from tests.support.models.tiny_models import HYBRID, LLAMA, tiny
+from tests.support.pool.local_pool import Answer, Speculation, local_pool
 
 PAGE_SIZE = 16
 

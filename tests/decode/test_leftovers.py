@@ -6,9 +6,9 @@ import torch
 from models.loader import ModelDescription
 from testing.inprocess_channel import InProcessChannel
 from tests.decode.test_speculation import assert_nothing_leaked, requests, shown
-from tests.support.drafters import CHAINS, TREES, OracleDrafter, Shape, always
-from tests.support.local_pool import Answer, Speculation, local_pool
-from tests.support.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
+from tests.support.drafts.drafters import CHAINS, TREES, OracleDrafter, Shape, always
+from tests.support.models.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
+from tests.support.pool.local_pool import Answer, Speculation, local_pool
 
 MODELS = {"llama": LLAMA, "hybrid": HYBRID, "DSA": GLM_DSA}
 

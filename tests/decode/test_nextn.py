@@ -13,11 +13,11 @@ from engine.speculative.eagle import EagleDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from tests.decode.test_speculation import SAMPLING, assert_nothing_leaked, shown
-from tests.support.checkpoints import add_nextn, make_checkpoint
-from tests.support.drafters import CHAINS, TREES, Shape
-from tests.support.local_pool import Answer, Speculation, local_pool
-from tests.support.nextn import NextNOracle, nan_pools
-from tests.support.tree_oracle import CheckedDrafter
+from tests.support.drafts.drafters import CHAINS, TREES, Shape
+from tests.support.drafts.nextn import NextNOracle, nan_pools
+from tests.support.drafts.tree_oracle import CheckedDrafter
+from tests.support.models.checkpoints import add_nextn, make_checkpoint
+from tests.support.pool.local_pool import Answer, Speculation, local_pool
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 WANTED = [Request(f"r{i}", tuple(torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(i)).tolist()),

@@ -9,8 +9,8 @@ import torch
 from decode.entry import Finished
 from engine.core.request import Request, SamplingParams
 from models.loader import ModelDescription
-from tests.support.local_pool import Answer, local_pool
-from tests.support.tiny_models import HYBRID, LLAMA, QWEN3, tiny
+from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, tiny
+from tests.support.pool.local_pool import Answer, local_pool
 
 PROMPT_LENGTHS = (1, 5, 63, 64, 65, 130)
 

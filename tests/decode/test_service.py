@@ -24,10 +24,18 @@ from runtime.errors import (
     PeerLostError,
 )
 from testing.memory_transport import Fault
-from tests.support.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, DecodeStream, arrivals, first_token, state_bytes
-from tests.support.handoff import assert_handed_over
-from tests.support.local_pool import call
-from tests.support.tiny_models import HYBRID, tiny
+from tests.support.models.tiny_models import HYBRID, tiny
+from tests.support.pool.arrivals import (
+    NUM_LAYERS,
+    SOURCE_PAGES,
+    Arrivals,
+    DecodeStream,
+    arrivals,
+    first_token,
+    state_bytes,
+)
+from tests.support.pool.local_pool import call
+from tests.support.transfer.handoff import assert_handed_over
 from transfer.plan import codec
 from transfer.plan.handoff_terms import SourceTerms, StageSessionState
 from transfer.session import SessionDeadlines

@@ -14,9 +14,9 @@ from decode.entry import Event
 from decode.speculation import VerifiedStep
 from engine.core.request import Request, SamplingParams
 from models.loader import ModelDescription
-from tests.support.drafters import CHAINS, TREES, OracleDrafter, Shape, always
-from tests.support.local_pool import Answer, LocalPool, Speculation, call, local_pool
-from tests.support.tiny_models import HYBRID, LLAMA, tiny
+from tests.support.drafts.drafters import CHAINS, TREES, OracleDrafter, Shape, always
+from tests.support.models.tiny_models import HYBRID, LLAMA, tiny
+from tests.support.pool.local_pool import Answer, LocalPool, Speculation, call, local_pool
 
 SHAPES = {**CHAINS, **TREES}
 TREE = TREES["tree 4x4/15"]

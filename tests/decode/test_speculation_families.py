@@ -7,9 +7,8 @@ import torch
 
 from models.loader import ModelDescription
 from tests.decode.test_speculation import SHAPES, assert_nothing_leaked, requests, shown, speculating
-from tests.support.drafters import OracleDrafter, Shape
-from tests.support.local_pool import Answer, local_pool
-from tests.support.tiny_models import (
+from tests.support.drafts.drafters import OracleDrafter, Shape
+from tests.support.models.tiny_models import (
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     GLM4_MOE,
@@ -18,6 +17,7 @@ from tests.support.tiny_models import (
     QWEN3_MOE,
     tiny,
 )
+from tests.support.pool.local_pool import Answer, local_pool
 
 TARGETS = {"deepseek-v3": DEEPSEEK_V3, "deepseek-v3.2": DEEPSEEK_V32, "glm-5": GLM_DSA, "qwen3-moe": QWEN3_MOE,
            "glm4-moe": GLM4_MOE, "qwen3.5-moe": HYBRID_MOE}

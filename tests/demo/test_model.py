@@ -15,7 +15,7 @@ from demo.train import CURRICULUM, measure_recall
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from router.text.tokenise import Message, load_tokeniser
-from tests.support.single_stage import StageDriver
+from tests.support.models.single_stage import StageDriver
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 DRAFT = MODEL.parent / "draft"

@@ -28,12 +28,12 @@ from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
 from runtime.client import open_channel
 from runtime.errors import BatonError
 from tests.deploy.manifests import DEPLOY
-from tests.support.checkpoints import make_checkpoint
-from tests.support.clusters import RunningCluster, running_cluster
-from tests.support.eagle import save_draft
-from tests.support.laboratory import DamagingUcx, Laboratory, laboratory
-from tests.support.ports import taken_port
-from tests.support.questions import as_query, make_questions
+from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.cluster.laboratory import DamagingUcx, Laboratory, laboratory
+from tests.support.cluster.questions import as_query, make_questions
+from tests.support.drafts.eagle import save_draft
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.network.ports import taken_port
 from tools.panels import DASHBOARDS
 from tools.pictures import draw, plain
 from tools.prometheus import LOCAL, Prometheus, Target, prometheus, scaled

@@ -9,8 +9,8 @@ from engine.backends.cuda.wrappers import FlashInferWrappers
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardMode
 from runtime.errors import StalePlanError
-from tests.support.attention import LAYER, Prompt, dense, make_prompt, tree_info
-from tests.support.batches import Row, make_batch
+from tests.support.kernels.attention import LAYER, Prompt, dense, make_prompt, tree_info
+from tests.support.kernels.batches import Row, make_batch
 
 # Products of bf16 with fp32 sums: three decimal places of values around one.
 ATOL = 0.02

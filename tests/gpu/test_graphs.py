@@ -7,7 +7,7 @@ from engine.core.batch import ForwardMode, GraphBucket
 from engine.graphs.buckets import verify_buckets
 from engine.graphs.capture import CudaCapture
 from runtime.errors import ConfigError
-from tests.support.tiny_models import HYBRID, LLAMA
+from tests.support.models.tiny_models import HYBRID, LLAMA
 
 # FlashInfer has no heads of 32.
 DENSE = {**LLAMA, "head_dim": 64}
@@ -17,7 +17,7 @@ MIXED = {**HYBRID, "head_dim": 64}
 @pytest.mark.parametrize("config", [DENSE, MIXED], ids=["attention", "hybrid"])
 def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_capture(
         config: dict[str, object], device: torch.device) -> None:
-    from tests.support.captured_stage import Twins, prefilled
+    from tests.support.device.captured_stage import Twins, prefilled
 
     twins = prefilled(Twins(config, device=device), 3, 15, 16)
     for rows in ((0, 1), (0, 1, 2), (2,), (2, 0), (0, 1, 2)):
@@ -28,7 +28,7 @@ def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_cap
 @pytest.mark.parametrize("is_masked", [False, True], ids=["chains", "trees"])
 def test_s1_10_stale_rows_of_the_stage_before_do_not_leak_into_a_verify(device: torch.device, *,
                                                                         is_masked: bool) -> None:
-    from tests.support.captured_stage import MAX_ROWS, NODES, Twins, prefilled
+    from tests.support.device.captured_stage import MAX_ROWS, NODES, Twins, prefilled
 
     twins = prefilled(Twins(MIXED, cuts=(2,), buckets=verify_buckets(MAX_ROWS, NODES, is_masked=is_masked),
                             capture_layers=frozenset({0, 3}), device=device), 3, 15, 16)

@@ -17,9 +17,9 @@ from pool.stage.handoff import layer_mark
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, InternalError
 from testing.memory_transport import MemoryNetwork
-from tests.support.damaging_transport import DamagingTransport, flip
-from tests.support.device_memory import DeviceStage
-from tests.support.handoff import Pool, hybrid_specs
+from tests.support.device.device_memory import DeviceStage
+from tests.support.transfer.damaging_transport import DamagingTransport, flip
+from tests.support.transfer.handoff import Pool, hybrid_specs
 from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import StageSessionState
 from transfer.transport.device import DeviceTransport

@@ -6,7 +6,7 @@ import torch
 from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.core.batch import ForwardMode
 from engine.core.numerics import Numerics
-from tests.support.batches import Row, make_batch
+from tests.support.kernels.batches import Row, make_batch
 
 HEADS_K, HEADS_V, DIM, KERNEL, LAYER = 4, 8, 128, 4, 0
 CHANNELS = 2 * HEADS_K * DIM + HEADS_V * DIM

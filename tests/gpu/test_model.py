@@ -17,8 +17,8 @@ from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
 from engine.pipeline.executor import StageExecutor
 from models.loader import read_model
-from tests.support.device_stack import STEPS, Step, build_stage, build_stages, logits_of
-from tests.support.tiny_models import HYBRID, LLAMA, QWEN3, QWEN3_MOE, tiny
+from tests.support.device.device_stack import STEPS, Step, build_stage, build_stages, logits_of
+from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, QWEN3_MOE, tiny
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 PROMPT = [5 + 7 * place % 700 for place in range(40)]
@@ -100,7 +100,7 @@ def test_the_demo_model_gives_the_hosts_tokens(backends: Backends) -> None:
 @pytest.mark.usefixtures("whole_roles")
 async def test_a_cluster_on_one_device() -> None:
     from baton.values import Query, Sampling, Stop
-    from tests.support.one_process import cluster_in_process
+    from tests.support.cluster.one_process import cluster_in_process
 
     query = Query(prompt="3 5 7 9", sampling=Sampling(temperature=0.0), stop=Stop(max_tokens=12))
     answers = []

@@ -10,8 +10,8 @@ from engine.memory.layout import CacheKind, CacheSpec, bytes_per_page, bytes_per
 from models.loader import random_model, read_model
 from tests.models.blocks.test_config import HYBRID
 from tests.models.conftest import CheckpointMaker
-from tests.support.checkpoints import FAMILY_NAMES
-from tests.support.single_stage import StageDriver
+from tests.support.models.checkpoints import FAMILY_NAMES
+from tests.support.models.single_stage import StageDriver
 
 
 def stage_specs(config: dict[str, Any], size: int) -> list[list[CacheSpec]]:

@@ -17,7 +17,7 @@ from models.blocks.moe import SigmoidRouting, SoftmaxRouting
 from models.loader import random_model, read_model
 from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker
-from tests.support.single_stage import StageDriver
+from tests.support.models.single_stage import StageDriver
 
 MOE_FAMILIES = ["qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_moe"]
 

@@ -17,8 +17,8 @@ from engine.memory.layout import CacheKind
 from models.loader import random_model, read_model, stage_entries
 from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker
-from tests.support.checkpoints import FAMILY_NAMES
-from tests.support.single_stage import StageDriver
+from tests.support.models.checkpoints import FAMILY_NAMES
+from tests.support.models.single_stage import StageDriver
 
 
 def edit_tensors(folder: Path, added: dict[str, Tensor], *, drop: str = "") -> None:

@@ -5,8 +5,8 @@ import torch
 
 from models.loader import read_model
 from tests.models.conftest import CheckpointMaker
-from tests.support.checkpoints import FAMILY_NAMES, oracle
-from tests.support.single_stage import StageDriver
+from tests.support.models.checkpoints import FAMILY_NAMES, oracle
+from tests.support.models.single_stage import StageDriver
 
 PAGE_SIZE = 16
 # The convolution's edge, a page, the chunk grid of the recurrence and twice that.

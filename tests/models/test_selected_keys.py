@@ -20,10 +20,10 @@ from engine.memory.layout import CacheKind
 from models.loader import ModelDescription, random_model, read_model
 from runtime.errors import ConfigError, InternalError
 from tests.models.conftest import CheckpointMaker
-from tests.support.drafters import CHAINS, OracleDrafter
-from tests.support.local_pool import Speculation, build_executor
-from tests.support.single_stage import StageDriver
-from tests.support.tiny_models import GLM_DSA, tiny
+from tests.support.drafts.drafters import CHAINS, OracleDrafter
+from tests.support.models.single_stage import StageDriver
+from tests.support.models.tiny_models import GLM_DSA, tiny
+from tests.support.pool.local_pool import Speculation, build_executor
 
 PROMPT = torch.randint(3, 240, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 

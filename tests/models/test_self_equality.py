@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.core.layer_range import get_pp_indices
 from models.loader import ModelDescription, read_model
 from tests.models.conftest import CheckpointMaker
-from tests.support.checkpoints import FAMILY_NAMES
-from tests.support.single_stage import StageDriver
+from tests.support.models.checkpoints import FAMILY_NAMES
+from tests.support.models.single_stage import StageDriver
 
 PROMPT = torch.randint(3, 240, (150,), generator=torch.Generator().manual_seed(7)).tolist()
 OTHERS = {1: PROMPT[3:70], 2: PROMPT[:1], 3: PROMPT[20:149]}

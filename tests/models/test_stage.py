@@ -20,10 +20,10 @@ from models.blocks.rotary import Rotary, RotaryTable
 from models.loader import ModelDescription, read_model
 from runtime.errors import ConfigError, InternalError
 from tests.models.conftest import CheckpointMaker
-from tests.support.drafters import CHAINS, OracleDrafter
-from tests.support.local_pool import Speculation, build_executor
-from tests.support.single_stage import StageDriver
-from tests.support.tiny_models import HYBRID, tiny
+from tests.support.drafts.drafters import CHAINS, OracleDrafter
+from tests.support.models.single_stage import StageDriver
+from tests.support.models.tiny_models import HYBRID, tiny
+from tests.support.pool.local_pool import Speculation, build_executor
 
 
 @pytest.fixture(params=["llama", "qwen3_5_text"])

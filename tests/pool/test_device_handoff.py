@@ -13,9 +13,9 @@ from pool.stage.layer_observer import layer_observer
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
 from testing.memory_transport import MemoryNetwork
-from tests.support.batches import Row, make_batch
-from tests.support.device_memory import DeviceStage, HandCopies, HandEvent
-from tests.support.handoff import hybrid_specs, wait_until
+from tests.support.device.device_memory import DeviceStage, HandCopies, HandEvent
+from tests.support.kernels.batches import Row, make_batch
+from tests.support.transfer.handoff import hybrid_specs, wait_until
 from transfer.plan.copy_plan import MAX_RUN_BYTES
 from transfer.plan.handoff_terms import StageSessionState
 

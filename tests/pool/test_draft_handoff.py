@@ -20,12 +20,12 @@ from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
 from runtime.errors import IncompatiblePeerError
-from tests.support.checkpoints import make_checkpoint
-from tests.support.drafters import KnowingModel
-from tests.support.eagle import save_draft
-from tests.support.local_pool import local_pool
-from tests.support.one_process import cluster_in_process
-from tests.support.questions import as_query
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import as_query
+from tests.support.drafts.drafters import KnowingModel
+from tests.support.drafts.eagle import save_draft
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.pool.local_pool import local_pool
 from transfer.plan.compatibility import Compatibility, check_compatible
 
 CHAIN = {"spec_topk": 1, "spec_steps": 3, "spec_draft_tokens": 3}

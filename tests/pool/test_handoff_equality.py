@@ -22,9 +22,9 @@ from engine.pipeline.executor import StageExecutor
 from models.loader import ModelDescription
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
-from tests.support.handoff import EventLog
-from tests.support.local_pool import build_executor
-from tests.support.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
+from tests.support.models.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
+from tests.support.pool.local_pool import build_executor
+from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
 from transfer.plan.destination import plan_destination
 from transfer.plan.handoff_terms import SourceTerms, StageSessionState

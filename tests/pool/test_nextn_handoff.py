@@ -13,13 +13,13 @@ from engine.core.draft_trees import TokenTree
 from engine.core.request import Request, SamplingParams
 from engine.speculative.eagle import EagleDrafter
 from models.loader import read_model
-from tests.support.checkpoints import add_nextn, make_checkpoint
-from tests.support.drafters import Shape
-from tests.support.local_pool import local_pool
-from tests.support.nextn import NextNOracle
-from tests.support.one_process import cluster_in_process
-from tests.support.questions import as_query
-from tests.support.single_stage import StageDriver
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import as_query
+from tests.support.drafts.drafters import Shape
+from tests.support.drafts.nextn import NextNOracle
+from tests.support.models.checkpoints import add_nextn, make_checkpoint
+from tests.support.models.single_stage import StageDriver
+from tests.support.pool.local_pool import local_pool
 
 ASKED = Request("r", tuple(range(40, 110)), 6, SamplingParams(temperature=0.0))  # longer than a page
 

@@ -30,11 +30,11 @@ from protos import types_pb2
 from runtime.clock import SystemClock
 from runtime.errors import PeerLostError, UnavailableError
 from testing.memory_transport import MemoryNetwork
-from tests.support.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
-from tests.support.handoff import Pool
-from tests.support.local_pool import call
-from tests.support.streams import Stream
-from tests.support.tiny_models import HYBRID, tiny
+from tests.support.models.tiny_models import HYBRID, tiny
+from tests.support.pool.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
+from tests.support.pool.local_pool import call
+from tests.support.pool.streams import Stream
+from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import StageSessionEvent

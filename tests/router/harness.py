@@ -34,7 +34,7 @@ from runtime.metrics import RouterMetrics, RpcMetrics
 from runtime.security import OPEN_SERVER, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
-from tests.support.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
+from tests.support.router.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
 
 EOS = VOCAB_SIZE - 1
 FACTS = ModelLimits(name="tiny", architecture="Tiny", vocab_size=VOCAB_SIZE, max_context_tokens=256, num_layers=4,

@@ -15,7 +15,7 @@ from runtime.security import ServerSecurity
 from runtime.status import error_from_rpc
 from runtime.tokens import TokenList
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal
 
 ALICE, BOB = (("authorization", "Bearer token-of-alice-1234"),), (("authorization", "Bearer token-of-bob-123456"),)
 TOKENS = "alice token-of-alice-1234\nalice second-token-of-alice\ntoken-of-bob-123456\n"

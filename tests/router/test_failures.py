@@ -17,7 +17,7 @@ from runtime.errors import (
     PeerLostError,
 )
 from tests.router.harness import FLOW_LIMITS, eventually, running_router, token_request
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PREFILL_POINTS = [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING]
 PROMPT = [1, 2, 3]

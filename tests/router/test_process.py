@@ -15,7 +15,7 @@ from protos import generation_pb2_grpc
 from runtime.announce import Announcement, read_announcement
 from runtime.client import wait_serving
 from tests.router.harness import eventually, token_request, write_model_dir
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
 
 
 @asynccontextmanager

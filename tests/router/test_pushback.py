@@ -10,8 +10,8 @@ import pytest
 from router.request.admission import AdmissionLimits
 from runtime.errors import CapacityError
 from tests.router.harness import FLOW_LIMITS, NO_GRACE, RouterHarness, running_router, token_request
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point
-from tests.support.outside import details_of
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point
+from tests.support.router.outside import details_of
 
 
 def pair() -> tuple[FakePrefill, FakeDecode]:

@@ -6,7 +6,7 @@ from functools import partial
 from router.workers.worker import WorkerRole
 from runtime.errors import BatonError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 
 async def asked(router: RouterHarness, index: int) -> None:

@@ -9,7 +9,7 @@ from router.request.worker_stream import Ended, Received, WorkerStream
 from router.workers.worker import Worker, WorkerRole
 from runtime.errors import PeerLostError
 from tests.router.harness import FACTS, eventually, running_router, token_request, worker_info
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PROMPT = [1, 2, 3]
 

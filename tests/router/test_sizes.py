@@ -6,7 +6,7 @@ from protos import types_pb2
 from router.request.admission import AdmissionLimits
 from runtime.errors import InvalidRequestError, UnavailableError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PROMPT = list(range(1, 41))
 FITS_SMALL, NEEDS_LARGE = 20, 60  # tokens to draw; the small pool holds 64

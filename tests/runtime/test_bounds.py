@@ -17,7 +17,7 @@ from runtime.lasting_server import LastingServer
 from runtime.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
 from runtime.status import error_from_rpc
 from tests.router.harness import eventually
-from tests.support.generation import EchoGeneration, serve_echo
+from tests.support.router.generation import EchoGeneration, serve_echo
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

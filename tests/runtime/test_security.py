@@ -31,9 +31,9 @@ from runtime.security import ChannelSecurity, ClientCertificates, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
 from runtime.tokens import OwnToken, TokenList
-from tests.support.authority import DAY, Authority, write
-from tests.support.generation import SERVICE, EchoGeneration
-from tests.support.ports import taken_port
+from tests.support.network.authority import DAY, Authority, write
+from tests.support.network.ports import taken_port
+from tests.support.router.generation import SERVICE, EchoGeneration
 
 TOKEN, OTHER_TOKEN = "first-token-of-the-tests", "second-token-of-the-tests"
 

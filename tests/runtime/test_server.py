@@ -16,7 +16,7 @@ from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
 from tests.router.harness import eventually
-from tests.support.generation import SERVICE, EchoGeneration, serve_echo
+from tests.support.router.generation import SERVICE, EchoGeneration, serve_echo
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

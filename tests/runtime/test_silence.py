@@ -12,7 +12,7 @@ from runtime import errors
 from runtime.client import ChannelOptions, open_channel
 from runtime.server import ServerOptions
 from runtime.status import error_from_rpc
-from tests.support.generation import EchoGeneration, serve_echo
+from tests.support.router.generation import EchoGeneration, serve_echo
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
-from tests.support.handoff import EventLog
+from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
 from transfer.plan.destination import plan_destination
 from transfer.plan.handoff_terms import SourceTerms, StageSessionEvent, StageSessionState

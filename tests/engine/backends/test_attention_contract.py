@@ -6,9 +6,9 @@ from torch import Tensor
 from engine.backends.cpu import in_place
 from engine.backends.cpu.attention import CpuAttention
 from engine.contracts.attention import AttentionGeometry
-from tests.support.attention import LAYER
 from tests.support.contracts.attention import AttentionContract, TreeContract
-from tests.support.dense_backend import DenseAttention
+from tests.support.kernels.attention import LAYER
+from tests.support.kernels.dense_backend import DenseAttention
 
 
 class TestCpu(AttentionContract, TreeContract):

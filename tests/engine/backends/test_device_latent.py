@@ -26,7 +26,7 @@ from tests.support.contracts.latent import (
     sequence,
     step,
 )
-from tests.support.flashinfer_latent import FakeLatentWrappers
+from tests.support.kernels.flashinfer_latent import FakeLatentWrappers
 
 CPU = torch.device("cpu")
 

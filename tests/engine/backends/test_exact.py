@@ -14,8 +14,8 @@ from engine.backends.cpu.attention import CpuAttention
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardMode
 from runtime.errors import InternalError
-from tests.support.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
-from tests.support.batches import Row, make_batch
+from tests.support.kernels.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
+from tests.support.kernels.batches import Row, make_batch
 
 NUM_TOKENS = 150
 QUICK = settings(max_examples=25, deadline=None, derandomize=True)

@@ -16,10 +16,10 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow
 from engine.graphs.buckets import extend_buckets, padding_alone, verify_buckets
 from runtime.errors import ConfigError, InternalError, StalePlanError
-from tests.support.attention import LAYER, dense, feed, make_prompt, poisoned_pool, tree_info
-from tests.support.batches import Row, make_batch
 from tests.support.contracts.attention import GEOMETRY, AttentionContract, TreeContract, close
-from tests.support.flashinfer import FakeDecode, FakeWrappers
+from tests.support.kernels.attention import LAYER, dense, feed, make_prompt, poisoned_pool, tree_info
+from tests.support.kernels.batches import Row, make_batch
+from tests.support.kernels.flashinfer import FakeDecode, FakeWrappers
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
 from engine.core.rows import build_batch
 from runtime.errors import StalePlanError
-from tests.support.attention import poisoned_pool
-from tests.support.batches import Row, make_batch
+from tests.support.kernels.attention import poisoned_pool
+from tests.support.kernels.batches import Row, make_batch
 
 GEOMETRY = AttentionGeometry(num_heads=4, num_kv_heads=2, head_dim=8, page_size=16, scale=0.3)
 ROWS = (Row(1, 3, (1,)), Row(1, 20, (2, 3)))

@@ -13,8 +13,8 @@ from engine.backends.gated_delta import chunked
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics
 from runtime.errors import InternalError
-from tests.support.batches import Row, make_batch
-from tests.support.recurrent import (
+from tests.support.kernels.batches import Row, make_batch
+from tests.support.kernels.recurrent import (
     CHANNELS,
     K_DIM,
     K_HEADS,

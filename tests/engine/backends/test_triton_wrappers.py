@@ -8,7 +8,7 @@ from engine.backends.cuda.triton_wrappers import TritonWrappers, is_offered_by_f
 from engine.contracts.attention import AttentionGeometry
 from engine.core.placement import HOST
 from runtime.errors import InternalError
-from tests.support.flashinfer import FakeWrappers
+from tests.support.kernels.flashinfer import FakeWrappers
 
 PAGE, NUM_PAGES, KV_HEADS = 4, 12, 2
 SCALE, DTYPE = 0.3, torch.float32

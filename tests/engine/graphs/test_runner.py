@@ -16,11 +16,11 @@ from engine.graphs.buckets import decode_buckets, pad_batch, padding_alone, veri
 from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
 from runtime.errors import StalePlanError
-from tests.support.batches import Row, make_batch
-from tests.support.capture import CaptureError, RecordingCapture
-from tests.support.captured_stage import CPU, MAX_ROWS, NODES, PAGE_SIZE, DeviceStage, Twins, prefilled
-from tests.support.flashinfer import FakeWrappers
-from tests.support.tiny_models import HYBRID, LLAMA
+from tests.support.device.capture import CaptureError, RecordingCapture
+from tests.support.device.captured_stage import CPU, MAX_ROWS, NODES, PAGE_SIZE, DeviceStage, Twins, prefilled
+from tests.support.kernels.batches import Row, make_batch
+from tests.support.kernels.flashinfer import FakeWrappers
+from tests.support.models.tiny_models import HYBRID, LLAMA
 
 MIXED = {**HYBRID, "num_hidden_layers": 2, "linear_num_value_heads": 2,
          "layer_types": ["full_attention", "linear_attention"]}

@@ -89,7 +89,7 @@ def test_tokens_of_another_shape_are_refused() -> None:
 
 
 def test_a_process_that_compiles_and_one_that_loads_what_was_compiled_get_the_same_bits(tmp_path: Path) -> None:
-    runs = [subprocess.run([sys.executable, "-m", "tests.support.kernel_bits"], check=True, capture_output=True,
+    runs = [subprocess.run([sys.executable, "-m", "tests.support.kernels.kernel_bits"], check=True, capture_output=True,
                            text=True, env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}) for _ in range(2)]
     assert list(tmp_path.rglob("*.nbc"))
     assert runs[0].stdout == runs[1].stdout

@@ -8,8 +8,8 @@ from engine.backends.cuda.recurrent import DeviceRecurrent
 from engine.core.batch import ForwardMode
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, ancestors
 from runtime.errors import InternalError
-from tests.support.batches import Row, make_batch
-from tests.support.recurrent import (
+from tests.support.kernels.batches import Row, make_batch
+from tests.support.kernels.recurrent import (
     CHANNELS,
     K_DIM,
     KERNEL,

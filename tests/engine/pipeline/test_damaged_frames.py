@@ -12,8 +12,8 @@ from engine.pipeline.stages import HeadStage
 from engine.pipeline.tensor_channel import TensorChannel
 from runtime.errors import IntegrityError, PeerLostError
 from testing.inprocess_channel import InProcessChannel
-from tests.support.local_pool import build_executor, local_pool
-from tests.support.tiny_models import QWEN3, tiny
+from tests.support.models.tiny_models import QWEN3, tiny
+from tests.support.pool.local_pool import build_executor, local_pool
 
 REQUEST = Request("r", (1, 2, 3, 4), 8, SamplingParams(temperature=0))
 

@@ -6,8 +6,8 @@ from decode.entry import Finished
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.pipeline.stages import StepFailed
 from engine.sampling.sampler import sample
-from tests.support import local_pool as pools
-from tests.support.tiny_models import QWEN3, tiny
+from tests.support.models.tiny_models import QWEN3, tiny
+from tests.support.pool import local_pool as pools
 
 
 def request(*prompt: int) -> Request:

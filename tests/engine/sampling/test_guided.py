@@ -19,7 +19,7 @@ from engine.sampling.sampler import sample
 from engine.speculative.verify import draw_runs, sampling_at
 from runtime.errors import InternalError, InvalidRequestError
 from runtime.grammar import MAX_COMPILED, Grammar, GrammarKind, Grammars, load_grammars
-from tests.support.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
+from tests.support.models.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from engine.speculative.round_graphs import RoundGraphs
 from engine.speculative.tree_expander import TreeExpander
 from engine.speculative.verify import Run
 from tests.engine.speculative.test_plan_marker import GEOMETRY, HIDDEN, PAGE_SIZE, ToyDraft, round_batch
-from tests.support.capture import RecordingCapture
-from tests.support.flashinfer import FakeWrappers
+from tests.support.device.capture import RecordingCapture
+from tests.support.kernels.flashinfer import FakeWrappers
 
 CPU = torch.device("cpu")
 MAX_ROWS, NODES = 3, 4

@@ -9,7 +9,7 @@ from engine.speculative.draft_attention import RoundAttention
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_device import DeviceRounds
 from runtime.errors import InternalError, StalePlanError
-from tests.support.flashinfer import FakeWrappers
+from tests.support.kernels.flashinfer import FakeWrappers
 
 PAGE_SIZE, DIM, HEADS, KV_HEADS = 4, 8, 6, 2
 GEOMETRY = AttentionGeometry(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE_SIZE, scale=0.4)

@@ -37,10 +37,10 @@ from tests.engine.graphs import test_runner as graphs
 from tests.engine.speculative import test_draft_graphs as draft_graphs
 from tests.engine.speculative import test_multistep_device
 from tests.engine.speculative import test_plan_marker as rounds
-from tests.support.attention import LAYER
 from tests.support.contracts import latent
 from tests.support.contracts.attention import GEOMETRY as FLASHINFER
-from tests.support.flashinfer import FakeWrappers
+from tests.support.kernels.attention import LAYER
+from tests.support.kernels.flashinfer import FakeWrappers
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("engine", "models", "decode", "prefill", "pool")

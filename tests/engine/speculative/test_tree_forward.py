@@ -19,7 +19,7 @@ from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.pipeline.executor import StageExecutor
 from models.loader import ModelDescription
-from tests.support.tiny_models import HYBRID, LLAMA, QWEN3, tiny
+from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, tiny
 
 PAGE_SIZE, MAX_NODES = 16, 8
 CHAIN = TokenTree((10, 11, 12, 13, 14), (-1, 0, 1, 2, 3))

@@ -23,8 +23,8 @@ from engine.speculative.multistep_latent import MultiStepLatentAttention
 from engine.speculative.verify import Run
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import read_model
-from tests.support.checkpoints import add_nextn, make_checkpoint
-from tests.support.nextn import nan_pools
+from tests.support.drafts.nextn import nan_pools
+from tests.support.models.checkpoints import add_nextn, make_checkpoint
 
 LAST, STEPS = 5, 5
 PROMPTS = [torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()

@@ -24,7 +24,7 @@ from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
 from models.blocks.weights import RandomWeights
 from models.drafts.loader import DraftDescription, read_draft
-from tests.support.tiny_models import LLAMA, tiny
+from tests.support.models.tiny_models import LLAMA, tiny
 
 HIDDEN, HEADS, KV_HEADS, DIM, WIDTH, VOCAB, LAST = 64, 4, 2, 32, 96, 256, 4
 QWEN2 = "Qwen2ForCausalLMEagle"

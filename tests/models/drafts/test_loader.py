@@ -11,8 +11,8 @@ from models.blocks.config import RawConfig
 from models.drafts.eagle3 import aux_layer_ids
 from models.drafts.loader import read_draft
 from runtime.errors import ConfigError
-from tests.support import eagle
-from tests.support.tiny_models import LLAMA, tiny
+from tests.support.drafts import eagle
+from tests.support.models.tiny_models import LLAMA, tiny
 
 
 def change(folder: Path, **fields: object) -> Path:

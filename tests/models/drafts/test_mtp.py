@@ -26,8 +26,8 @@ from engine.speculative.verify import Run
 from models.blocks.weights import RandomWeights
 from models.drafts.loader import read_draft
 from runtime.errors import ConfigError
-from tests.support.checkpoints import spread_weights
-from tests.support.tiny_models import HYBRID, LLAMA, tiny
+from tests.support.models.checkpoints import spread_weights
+from tests.support.models.tiny_models import HYBRID, LLAMA, tiny
 
 HIDDEN, VOCAB, LAST, FULL = 64, 256, 4, 1
 

@@ -22,10 +22,10 @@ from engine.speculative.verify import Run
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from runtime.errors import ConfigError
-from tests.support.checkpoints import add_nextn, make_checkpoint, oracle
-from tests.support.drafters import CHAINS, TREES, Shape
-from tests.support.nextn import NextNOracle, nan_pools
-from tests.support.tiny_models import LLAMA, tiny
+from tests.support.drafts.drafters import CHAINS, TREES, Shape
+from tests.support.drafts.nextn import NextNOracle, nan_pools
+from tests.support.models.checkpoints import add_nextn, make_checkpoint, oracle
+from tests.support.models.tiny_models import LLAMA, tiny
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 Maker = Callable[..., Path]

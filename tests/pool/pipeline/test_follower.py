@@ -29,7 +29,7 @@ from runtime.security import PLAIN_CHANNEL
 from runtime.server import GrpcServer, ServerOptions
 from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from tests.pool.pipeline.test_membership import Observer
-from tests.support.handoff import Pool, hybrid_specs
+from tests.support.transfer.handoff import Pool, hybrid_specs
 from transfer.agent.agent import AgentLimits, AgentStats, TransferAgent
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 

@@ -21,8 +21,8 @@ from engine.pipeline.rendezvous import RendezvousHost
 from pool.pipeline.stage_channel import Choice, PoolChannel, StageAddress, choose, open_pool_channel
 from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError, DeadlineError, InternalError, PeerLostError
-from tests.support.channel_child import KINDS, MAX_BYTES, channel_of
-from tests.support.ports import taken_port
+from tests.support.network.ports import taken_port
+from tests.support.pool.channel_child import KINDS, MAX_BYTES, channel_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -246,7 +246,7 @@ class Child:
     """A further stage in another process."""
 
     def __init__(self, kind: str, rank: int = 1) -> None:
-        command = [sys.executable, "-m", "tests.support.channel_child", kind, str(rank)]
+        command = [sys.executable, "-m", "tests.support.pool.channel_child", kind, str(rank)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.address = bytes.fromhex(self.says())
 

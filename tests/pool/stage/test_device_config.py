@@ -18,9 +18,9 @@ from pool.stage.warmup import run_every_kind
 from runtime.config import load
 from runtime.errors import ConfigError
 from runtime.supervision import EXIT_CONFIG
-from tests.support.checkpoints import make_checkpoint
-from tests.support.device_stack import MAX_NODES, build_stage, device_backends
-from tests.support.tiny_models import GLM_DSA, HYBRID, LLAMA, QWEN3_MOE, tiny
+from tests.support.device.device_stack import MAX_NODES, build_stage, device_backends
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.tiny_models import GLM_DSA, HYBRID, LLAMA, QWEN3_MOE, tiny
 
 CUDA = torch.device("cuda")
 

@@ -21,10 +21,18 @@ from engine.speculative.proposal import Candidates
 from engine.speculative.verify import Run
 from models.drafts.loader import read_draft
 from models.loader import ModelDescription, read_model
-from tests.support.checkpoints import make_checkpoint
-from tests.support.device_stack import NUM_PAGES, NUM_SLOTS, PAGE, STEPS, build_stages, device_backends, logits_of
-from tests.support.eagle import save_draft
-from tests.support.one_device import DEVICE, KernelStandIn, OneDevice, WrapperStandIns
+from tests.support.device.device_stack import (
+    NUM_PAGES,
+    NUM_SLOTS,
+    PAGE,
+    STEPS,
+    build_stages,
+    device_backends,
+    logits_of,
+)
+from tests.support.device.one_device import DEVICE, KernelStandIn, OneDevice, WrapperStandIns
+from tests.support.drafts.eagle import save_draft
+from tests.support.models.checkpoints import make_checkpoint
 
 ATOL = 2e-4  # fp32 in another order of operations; the logits are around one
 

@@ -14,9 +14,9 @@ from engine.graphs.runner import StageGraphs
 from engine.speculative.config import SpeculationConfig
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_graphs
-from tests.support.capture import RecordingCapture
-from tests.support.captured_stage import CPU, NODES, DeviceStage
-from tests.support.tiny_models import LLAMA, QWEN3_MOE, tiny
+from tests.support.device.capture import RecordingCapture
+from tests.support.device.captured_stage import CPU, NODES, DeviceStage
+from tests.support.models.tiny_models import LLAMA, QWEN3_MOE, tiny
 
 
 def built(model: dict[str, object], *, topk: int = 0, capturable: bool = True,

@@ -9,8 +9,8 @@ from engine.memory.layout import CacheKind
 from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
-from tests.support.checkpoints import add_nextn, make_checkpoint
-from tests.support.eagle import save_draft
+from tests.support.drafts.eagle import save_draft
+from tests.support.models.checkpoints import add_nextn, make_checkpoint
 
 NUM_LAYERS = 4
 

@@ -9,7 +9,7 @@ from protos import generation_pb2, types_pb2
 from router.request.choices import SEED_STRIDE
 from runtime.errors import InternalError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 
 def pair() -> tuple[FakePrefill, FakeDecode]:

@@ -16,7 +16,7 @@ from tests.router.harness import (
     running_router,
     token_request,
 )
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 
 def pair(journal: Journal | None = None) -> tuple[FakePrefill, FakeDecode]:

@@ -17,7 +17,7 @@ from runtime.errors import (
     UnavailableError,
 )
 from tests.router.harness import FLOW_LIMITS, RouterHarness, eventually, running_router, token_request
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PROMPT = [1, 2, 3]
 NUM_TOKENS = 9

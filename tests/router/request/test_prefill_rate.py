@@ -6,7 +6,7 @@ from router.request.prefill_rate import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, Prefi
 from runtime.clock import ManualClock
 from runtime.errors import DeadlineError
 from tests.router.harness import RouterHarness, running_router, token_request
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
 
 PROMPT = [1] * 100
 

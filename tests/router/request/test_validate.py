@@ -21,7 +21,7 @@ from tests.router.harness import (
     served_model,
     without_tokenizer,
 )
-from tests.support.fake_workers import VOCAB_SIZE, Fabric, FakeDecode, FakePrefill, Journal
+from tests.support.router.fake_workers import VOCAB_SIZE, Fabric, FakeDecode, FakePrefill, Journal
 
 Change = Callable[[generation_pb2.GenerateRequest], Any]
 

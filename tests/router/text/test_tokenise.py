@@ -13,7 +13,7 @@ from router.text.model_facts import load_served_model
 from router.text.tokenise import INLINE_CHARACTERS, ChatTemplate, Message, Tokeniser, load_tokeniser
 from runtime.errors import ConfigError, InvalidRequestError
 from tests.router.harness import EOS, byte_level_tokenizer, write_model_dir
-from tests.support.fake_workers import VOCAB_SIZE
+from tests.support.router.fake_workers import VOCAB_SIZE
 
 TEMPLATES = {
     "turns": "{{ bos_token }}{% for message in messages %}\n<|{{ message['role'] }}|>{{ message.content | trim }}"

@@ -20,9 +20,9 @@ from runtime.config import Address
 from runtime.errors import ConfigError
 from runtime.metrics import RouterMetrics
 from tests.router.harness import Discovered, eventually, running_router, token_request
-from tests.support.authority import Authority
-from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
-from tests.support.kube import READY, FakeApi, endpoint_slice, fake_api
+from tests.support.network.authority import Authority
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.kube import READY, FakeApi, endpoint_slice, fake_api
 
 TERMINATING = {"ready": True, "serving": True, "terminating": True}  # as with publishNotReadyAddresses
 NOT_READY = {"ready": False, "serving": False, "terminating": False}

@@ -28,7 +28,15 @@ from tests.router.harness import (
     token_request,
     worker_info,
 )
-from tests.support.fake_workers import VOCAB_SIZE, Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    VOCAB_SIZE,
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

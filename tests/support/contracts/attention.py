@@ -9,8 +9,8 @@ from torch import Tensor
 from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from runtime.errors import InternalError, StalePlanError
-from tests.support.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
-from tests.support.batches import Row, make_batch
+from tests.support.kernels.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
+from tests.support.kernels.batches import Row, make_batch
 
 GEOMETRY = AttentionGeometry(num_heads=6, num_kv_heads=2, head_dim=16, page_size=16, scale=0.2)
 

@@ -10,7 +10,7 @@ from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
-from tests.support.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
+from tests.support.transfer.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
 from transfer.plan.destination import plan_destination
 from transfer.plan.handoff_terms import StageSessionState
 from transfer.transport.protocol import Transport

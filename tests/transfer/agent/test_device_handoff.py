@@ -13,9 +13,9 @@ from engine.memory.staging import DevicePools, PinnedStaging
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, InternalError
 from testing.memory_transport import MemoryNetwork
-from tests.support.damaging_transport import DamagingTransport, flip
-from tests.support.device_memory import DeviceStage, HandCopies, HandEvent
-from tests.support.handoff import Pool, hybrid_specs, wait_until
+from tests.support.device.device_memory import DeviceStage, HandCopies, HandEvent
+from tests.support.transfer.damaging_transport import DamagingTransport, flip
+from tests.support.transfer.handoff import Pool, hybrid_specs, wait_until
 from tests.transfer.contract import TransportContract
 from transfer.agent.agent import AgentLimits, TransferAgent
 from transfer.plan.destination import check_plan

@@ -14,9 +14,9 @@ from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec
 from runtime.clock import SystemClock
 from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
-from tests.support.damaging_transport import DamagingTransport, flip
-from tests.support.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
-from tests.support.transfer_child import SendingChild
+from tests.support.transfer.damaging_transport import DamagingTransport, flip
+from tests.support.transfer.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
+from tests.support.transfer.transfer_child import SendingChild
 from transfer.agent.agent import AgentLimits
 from transfer.plan.destination import check_plan
 from transfer.plan.handoff_terms import SourceTerms, StageEndpoint, StageSessionState

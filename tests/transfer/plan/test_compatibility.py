@@ -7,7 +7,7 @@ import pytest
 
 from engine.memory.layout import CacheKind, CacheSpec
 from runtime.errors import IncompatiblePeerError
-from tests.support.handoff import hybrid_specs
+from tests.support.transfer.handoff import hybrid_specs
 from transfer.plan.compatibility import check_compatible, check_settings, compatibility
 
 SPECS = hybrid_specs(4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec
 from runtime.errors import IncompatiblePeerError
-from tests.support.handoff import hybrid_specs
+from tests.support.transfer.handoff import hybrid_specs
 from transfer.plan.copy_plan import MAX_RUN_BYTES, CopyPlan, plan_lane
 from transfer.plan.destination import check_plan, plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint

@@ -12,8 +12,8 @@ from pool.stage.config import WorkerConfig
 from runtime.clock import SystemClock
 from runtime.config import load
 from runtime.errors import ConfigError
-from tests.support.handoff import wait_until
-from tests.support.ports import taken_port
+from tests.support.network.ports import taken_port
+from tests.support.transfer.handoff import wait_until
 from transfer.ucx import settings as ucx_settings
 from transfer.ucx.binding import UcxBinding
 from transfer.ucx.settings import TransportProfile

@@ -12,7 +12,7 @@ import pytest
 
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, PeerLostError
-from tests.support.transfer_child import CHILD_FILL, SendingChild
+from tests.support.transfer.transfer_child import CHILD_FILL, SendingChild
 from tests.transfer.contract import PREFIX, Pair, TransportContract, pattern, poisoned
 from transfer.transport.protocol import Operation, OperationState, Transport
 from transfer.ucx.settings import TransportProfile, live_devices, ucx_options

@@ -1,7 +1,7 @@
 """A process of its own that sends over UCX until it is killed.
 
-`python -m tests.support.transfer_child PROFILE NUM_BYTES NUM_MESSAGES`: prints its address as hex, reads the peer's
-and the first tag from its input, posts all its sends, prints "posted" and keeps the transport going.
+`python -m tests.support.transfer.transfer_child PROFILE NUM_BYTES NUM_MESSAGES`: prints its address as hex, reads the
+peer's and the first tag from its input, posts all its sends, prints "posted" and keeps the transport going.
 """
 
 import subprocess
@@ -13,7 +13,7 @@ from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
 CHILD_FILL = 0x5A
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 class SendingChild:
@@ -21,7 +21,7 @@ class SendingChild:
 
     def __init__(self, profile: TransportProfile, num_bytes: int, num_messages: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transfer_child", profile, str(num_bytes), str(num_messages)],
+            [sys.executable, "-m", "tests.support.transfer.transfer_child", profile, str(num_bytes), str(num_messages)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
         self.address = bytes.fromhex(self._read())
 

@@ -31,10 +31,10 @@ from protos import types_pb2
 from runtime.clock import SystemClock
 from runtime.metrics import ArrivalMetrics
 from testing.memory_transport import MemoryNetwork
-from tests.support.handoff import Pool
-from tests.support.local_pool import call
-from tests.support.streams import Stream
-from tests.support.tiny_models import HYBRID, tiny
+from tests.support.models.tiny_models import HYBRID, tiny
+from tests.support.pool.local_pool import call
+from tests.support.pool.streams import Stream
+from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.core.batch import ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow
-from tests.support.batches import Row, make_batch
+from tests.support.kernels.batches import Row, make_batch
 
 LAYER = 3
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.memory.layout import CacheKind
 from engine.speculative.draft_model import DraftModel
-from tests.support.tree_oracle import Cached, TreeOracle
+from tests.support.drafts.tree_oracle import Cached, TreeOracle
 
 
 @dataclass

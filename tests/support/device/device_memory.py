@@ -17,7 +17,7 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging
 from runtime.clock import SystemClock
-from tests.support.handoff import EventLog
+from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import AgentLimits, TransferAgent
 from transfer.plan.destination import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms

@@ -16,7 +16,7 @@ from runtime.announce import Announcement, write_announcement
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, run_process
-from tests.support.generation import EchoGeneration
+from tests.support.router.generation import EchoGeneration
 
 SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
 

@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from runtime.announce import Announcement, read_announcement
 from runtime.errors import CapacityError
 from runtime.supervision import StopSignal
-from tests.support.damaging_transport import send_damaged
+from tests.support.transfer.damaging_transport import send_damaged
 from transfer.transport.protocol import Operation, Peer
 from transfer.ucx.transport import UcxTransport
 

@@ -1,5 +1,5 @@
 """A whole cluster in the test's own process: the real roles over real gRPC and real UCX, without the seconds that
-starting processes takes. Processes of their own, and their deaths, are in `tests/support/clusters.py`."""
+starting processes takes. Processes of their own, and their deaths, are in `tests/support/cluster/clusters.py`."""
 
 import asyncio
 import tempfile
@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from runtime.announce import read_announcement
 from runtime.client import open_channel, wait_serving
 from runtime.supervision import StopSignal
-from tests.support.clusters import is_clean
+from tests.support.cluster.clusters import is_clean
 
 START_TIMEOUT_S = 60.0
 

@@ -1,7 +1,7 @@
 """A stage in a process of its own: sends every packet on to the next stage, or from the last back to stage 0.
 
-`python -m tests.support.channel_child KIND RANK`: prints its address as hex, reads epochs with the addresses of all
-from its input, and says "lost" when a neighbour is. It ends with its input.
+`python -m tests.support.pool.channel_child KIND RANK`: prints its address as hex, reads epochs with the addresses of
+all from its input, and says "lost" when a neighbour is. It ends with its input.
 """
 
 import sys

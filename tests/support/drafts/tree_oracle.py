@@ -11,7 +11,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree
 from engine.speculative.drafter import Drafter
 from engine.speculative.verify import Run
-from tests.support.drafters import Shape
+from tests.support.drafts.drafters import Shape
 
 Cached = list[tuple[Tensor, ...]]  # what one slot after the other keeps
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.blocks.weights import RandomWeights
-from tests.support.tree_oracle import Cached, TreeOracle
+from tests.support.drafts.tree_oracle import Cached, TreeOracle
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB, WIDTH = 4, 2, 32, 64, 256, 96
 LAYERS = (1, 2, 4)

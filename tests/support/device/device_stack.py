@@ -24,8 +24,8 @@ from engine.memory.pools import StagePools
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.records import pack_batch, unpack_batch
 from models.loader import ModelDescription
-from tests.support.flashinfer import FakeWrappers
-from tests.support.flashinfer_latent import FakeLatentWrappers
+from tests.support.kernels.flashinfer import FakeWrappers
+from tests.support.kernels.flashinfer_latent import FakeLatentWrappers
 
 PAGE, NUM_PAGES, NUM_SLOTS, MAX_NODES = 16, 13, 3, 5
 _DRAW = SamplingRow(SamplingParams(), 0)

@@ -25,9 +25,9 @@ from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
 from engine.pipeline.executor import StageExecutor
 from models.loader import ModelDescription
-from tests.support.capture import RecordingCapture
-from tests.support.flashinfer import FakeWrappers
-from tests.support.tiny_models import tiny
+from tests.support.device.capture import RecordingCapture
+from tests.support.kernels.flashinfer import FakeWrappers
+from tests.support.models.tiny_models import tiny
 
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES_EACH, NUM_SEQUENCES = 16, 4, 9

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardMode
-from tests.support.batches import Row, make_batch
+from tests.support.kernels.batches import Row, make_batch
 
 LAYER, KERNEL, CHANNELS = 2, 4, 24
 K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 6, 16, 8

@@ -1,0 +1,3 @@
+from tests.support.cluster.fake_role import main
+
+main("decode")

@@ -1,3 +1,0 @@
-from tests.support.fake_role import main
-
-main("decode")
