@@ -137,6 +137,7 @@ class ForkedChild:
         """The nursery is gone, and so is this process."""
         if not self._pid.done():
             self._pid.set_exception(PeerLostError("the nursery has ended"))
+            self._pid.exception()  # whoever ordered it may wait no more
         if not self._code.done():
             self._code.set_result(-signal.SIGKILL)
 

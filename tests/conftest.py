@@ -1,7 +1,9 @@
 """What holds for the whole suite."""
 
+import importlib.util
 import os
 import random
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +21,20 @@ from runtime.server import ServerOptions
 WITHOUT_TORCH = ("architecture", "baton", "router", "runtime", "tools")
 
 
-def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """Where there is no GPU, kernels run in Triton's interpreter: the same code, on the CPU. It must be chosen before
-    the first of them is imported, by whatever test that is."""
-    if module_path.relative_to(Path(__file__).parent).parts[0] in WITHOUT_TORCH or "TRITON_INTERPRET" in os.environ:
-        return
-    import torch
+def has_gpu() -> bool:
+    """As `torch.cuda.is_available` says, without loading torch: a build for CUDA, and a device that is not hidden."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    is_built_for_it = re.search(r"^cuda\b.*= '", Path(torch.origin).with_name("version.py").read_text(), re.MULTILINE)
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    return is_built_for_it is not None and not is_hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
 
+# Where there is no GPU, kernels run in Triton's interpreter: the same code, on the CPU. It must be chosen before the
+# first of them is imported, by whatever test or conftest.py that is.
+if not has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # No example is timed, because a busy machine may take any time for any of them; and the same tree gives the same
 # examples. `--hypothesis-profile=search` looks for new ones.

@@ -20,7 +20,8 @@ async def test_a_hung_engine_gives_its_requests_back_and_ends_its_process(tmp_pa
     """They used to wait for their deadline, an hour by default, while the worker said that it serves."""
     model, path = make_checkpoint(tmp_path, "llama"), tmp_path / "announced.json"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.pool.hanging_worker", str(model), str(path), stderr=asyncio.subprocess.PIPE)
+        sys.executable, "-m", "tests.support.pool.hanging_worker", str(model), str(path),
+        stderr=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(120):
             while (announcement := read_announcement(path)) is None:
