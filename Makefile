@@ -72,6 +72,7 @@ protoc = $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1)
 bench: venv ## benchmarks, one JSON line each
 	$(BIN)/python -m bench.handoff --json
 	$(BIN)/python -m bench.engine --json
+	$(BIN)/python -m bench.kernels --json
 	$(BIN)/python -m bench.e2e --json
 	$(BIN)/python -m bench.stages --json
 	$(BIN)/python -m bench.speculation --json

@@ -6,7 +6,8 @@
 
 Pages run out in mid-stream: the least urgent, youngest request gives its memory back and waits. It comes back before
 anything new is admitted and is replayed: the prompt in prefill chunks, then its own output one token at a time
-without drawing. That repeats exactly the arithmetic of the first time, so its stream continues with the same bits; it
+without drawing. That repeats exactly the arithmetic of the first time (which GatedDeltaNet needs: what it read in
+chunks has other bits than what was drawn; attention alone would not), so its stream continues with the same bits; it
 never ends with an error. A request that moves here from another pool joins with what it has drawn there and is
 replayed in the same way. Belongs to the engine thread.
 """

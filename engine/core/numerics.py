@@ -35,15 +35,6 @@ def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
     return num_rows if num_rows >= 12 else -(-num_rows // 4) * 4
 
 
-def span_terms(dtype: torch.dtype) -> int:
-    """The longest sum a matrix product on the CPU adds in order, so that zeros at its end change no bit.
-
-    Measured with MKL and oneDNN on x86: fp32 products regroup sums of more than 192 terms, bf16 products of more than
-    1024. The tests check it on the machine they run on.
-    """
-    return 1024 if dtype is torch.bfloat16 else 128
-
-
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x) in fp32, returned in x's dtype; composed of functions that have one code for all of a tensor."""
     if x.device.type != "cpu":

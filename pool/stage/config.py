@@ -27,8 +27,7 @@ class WorkerConfig(TlsConfig):
     world_size: int = Field(default=1, ge=1, le=64, description="number of pipeline stages of the pool")
     leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server; needed by the other stages")
     partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')
-    page_size: int = Field(default=64, ge=1, le=4096,
-                           description="tokens per cache page; divides 64 or is a multiple of it")
+    page_size: int = Field(default=64, ge=1, le=4096, description="tokens per cache page")
     num_pages: int = Field(default=0, ge=0, description="cache pages, the null page included; 0: from --memory-mb")
     memory_mb: int = Field(default=256, ge=1,
                            description="cache memory per stage in MiB, on its device, when --num-pages is 0")
