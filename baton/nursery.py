@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from runtime.errors import PeerLostError, UnavailableError
-from runtime.orders import Answer, Order, open_socket, receive_answer, send_order
+from runtime.orders import Order, OrderAnswer, open_socket, receive_answer, send_order
 from runtime.tied import ALL_CORES
 
 LINE_LIMIT = 1 << 20
@@ -127,7 +127,7 @@ class ForkedChild:
         """Raises PeerLostError when the nursery ended instead."""
         await asyncio.shield(self._pid)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: OrderAnswer) -> None:
         if not self._pid.done():
             self._pid.set_result(answer.pid)
         if answer.code is not None:

@@ -26,7 +26,7 @@ KEY_BYTES = 2 * 8 * 128 * 2  # of one token in one layer
 _DENSE_COPIES = 8
 
 
-class Side:
+class AttentionSide:
     """A process that times the attention of one checkout."""
 
     def __init__(self, checkout: Path, stack: ExitStack) -> None:
@@ -76,9 +76,9 @@ def measure(against: Path | None) -> dict[str, Value]:
     values: dict[str, Value] = {"num_threads": torch.get_num_threads()}
     dense, memory = Dense(), torch.ones(128 << 20)
     with ExitStack() as stack:
-        sides = {"ours": Side(Path(__file__).parents[1], stack)}
+        sides = {"ours": AttentionSide(Path(__file__).parents[1], stack)}
         if against is not None:
-            sides["against"] = Side(against, stack)
+            sides["against"] = AttentionSide(against, stack)
         for case in CASES:
             name = f"{case[0]}_{case[1] if case[0] == 'decode' else case[2]}"
             taken: dict[str, list[float]] = {side: [] for side in (*sides, "torch")}

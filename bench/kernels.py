@@ -30,7 +30,7 @@ SIDES = {"ours": {}, "onednn": {}, "onednn_avx512": {"ONEDNN_MAX_CPU_ISA": "AVX5
 Pass = Callable[[Tensor, Tensor], None]
 
 
-class SideProcess:
+class KernelSide:
     """One side of the comparison. It computes only while it is asked to."""
 
     def __init__(self, name: str, *, threads: int, layers: int) -> None:
@@ -114,7 +114,7 @@ def onednn_pass(weights: list[list[Tensor]]) -> Pass:
     return run
 
 
-def measure(sides: dict[str, SideProcess], *, rounds: int, layers: int) -> dict[str, Value]:
+def measure(sides: dict[str, KernelSide], *, rounds: int, layers: int) -> dict[str, Value]:
     weight_bytes = layers * 2 * HIDDEN * (QKV_WIDTH + HEADS_WIDTH + 3 * MLP_WIDTH)
     values: dict[str, Value] = {"packing_gbps": round(weight_bytes / sides["ours"].seconds(0) / 1e9, 2)}
     started, busy, own = time.perf_counter(), _busy_s(), sum(side.cpu_s() for side in sides.values())
@@ -153,7 +153,7 @@ def main() -> int:
         serve(flags.side, threads=flags.threads, layers=flags.layers)
         return 0
     names = list(SIDES) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ["ours"]  # noqa: SLF001
-    sides = {name: SideProcess(name, threads=flags.threads, layers=flags.layers) for name in names}
+    sides = {name: KernelSide(name, threads=flags.threads, layers=flags.layers) for name in names}
     try:
         values = measure(sides, rounds=flags.rounds, layers=flags.layers)
     finally:

@@ -22,7 +22,7 @@ CASES = (("delta", "prefill", 1, 512), ("delta", "decode", 1, 512), ("delta", "d
 NUM_ROUNDS = 7
 
 
-class Side:
+class RecurrentSide:
     """A process that times one checkout."""
 
     def __init__(self, checkout: Path, stack: ExitStack) -> None:
@@ -43,9 +43,9 @@ class Side:
 def measure(against: Path | None) -> dict[str, Value]:
     values: dict[str, Value] = {"num_threads": torch.get_num_threads()}
     with ExitStack() as stack:
-        sides = {"ours": Side(Path(__file__).parents[1], stack)}
+        sides = {"ours": RecurrentSide(Path(__file__).parents[1], stack)}
         if against is not None:
-            sides["against"] = Side(against, stack)
+            sides["against"] = RecurrentSide(against, stack)
         for case in CASES:
             part, kind, rows, length = case
             name = f"{part}_{kind}_{rows if kind == 'decode' else length}"

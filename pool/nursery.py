@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from runtime.errors import InternalError
-from runtime.orders import Answer, Order, open_socket, receive_order, send_answer
+from runtime.orders import Order, OrderAnswer, open_socket, receive_order, send_answer
 from runtime.quiet import quiet_grpc
 from runtime.tied import tie_to_parent
 
@@ -31,7 +31,7 @@ def main() -> None:
         listener.bind(path)
         listener.listen()
         load()
-        order = Nursery(listener).serve()
+        order = NurseryServer(listener).serve()
     become(order)
 
 
@@ -49,7 +49,7 @@ def load() -> None:
 
 
 @dataclass
-class Nursery:
+class NurseryServer:
     """Takes orders from any number of connections, one after the other."""
 
     listener: socket.socket
@@ -91,7 +91,7 @@ class Nursery:
         os.close(ready)
         handle = os.pidfd_open(pid)
         self._selector.register(handle, selectors.EVENT_READ, partial(self._reap, channel, handle, order.number, pid))
-        _unless_gone(lambda: send_answer(channel, Answer(order.number, pid)))
+        _unless_gone(lambda: send_answer(channel, OrderAnswer(order.number, pid)))
 
     def _leave(self, order: Order, parent: int, output: int) -> None:
         """In the fork: a session of its own, tied to the nursery, and nothing of the nursery's but its modules."""
@@ -108,7 +108,7 @@ class Nursery:
         self._selector.unregister(handle)
         os.close(handle)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        _unless_gone(lambda: send_answer(channel, Answer(number, pid, code)))
+        _unless_gone(lambda: send_answer(channel, OrderAnswer(number, pid, code)))
 
 
 def _unless_gone(call: Callable[[], T]) -> T | None:

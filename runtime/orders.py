@@ -26,7 +26,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Answer:
+class OrderAnswer:
     """`code` once the worker has ended: its exit code, or minus a signal's number."""
 
     number: int
@@ -56,11 +56,11 @@ def receive_order(channel: socket.socket) -> tuple[Order, int] | None:
     return Order(**{**values, "arguments": tuple(values["arguments"])}), outputs[0]
 
 
-def send_answer(channel: socket.socket, answer: Answer) -> None:
+def send_answer(channel: socket.socket, answer: OrderAnswer) -> None:
     channel.send(json.dumps(asdict(answer)).encode())
 
 
-def receive_answer(channel: socket.socket) -> Answer | None:
+def receive_answer(channel: socket.socket) -> OrderAnswer | None:
     """None when the nursery is gone."""
     message = channel.recv(MAX_BYTES)
-    return Answer(**json.loads(message)) if message else None
+    return OrderAnswer(**json.loads(message)) if message else None
