@@ -12,7 +12,7 @@ from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
-from pool.request.conversion import chunk_to_proto
+from pool.request.conversion import GrammarCheck, chunk_to_proto
 from pool.request.inbox import Inbox, SessionChanged, StreamEnded
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
@@ -29,7 +29,6 @@ from runtime.errors import (
     PeerLostError,
     RequestAborted,
 )
-from runtime.grammar import Grammars
 from runtime.metrics import ArrivalMetrics
 from runtime.pairing import share_draft
 from runtime.tracing import begin
@@ -61,7 +60,7 @@ class DecodeParts:
     reclaimer: MemoryReclaimer
     meters: LeaderMeters
     arrivals: ArrivalMetrics
-    grammars: Grammars | None = None
+    grammars: GrammarCheck | None = None
 
 
 class ActiveRequest:

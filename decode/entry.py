@@ -46,6 +46,7 @@ class Entry:
     slot: SlotLease | None = None
     outputs: list[int] = field(default_factory=list)
     computed: int = 0  # tokens of prompt + outputs whose cache entries exist or are in flight (a tree's do not count)
+    told: int | None = None  # tokens of the output that the last stage keeps; None: it knows nothing of the request
     draft: DraftState = field(default_factory=DraftState)
     running: bool = False  # has its memory filled and may be scheduled
     in_flight: bool = False

@@ -68,7 +68,7 @@ class DecodeLeading:
             self._observe_speculation(parts)
         service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.reclaimer,
                                             parts.meters,
-                                            ArrivalMetrics.create(parts.registry), parts.stage.grammars))
+                                            ArrivalMetrics.create(parts.registry), parts.leader.grammars))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
     def _observe_speculation(self, parts: LeaderParts) -> None:

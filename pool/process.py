@@ -147,6 +147,8 @@ async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> 
     try:
         await (_lead(process) if config.rank == 0 else _follow(process))
     finally:
+        if stage.grammars is not None:
+            await asyncio.to_thread(stage.grammars.close)
         await asyncio.to_thread(stage.agent.shutdown, 5.0)
         await asyncio.to_thread(tracing.close)
 

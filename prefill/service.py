@@ -14,7 +14,13 @@ import grpc
 from engine.core.request import Request
 from pool.pipeline.leader import Leader
 from pool.pipeline.reclaimer import MemoryReclaimer
-from pool.request.conversion import check_grammar, chunk_to_proto, request_from_proto, scores_to_proto
+from pool.request.conversion import (
+    GrammarCheck,
+    check_grammar,
+    chunk_to_proto,
+    request_from_proto,
+    scores_to_proto,
+)
 from pool.request.inbox import Inbox, SessionChanged, StreamEnded
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
@@ -31,7 +37,6 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
-from runtime.grammar import Grammars
 from runtime.log import bind
 from runtime.tracing import Span, begin, note
 from transfer.plan import codec
@@ -56,7 +61,7 @@ class PrefillParts:
     reclaimer: MemoryReclaimer
     meters: LeaderMeters
     chunk_tokens: int
-    grammars: Grammars | None = None
+    grammars: GrammarCheck | None = None
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):

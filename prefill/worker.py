@@ -55,7 +55,7 @@ class PrefillLeading:
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         service = PrefillService(PrefillParts(parts.leader, self.scheduler, parts.stage.plan, parts.reclaimer,
-                                              parts.meters, parts.config.chunk_tokens, parts.stage.grammars))
+                                              parts.meters, parts.config.chunk_tokens, parts.leader.grammars))
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 
     async def load(self, parts: LeaderParts) -> pb.WorkerLoad:

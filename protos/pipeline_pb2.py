@@ -23,33 +23,38 @@ _sym_db = _symbol_database.Default()
 
 
 from protos import transfer_pb2 as protos_dot_transfer__pb2
+from protos import types_pb2 as protos_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/pipeline.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/transfer.proto\"\x91\x01\n\nStageHello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12)\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x17.baton.v1.StageEndpoint\x12\x17\n\x0f\x63hannel_address\x18\x03 \x01(\x0c\x12\x15\n\rcompatibility\x18\x04 \x01(\t\x12\x1a\n\x12\x63ompatibility_text\x18\x05 \x01(\t\"\x9a\x01\n\x0cStageSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.baton.v1.StageSessionState\x12\x14\n\x0c\x65rror_reason\x18\x04 \x01(\t\x12\x12\n\nerror_text\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"\x1a\n\x07Leaving\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\x8e\x01\n\x0bJoinRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.baton.v1.StageHelloH\x00\x12)\n\x07session\x18\x02 \x01(\x0b\x32\x16.baton.v1.StageSessionH\x00\x12$\n\x07leaving\x18\x03 \x01(\x0b\x32\x11.baton.v1.LeavingH\x00\x42\x07\n\x05\x65vent\";\n\nPoolFormed\x12\x12\n\npool_epoch\x18\x01 \x01(\x04\x12\x19\n\x11\x63hannel_addresses\x18\x02 \x03(\x0c\"\x8e\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12%\n\x06source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12/\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTerms\x12\x13\n\x0brequest_key\x18\x04 \x01(\x04\"7\n\x0c\x43loseSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_key\x18\x02 \x01(\x04\"\xa1\x01\n\x0cJoinResponse\x12&\n\x06\x66ormed\x18\x01 \x01(\x0b\x32\x14.baton.v1.PoolFormedH\x00\x12-\n\x0copen_session\x18\x02 \x01(\x0b\x32\x15.baton.v1.OpenSessionH\x00\x12/\n\rclose_session\x18\x03 \x01(\x0b\x32\x16.baton.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand*\xb9\x01\n\x11StageSessionState\x12#\n\x1fSTAGE_SESSION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18STAGE_SESSION_STATE_OPEN\x10\x01\x12 \n\x1cSTAGE_SESSION_STATE_COMPLETE\x10\x02\x12\x1e\n\x1aSTAGE_SESSION_STATE_FAILED\x10\x03\x12\x1f\n\x1bSTAGE_SESSION_STATE_DRAINED\x10\x04\x32\x45\n\x08Pipeline\x12\x39\n\x04Join\x12\x15.baton.v1.JoinRequest\x1a\x16.baton.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/pipeline.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/transfer.proto\x1a\x12protos/types.proto\"\x91\x01\n\nStageHello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12)\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x17.baton.v1.StageEndpoint\x12\x17\n\x0f\x63hannel_address\x18\x03 \x01(\x0c\x12\x15\n\rcompatibility\x18\x04 \x01(\t\x12\x1a\n\x12\x63ompatibility_text\x18\x05 \x01(\t\"\x9a\x01\n\x0cStageSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.baton.v1.StageSessionState\x12\x14\n\x0c\x65rror_reason\x18\x04 \x01(\t\x12\x12\n\nerror_text\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"\x1a\n\x07Leaving\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"D\n\x0eGrammarChecked\x12\x10\n\x08\x63heck_id\x18\x01 \x01(\x04\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\x08\"\xc3\x01\n\x0bJoinRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.baton.v1.StageHelloH\x00\x12)\n\x07session\x18\x02 \x01(\x0b\x32\x16.baton.v1.StageSessionH\x00\x12$\n\x07leaving\x18\x03 \x01(\x0b\x32\x11.baton.v1.LeavingH\x00\x12\x33\n\x0fgrammar_checked\x18\x04 \x01(\x0b\x32\x18.baton.v1.GrammarCheckedH\x00\x42\x07\n\x05\x65vent\";\n\nPoolFormed\x12\x12\n\npool_epoch\x18\x01 \x01(\x04\x12\x19\n\x11\x63hannel_addresses\x18\x02 \x03(\x0c\"\x8e\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12%\n\x06source\x18\x02 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12/\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTerms\x12\x13\n\x0brequest_key\x18\x04 \x01(\x04\"7\n\x0c\x43loseSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_key\x18\x02 \x01(\x04\"M\n\x0c\x43heckGrammar\x12\x10\n\x08\x63heck_id\x18\x01 \x01(\x04\x12+\n\x07grammar\x18\x02 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\"\xd2\x01\n\x0cJoinResponse\x12&\n\x06\x66ormed\x18\x01 \x01(\x0b\x32\x14.baton.v1.PoolFormedH\x00\x12-\n\x0copen_session\x18\x02 \x01(\x0b\x32\x15.baton.v1.OpenSessionH\x00\x12/\n\rclose_session\x18\x03 \x01(\x0b\x32\x16.baton.v1.CloseSessionH\x00\x12/\n\rcheck_grammar\x18\x04 \x01(\x0b\x32\x16.baton.v1.CheckGrammarH\x00\x42\t\n\x07\x63ommand*\xb9\x01\n\x11StageSessionState\x12#\n\x1fSTAGE_SESSION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18STAGE_SESSION_STATE_OPEN\x10\x01\x12 \n\x1cSTAGE_SESSION_STATE_COMPLETE\x10\x02\x12\x1e\n\x1aSTAGE_SESSION_STATE_FAILED\x10\x03\x12\x1f\n\x1bSTAGE_SESSION_STATE_DRAINED\x10\x04\x32\x45\n\x08Pipeline\x12\x39\n\x04Join\x12\x15.baton.v1.JoinRequest\x1a\x16.baton.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.pipeline_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STAGESESSIONSTATE']._serialized_start=964
-  _globals['_STAGESESSIONSTATE']._serialized_end=1149
-  _globals['_STAGEHELLO']._serialized_start=59
-  _globals['_STAGEHELLO']._serialized_end=204
-  _globals['_STAGESESSION']._serialized_start=207
-  _globals['_STAGESESSION']._serialized_end=361
-  _globals['_LEAVING']._serialized_start=363
-  _globals['_LEAVING']._serialized_end=389
-  _globals['_JOINREQUEST']._serialized_start=392
-  _globals['_JOINREQUEST']._serialized_end=534
-  _globals['_POOLFORMED']._serialized_start=536
-  _globals['_POOLFORMED']._serialized_end=595
-  _globals['_OPENSESSION']._serialized_start=598
-  _globals['_OPENSESSION']._serialized_end=740
-  _globals['_CLOSESESSION']._serialized_start=742
-  _globals['_CLOSESESSION']._serialized_end=797
-  _globals['_JOINRESPONSE']._serialized_start=800
-  _globals['_JOINRESPONSE']._serialized_end=961
-  _globals['_PIPELINE']._serialized_start=1151
-  _globals['_PIPELINE']._serialized_end=1220
+  _globals['_STAGESESSIONSTATE']._serialized_start=1235
+  _globals['_STAGESESSIONSTATE']._serialized_end=1420
+  _globals['_STAGEHELLO']._serialized_start=79
+  _globals['_STAGEHELLO']._serialized_end=224
+  _globals['_STAGESESSION']._serialized_start=227
+  _globals['_STAGESESSION']._serialized_end=381
+  _globals['_LEAVING']._serialized_start=383
+  _globals['_LEAVING']._serialized_end=409
+  _globals['_GRAMMARCHECKED']._serialized_start=411
+  _globals['_GRAMMARCHECKED']._serialized_end=479
+  _globals['_JOINREQUEST']._serialized_start=482
+  _globals['_JOINREQUEST']._serialized_end=677
+  _globals['_POOLFORMED']._serialized_start=679
+  _globals['_POOLFORMED']._serialized_end=738
+  _globals['_OPENSESSION']._serialized_start=741
+  _globals['_OPENSESSION']._serialized_end=883
+  _globals['_CLOSESESSION']._serialized_start=885
+  _globals['_CLOSESESSION']._serialized_end=940
+  _globals['_CHECKGRAMMAR']._serialized_start=942
+  _globals['_CHECKGRAMMAR']._serialized_end=1019
+  _globals['_JOINRESPONSE']._serialized_start=1022
+  _globals['_JOINRESPONSE']._serialized_end=1232
+  _globals['_PIPELINE']._serialized_start=1422
+  _globals['_PIPELINE']._serialized_end=1491
 # @@protoc_insertion_point(module_scope)

@@ -2,7 +2,8 @@
 stage computed are the tensors of the same packet.
 
 A frame is a fixed header, a table (one entry per array: dtype, shape) and the arrays, each aligned to 8 bytes. Stage 0
-decides membership and ships it with every batch; later stages keep nothing between frames but their pools.
+decides membership and ships it with every batch; later stages keep nothing between frames but their pools, the last
+one also the output of requests whose penalties or grammar need it: batches bring what changed of it.
 """
 
 import struct
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
+from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.pipeline.channel import Packet
@@ -26,7 +27,7 @@ from runtime.grammar import Grammar, GrammarKind
 
 _HEADER = struct.Struct("<4sBBHQ")  # magic, schema, kind, number of arrays, sequence number
 _ENTRY = struct.Struct("<BBxxIQQ")  # dtype code, dims, first three extents (0 where absent)
-_MAGIC, _SCHEMA = b"BATN", 6
+_MAGIC, _SCHEMA = b"BATN", 7
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "float64")
 _MODES = tuple(ForwardMode)
 
@@ -106,14 +107,14 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
     arrays: list[Array] = [
         head, np.array(batch.request_keys, np.int64), np.array(batch.query_lens, np.int64),
         np.array(batch.context_lens, np.int64), batch.positions.numpy(), batch.page_tables.numpy(),
-        batch.slot_ids.numpy(), *_pack_sampling(batch.sampling), *_pack_scoring(batch.scoring),
-        *(_pack_spec(spec) if spec else ())]
+        batch.slot_ids.numpy(), np.array(batch.ended_keys, np.int64), *_pack_sampling(batch.sampling),
+        *_pack_scoring(batch.scoring), *(_pack_spec(spec) if spec else ())]
     return Packet(pack(FrameKind.BATCH, sequence, arrays), tuple(tensors))
 
 
 def unpack_batch(frame: Frame, tensors: Sequence[Tensor] = ()) -> StageInput:
     """`tensors`: those of the packet, in its order."""
-    head, request_keys, query_lens, context_lens, positions, page_tables, slot_ids, *rest = frame.arrays
+    head, request_keys, query_lens, context_lens, positions, page_tables, slot_ids, ended_keys, *rest = frame.arrays
     _, has_hidden, has_selected_keys, has_spec, *aux_layers = head.tolist()
     sampling, rest = _unpack_sampling(rest[:_SAMPLING_ARRAYS]), rest[_SAMPLING_ARRAYS:]
     scoring, rest = _unpack_scoring(*rest[:_SCORING_ARRAYS]), rest[_SCORING_ARRAYS:]
@@ -124,7 +125,8 @@ def unpack_batch(frame: Frame, tensors: Sequence[Tensor] = ()) -> StageInput:
     batch = ForwardBatch(
         mode=_MODES[int(head[0])], request_keys=tuple(request_keys.tolist()), query_lens=tuple(query_lens.tolist()),
         context_lens=tuple(context_lens.tolist()), token_ids=None, positions=_owned(positions),
-        page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, scoring=scoring, spec_info=spec)
+        page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, scoring=scoring,
+        ended_keys=tuple(ended_keys.tolist()), spec_info=spec)
     hidden = computed.pop(0) if has_hidden else None
     selected_keys = computed.pop(0) if has_selected_keys else None
     aux_hidden = dict(zip(aux_layers, computed, strict=True))
@@ -200,7 +202,7 @@ def _owned(array: Array) -> Tensor:
 _TOKEN_ARRAYS = 8
 _VERIFIED_ARRAYS = 3
 _SCORING_ARRAYS = 2
-_SAMPLING_ARRAYS = 11
+_SAMPLING_ARRAYS = 10
 _SPEC_ARRAYS = 4
 
 
@@ -253,62 +255,73 @@ def _unpack_scoring(num_top: Array, next_token_ids: Array) -> tuple[ScoringRow |
 def _pack_sampling(rows: Sequence[SamplingRow | None]) -> list[Array]:
     drawing = [row for row in rows if row is not None]
     params = [row.params for row in drawing]
-    histories = [side for row in drawing for side in (row.history or ((), ()))]
+    outputs = [row.output for row in drawing]
     biases = [p.logit_bias for p in params]
     return [
         np.array([row is not None for row in rows], np.uint8),
         np.array([(p.temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty)
                   for p in params], np.float64).reshape(-1, 6),
         np.array([(p.top_k, row.position, -1 if row.num_top_logprobs is None else row.num_top_logprobs,
-                   row.history is not None, row.banned_before) for p, row in zip(params, drawing, strict=True)],
-                 np.int64).reshape(-1, 5),
+                   row.banned_before, *_output_numbers(row.output)) for p, row in zip(params, drawing, strict=True)],
+                 np.int64).reshape(-1, 9),
         np.array([p.seed for p in params], np.uint64),
         _ragged([[token for token, _ in bias] for bias in biases]),
         np.array([value for bias in biases for _, value in bias], np.float64),
-        _ragged(histories),
+        _ragged([side for output in outputs for side in _output_tokens(output)]),
         _ragged([row.banned_token_ids for row in drawing]),
-        *_pack_grammars([row.grammar for row in drawing]),
+        *_pack_grammars([None if output is None or output.opening is None else output.opening.grammar
+                         for output in outputs]),
     ]
 
 
-def _pack_grammars(rows: Sequence[GrammarRow | None]) -> list[Array]:
+def _output_numbers(output: OutputRow | None) -> tuple[int, int, int, int, int]:
+    """Whether there is one, its key and `kept`, whether it opens and is the only one."""
+    if output is None:
+        return 0, 0, 0, 0, 0
+    return 1, output.key, output.kept, output.opening is not None, output.is_only
+
+
+def _output_tokens(output: OutputRow | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those of the opening's prompt, and the new ones."""
+    if output is None:
+        return (), ()
+    return () if output.opening is None else output.opening.prompt_token_ids, output.token_ids
+
+
+def _pack_grammars(grammars: Sequence[Grammar | None]) -> list[Array]:
     """Texts lie one after the other in UTF-8; a row without a grammar has none."""
-    texts = [() if row is None else (row.request_id.encode(), row.grammar.kind.encode(), row.grammar.text.encode())
-             for row in rows]
+    texts = [() if grammar is None else (grammar.kind.encode(), grammar.encoded) for grammar in grammars]
     return [_ragged([[len(text) for text in row] for row in texts]),
-            np.frombuffer(b"".join(text for row in texts for text in row), np.uint8),
-            _ragged([() if row is None else row.token_ids for row in rows])]
+            np.frombuffer(b"".join(text for row in texts for text in row), np.uint8)]
 
 
-def _unpack_grammars(lens: Array, data: Array, token_ids: Array) -> Iterator[GrammarRow | None]:
+def _unpack_grammars(lens: Array, data: Array) -> Iterator[Grammar | None]:
     start, raw = 0, data.tobytes()
-    for row_lens, tokens in zip(_unragged(lens), _unragged(token_ids), strict=True):
+    for row_lens in _unragged(lens):
         texts = []
         for length in row_lens:
-            texts.append(raw[start:start + length].decode())
+            texts.append(raw[start:start + length].decode("utf-8", "surrogatepass"))
             start += length
-        if not texts:
-            yield None
-            continue
-        request_id, kind, text = texts
-        yield GrammarRow(request_id, Grammar(GrammarKind(kind), text), tokens)
+        yield Grammar(GrammarKind(texts[0]), texts[1]) if texts else None
 
 
 def _unpack_sampling(arrays: Sequence[Array]) -> tuple[SamplingRow | None, ...]:
-    draws, floats, ints, seeds, bias_ids, bias_values, histories, banned, *grammar_arrays = arrays
+    draws, floats, ints, seeds, bias_ids, bias_values, tokens, banned, *grammar_arrays = arrays
     grammars = list(_unpack_grammars(*grammar_arrays))
-    bias_lists, sides, bans = _unragged(bias_ids), _unragged(histories), _unragged(banned)
+    bias_lists, sides, bans = _unragged(bias_ids), _unragged(tokens), _unragged(banned)
     values, start, drawing = bias_values.tolist(), 0, []
     for i, (numbers, whole, seed) in enumerate(zip(floats.tolist(), ints.tolist(), seeds.tolist(), strict=True)):
         temperature, top_p, min_p, frequency, presence, repetition = numbers
-        top_k, position, num_top, has_history, banned_before = whole
+        top_k, position, num_top, banned_before, has_output, key, kept, opens, is_only = whole
         bias = tuple(zip(bias_lists[i], values[start:start + len(bias_lists[i])], strict=True))
         start += len(bias)
+        prompt, new = sides[2 * i], sides[2 * i + 1]
+        opening = OutputOpening(prompt, grammars[i]) if opens else None
         drawing.append(SamplingRow(
             SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                            frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition,
                            seed=seed, logit_bias=bias),
-            position, None if num_top < 0 else num_top,
-            (sides[2 * i], sides[2 * i + 1]) if has_history else None, bans[i], banned_before, grammars[i]))
+            position, None if num_top < 0 else num_top, bans[i], banned_before,
+            OutputRow(key, kept, new, opening, bool(is_only)) if has_output else None))
     rows = iter(drawing)
     return tuple(next(rows) if draw else None for draw in draws.tolist())

@@ -22,14 +22,15 @@ import grpc
 
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import RequestSampler
 from pool.pipeline.stage_channel import PoolChannel
+from pool.request.conversion import NO_GRAMMARS, grammar_from_proto
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import open_channel
-from runtime.errors import DeadlineError, PeerLostError
+from runtime.errors import BatonError, DeadlineError, FieldViolation, InvalidRequestError, PeerLostError
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from transfer.plan import codec
@@ -49,10 +50,11 @@ class FollowerEngine:
     `on_broken` is called from the thread when an error ended the serving: the pool has to form anew.
     """
 
-    def __init__(self, stage: Stage, sampler: Sampler, channel: PoolChannel, *, rank: int, size: int,
+    def __init__(self, stage: Stage, sampler: RequestSampler, channel: PoolChannel, *, rank: int, size: int,
                  on_step: Callable[[float, ForwardBatch], None]) -> None:
         self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, drafter=stage.drafter,
                                        on_step=on_step)
+        self._sampler = sampler
         self._channel = channel
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
         self._formed = False
@@ -85,6 +87,7 @@ class FollowerEngine:
 
     def _connect(self, addresses: list[bytes], epoch: int) -> None:
         self._channel.connect(addresses, epoch)
+        self._sampler.reset()  # a new leader counts its requests anew
         self._formed = True
 
     def _leave(self, left: Future[None]) -> None:
@@ -126,6 +129,7 @@ class Follower:
         self._engine = engine
         self._channel_address = channel_address
         self._window: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
+        self._checks: set[asyncio.Task[None]] = set()
         self._is_leaving = False
         self._has_parted = asyncio.Event()
         self.joined = False
@@ -204,6 +208,25 @@ class Follower:
                     self._stage.agent.close_request(command.close_session.request_key)
                 else:
                     self._stage.agent.close(command.close_session.session_id)
+            case "check_grammar":
+                task = asyncio.create_task(self._check_grammar(command.check_grammar))
+                self._checks.add(task)
+                task.add_done_callback(self._checks.discard)
+
+    async def _check_grammar(self, command: pb.CheckGrammar) -> None:
+        """Compile, and answer the leader that asked."""
+        window, answer = self._window, pb.GrammarChecked(check_id=command.check_id)
+        grammar, grammars = grammar_from_proto(command.grammar), self._stage.grammars
+        try:
+            if grammars is None or grammar is None:
+                raise InvalidRequestError(FieldViolation("structured_output", NO_GRAMMARS))
+            await grammars.check(grammar)
+        except InvalidRequestError as error:
+            answer.problem, answer.refused = error.violations[0].description, True
+        except BatonError as error:
+            answer.problem = str(error)
+        if self.joined and window is self._window:
+            window.put_nowait(pb.JoinRequest(grammar_checked=answer))
 
     def _drop(self) -> None:
         """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""

@@ -4,11 +4,15 @@ Belongs to the event loop's thread. Reports of remote stages come over their Joi
 stage from its transfer agent.
 """
 
+import asyncio
+import itertools
 from collections.abc import Callable
 
 from pool.pipeline.membership import StageLink
+from pool.request.conversion import grammar_to_proto
 from protos import pipeline_pb2 as pb
-from runtime.errors import PeerLostError, UnavailableError
+from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
+from runtime.grammar import Grammar
 from transfer.agent.agent import TransferAgent
 from transfer.plan import codec
 from transfer.plan.handoff_terms import (
@@ -18,6 +22,8 @@ from transfer.plan.handoff_terms import (
     StageSessionEvent,
     StageSessionState,
 )
+
+GRAMMAR_TIMEOUT_S = 75.0  # for a stage that has yet to load its tokenizer; what it compiles, it ends by itself
 
 Listener = Callable[[int, StageSessionEvent], object]
 
@@ -38,6 +44,8 @@ class StageGroup:
         self._links: list[StageLink] = []
         # By session and epoch: a source may be asked for a session again while its older epoch still drains here.
         self._listeners: dict[tuple[str, int], Listener] = {}
+        self._checks: dict[int, tuple[Grammar, asyncio.Future[None]]] = {}
+        self._check_ids = itertools.count(1)
 
     @property
     def formed(self) -> bool:
@@ -60,6 +68,8 @@ class StageGroup:
     def stage_lost(self, rank: int) -> None:
         self._links = [link for link in self._links if link.rank != rank]
         error = PeerLostError(f"stage {rank} of the pool died")
+        if rank == self._size - 1:
+            self._fail_checks(UnavailableError(str(error)))
         for session_id, epoch in list(self._listeners):
             for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
                 self.stage_event(rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error)))
@@ -68,6 +78,44 @@ class StageGroup:
         listener = self._listeners.get((event.session_id, event.epoch))
         if listener is not None:
             listener(rank, event)
+
+    async def check(self, grammar: Grammar) -> None:
+        """Have the last stage, which draws, compile it.
+
+        Raises:
+            InvalidRequestError: it cannot be followed.
+            CapacityError: the stage has too many others to compile.
+            UnavailableError: the stage is missing, gone, or does not answer.
+        """
+        if not self.formed:
+            raise UnavailableError("the stage that follows grammars is missing")
+        check_id, checked = next(self._check_ids), asyncio.get_running_loop().create_future()
+        self._checks[check_id] = grammar, checked
+        try:
+            async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
+                self._links[-1].send(check_grammar=pb.CheckGrammar(check_id=check_id,
+                                                                   grammar=grammar_to_proto(grammar)))
+                await checked
+        except TimeoutError:
+            raise UnavailableError(f"the last stage has not checked a grammar within {GRAMMAR_TIMEOUT_S:g} s") from None
+        finally:
+            del self._checks[check_id]
+
+    def grammar_checked(self, answer: pb.GrammarChecked) -> None:
+        grammar, checked = self._checks.get(answer.check_id, (None, None))
+        if grammar is None or checked is None or checked.done():
+            return
+        if not answer.problem:
+            checked.set_result(None)
+        elif answer.refused:
+            checked.set_exception(grammar.refused(answer.problem))
+        else:
+            checked.set_exception(CapacityError(answer.problem, resource="grammar compiler"))
+
+    def _fail_checks(self, error: BatonError) -> None:
+        for _, checked in self._checks.values():
+            if not checked.done():
+                checked.set_exception(error)
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms, listener: Listener) -> None:
         """Post receives for this epoch on every stage; an older epoch of the session is closed by that."""

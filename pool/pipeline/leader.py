@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable
 
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
 from engine.pipeline.stages import HeadStage, SingleStage
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import RequestSampler
 from pool.pipeline.group import StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
+from pool.request.conversion import GrammarCheck
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
+from protos import pipeline_pb2 as pb
 from runtime.errors import BatonError, PeerLostError
 from transfer.plan.handoff_terms import StageSessionEvent
 
@@ -35,7 +37,7 @@ class Leader:
     pool forms anew. A pool of one stage has nobody to do that with: `failure` says that the process has to end.
     """
 
-    def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: Sampler, *,
+    def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: RequestSampler, *,
                  warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
                  empty: Callable[[float], Awaitable[None]],
                  observer: LoopObserver | None = None,
@@ -69,6 +71,11 @@ class Leader:
     def failure(self) -> BaseException | None:
         """Why this process can never serve again."""
         return self._failure or self.loop.failure
+
+    @property
+    def grammars(self) -> GrammarCheck | None:
+        """What compiles grammars where tokens are drawn; None on a pool of one stage that has no tokenizer."""
+        return self._stage.grammars if self._channel is None else self.group
 
     def start(self) -> None:
         """Start the engine; a pool of one stage begins to serve, a larger one waits for its stages."""
@@ -109,6 +116,9 @@ class Leader:
 
         self.loop.post(attach)
         self._warming = asyncio.create_task(self._become_ready())
+
+    def grammar_checked(self, answer: pb.GrammarChecked) -> None:
+        self.group.grammar_checked(answer)
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
         self._close(f"stage {link.rank} of the pool is leaving")

@@ -54,7 +54,8 @@ def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
         num_layers=_positive(text_config, "num_hidden_layers"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
     )
-    return ServedModel(facts, load_tokeniser(model_dir), load_grammars(model_dir, facts.eos_token_ids))
+    return ServedModel(facts, load_tokeniser(model_dir), 
+                       load_grammars(model_dir, facts.eos_token_ids, computes_masks=False))
 
 
 def _positive(config: dict[str, Any], name: str) -> int:

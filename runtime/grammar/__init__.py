@@ -4,6 +4,7 @@
     await grammars.check(grammar)                               refuses what cannot work, or takes too long
     text = grammars.open(grammar)                               a text that has not begun
     job = text.ask(kept, token_ids); job.wait(deadline_s)       the masks of what may follow these tokens
+    unpacked(job.masks[()], vocab_size)                         [vocab_size] bool
 
 The automata are llguidance's, whose calls nothing can interrupt: a schema of 10 KB may compile for half a minute, and
 neither its fuel nor its other limits end that. Compiled grammars cannot be handed from one process to another, either.
@@ -24,6 +25,7 @@ grammar that compiles slowly thus never stands in the way of those that compile 
 
 from runtime.grammar.checking import Grammars, load_grammars
 from runtime.grammar.language import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from runtime.grammar.process import GuidedText, MaskJob, Masks
+from runtime.grammar.process import GuidedText, MaskJob, unpacked
 
-__all__ = ["MAX_GRAMMAR_BYTES", "Grammar", "GrammarKind", "Grammars", "GuidedText", "MaskJob", "Masks", "load_grammars"]
+__all__ = ["MAX_GRAMMAR_BYTES", "Grammar", "GrammarKind", "Grammars", "GuidedText", "MaskJob", "load_grammars",
+           "unpacked"]

@@ -113,15 +113,14 @@ class Grammars:
             task.add_done_callback(lambda ended: self._checked(grammar, ended))
         await asyncio.shield(task)  # others may wait for the same
 
-    def open(self, grammar: Grammar, vocab_size: int) -> GuidedText:
-        """A text that has not begun; masks are [vocab_size]. Its process is one that `check` made ready, or a new one
-        that compiles first."""
+    def open(self, grammar: Grammar) -> GuidedText:
+        """A text that has not begun. Its process is one that `check` made ready, or a new one that compiles first."""
         with self._lock:
             process = self._processes.get(grammar)
             if process is None:
                 process = self._keep(grammar, GrammarProcess(self._nursery, grammar, LAST_CPU_S, stays=True))
             self._processes.move_to_end(grammar)
-            return GuidedText(process, next(self._keys), vocab_size)
+            return GuidedText(process, next(self._keys))
 
     def close(self) -> None:
         """End all processes; what still waits for them fails."""

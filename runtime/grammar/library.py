@@ -16,7 +16,7 @@ JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
 def library_limits() -> LLParserLimits:
     """At most about 10 ms per mask with a vocabulary of 128,000; the library's own are 65 ms and 500 MB of states."""
-    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=50_000,
+    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=30_000,
                           max_grammar_size=100_000, verbose_errors=False)
 
 

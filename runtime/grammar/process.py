@@ -37,14 +37,14 @@ from runtime.grammar.messages import (
     unpack_answer,
 )
 
-Masks = dict[tuple[int, ...], NDArray[np.bool_]]  # by the tokens after the text's end
+Masks = dict[tuple[int, ...], bytes]  # a bit per token, by the tokens after the text's end
 
 NURSERY_START_S = 60.0
 FORK_S = 5.0
 COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing says nothing
-MEMORY_BYTES = 256 << 20  # of one grammar, beyond the tokenizer
+MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
-# Of one text: what it may save up, and what each step adds, as long as the texts of a step get no more than this in all.
+# Of one text: what it may save up, what a step adds to it, and what a step adds to all of its texts at most.
 BURST_CPU_S, TOKEN_CPU_S, STEP_CPU_S = 0.1, 0.005, 0.04
 REPLAYED_TOKEN_CPU_S = 0.0001  # where many tokens come at once, of a text that began elsewhere
 MAX_JOBS = 65536
@@ -161,7 +161,6 @@ class MaskJob:
     """What may follow one text, and at the nodes of a tree behind it, being computed."""
 
     call: TextCall
-    vocab_size: int
     masks: Masks = field(default_factory=dict)
     problem: str = ""
     cpu_s: float = 0.0
@@ -175,11 +174,16 @@ class MaskJob:
         self.problem = self.problem or problem
         self.done.set()
 
-    def add(self, node: int, packed: bytes) -> None:
-        allowed = np.zeros(self.vocab_size, np.bool_)
-        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")[:self.vocab_size]
-        allowed[:len(bits)] = bits
-        self.masks.setdefault(tuple(path_to(node, self.call.tree_token_ids, self.call.tree_parents)), allowed)
+    def add(self, node: int, mask: bytes) -> None:
+        self.masks.setdefault(tuple(path_to(node, self.call.tree_token_ids, self.call.tree_parents)), mask)
+
+
+def unpacked(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
+    """[vocab_size]: the tokens that may come next. Those beyond the tokenizer's vocabulary may not."""
+    allowed = np.zeros(vocab_size, np.bool_)
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
+    allowed[:len(bits)] = bits
+    return allowed
 
 
 class GrammarProcess:
@@ -305,10 +309,9 @@ class GrammarProcess:
 class GuidedText:
     """One text that follows a grammar. Belongs to one thread."""
 
-    def __init__(self, process: GrammarProcess, key: int, vocab_size: int) -> None:
+    def __init__(self, process: GrammarProcess, key: int) -> None:
         self._process = process
         self._key = key
-        self._vocab_size = vocab_size
         self._left_s = BURST_CPU_S  # of computing
         self._asked: MaskJob | None = None
         self._is_open = True
@@ -331,7 +334,7 @@ class GuidedText:
         self._left_s = min(BURST_CPU_S, self._left_s + min(TOKEN_CPU_S, share * STEP_CPU_S))
         self._left_s += REPLAYED_TOKEN_CPU_S * max(0, len(token_ids) - len(tree_parents) - 1)
         job = MaskJob(TextCall(Call.ASK, self._key, kept, tuple(token_ids), tuple(tree_token_ids),
-                               tuple(tree_parents)), self._vocab_size)
+                               tuple(tree_parents)))
         self._process.submit(job)
         self._asked = job
         return job

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from engine.sampling.guided import GuidedSampler
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.membership import PipelineService
@@ -101,7 +102,7 @@ async def joined() -> AsyncIterator[Rig]:
     config = cast(WorkerConfig, SimpleNamespace(leader=await server.start(), rank=1))
     stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(compatibility=SAME), executor=None,
                                         drafter=None))
-    engine = FollowerEngine(stage, lambda *given: [], cast(PoolChannel, channel), rank=1, size=2,
+    engine = FollowerEngine(stage, GuidedSampler(None), cast(PoolChannel, channel), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
     engine.start()
     follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL)

@@ -13,6 +13,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import Row, build_batch
 from engine.pipeline.channel import Packet
 from engine.pipeline.stages import StepResult
+from engine.sampling.guided import GuidedSampler
 from pool import process as process_module
 from pool.pipeline import leader as leader_module
 from pool.pipeline.leader import Leader
@@ -118,7 +119,7 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
         await may_let_go.wait()
 
     leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size)), cast(Stage, stage), scheduler,
-                    lambda *given: [], warm_up=warm_up, empty=empty,
+                    GuidedSampler(None), warm_up=warm_up, empty=empty,
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()
     try:
