@@ -23,10 +23,10 @@ from runtime.grammar.process import GrammarProcess, GuidedText, Nursery, TooSlow
 
 logger = logging.getLogger(__name__)
 
-FIRST_CPU_S, LAST_CPU_S = 0.15, 1.0  # of computing, for a grammar of usual size and for the slowest that is accepted
-MAX_AT_ONCE, MAX_WAITING = 2, 32
-MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING = 1, 4
-WAIT_S = 5.0  # for a turn
+FIRST_CPU_S, LAST_CPU_S = 0.1, 1.0  # of computing, for a grammar of usual size and for the slowest that is accepted
+MAX_AT_ONCE, MAX_WAITING = 4, 32
+MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING = 2, 8
+WAIT_S = 10.0  # for a turn
 MAX_REMEMBERED = 4096  # verdicts
 REMEMBER_S = 600.0  # a refusal for its cost; a newer machine may be faster
 MAX_PROCESSES = 64

@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,7 +23,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError, UnavailableError
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from runtime.grammar.language import Grammar
 from runtime.grammar.messages import (
     CHUNK_TOKENS,
@@ -201,6 +209,7 @@ class GrammarProcess:
         self._begun: set[int] = set()  # texts that the present process knows
         self.num_texts = 0  # open ones
         self.compiled: Future[None] = Future()
+        self.compiled.set_running_or_notify_cancel()  # nobody who waits can cancel it
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
         self._thread.start()
 
@@ -221,6 +230,9 @@ class GrammarProcess:
         except BatonError as error:
             self._stays = False
             self.compiled.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever waits must hear of it
+            self._stays = False
+            self.compiled.set_exception(InternalError(f"a grammar's process could not be used: {error!r}"))
         else:
             self.compiled.set_result(None)
         while self._stays and (job := self._jobs.get()) is not None:
@@ -270,7 +282,7 @@ class GrammarProcess:
         except BatonError as error:
             self._drop()
             job.fail(f"its grammar cannot be compiled again: {error}")
-        except OSError as error:
+        except (OSError, struct.error, ValueError) as error:
             self._drop()
             job.fail(f"its next token could not be computed within {ANSWER_S:g} s, the limit"
                      if isinstance(error, TimeoutError) else

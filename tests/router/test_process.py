@@ -16,6 +16,7 @@ from runtime.announce import Announcement, read_announcement
 from runtime.client import wait_serving
 from tests.router.harness import eventually, token_request, write_model_dir
 from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
+from tests.support.hostile_grammars import never_compiled
 
 
 @asynccontextmanager
@@ -62,6 +63,31 @@ async def test_it_serves_drains_and_ends_with_zero(tmp_path: Path) -> None:
             assert token_ids == expected_tokens([3], 60), "what runs is finished before the process ends"
         assert await process.wait() == 0
     assert not prefill.open_requests + decode.open_requests
+    await asyncio.gather(prefill.die(), decode.die())
+
+
+async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -> None:
+    """Nothing can interrupt a compilation but the end of its process."""
+    fabric, journal = Fabric(), Journal()
+    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    await asyncio.gather(prefill.start(), decode.start())
+    model, path = write_model_dir(tmp_path / "model"), tmp_path / "router.json"
+    async with router_process("--prefill", prefill.address, "--decode", decode.address, "--model", str(model),
+                              "--listen", "127.0.0.1:0", "--drain-s", "1", "--announce", str(path)) as process:
+        async with grpc.aio.insecure_channel((await announced(path)).address) as channel:
+            await wait_serving(channel, "baton.v1.Generation", timeout_s=60)
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            calls = []
+            for number in range(8):
+                request = token_request([3])
+                request.structured_output.json_schema = never_compiled(str(number)).text
+                calls.append(stub.Generate(request))
+            await asyncio.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(15):
+                assert await process.wait() == 0
+            for call in calls:
+                call.cancel()
     await asyncio.gather(prefill.die(), decode.die())
 
 
