@@ -90,12 +90,14 @@ class GuidedSampler:
             return sample(logits, rows)
         self._vocab_size = logits.shape[1]
         found = [self._find(row, row.output) if row.output is not None else _Drawing() for row in rows]
-        drawn = sample(logits, rows, [row.allowed for row in found], [row.counts for row in found])
+        fine = [at for at, how in enumerate(found) if not how.problem]
+        drawn = iter(sample(logits if len(fine) == len(rows) else logits[fine], [rows[at] for at in fine],
+                            [found[at].allowed for at in fine], [found[at].counts for at in fine]))
         for row in rows:
             if row.output is not None and row.output.is_only and (only := self._kept.pop(row.output.key, None)):
                 only.forget()
-        return [DrawnToken(token.token_id, token.logprobs, how.problem, how.is_fault) if how.problem else token
-                for token, how in zip(drawn, found, strict=True)]
+        return [DrawnToken(0, problem=how.problem, is_fault=how.is_fault) if how.problem else next(drawn)
+                for how in found]
 
     def _begin(self, output: OutputRow, tree: Tree, share: float) -> _Kept:
         """Take the row's request up, and ask for its masks. What is wrong is kept, for the row alone."""

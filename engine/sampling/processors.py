@@ -41,13 +41,13 @@ class TokenCounts:
     @property
     def seen(self) -> Ids:
         """[n] ascending: tokens of prompt or output."""
-        return np.flatnonzero(self._in_prompt | (self._counts > 0))
+        return np.flatnonzero(self._in_prompt | (self._counts > 0)).astype(np.int64)
 
     @property
     def output(self) -> tuple[Ids, Ids]:
         """[n] ascending: tokens of the output, and how often they occur."""
-        ids = np.flatnonzero(self._counts)
-        return ids, self._counts[ids]
+        ids = np.flatnonzero(self._counts).astype(np.int64)
+        return ids, self._counts[ids].astype(np.int64)
 
 
 def counts_of(output: OutputRow, vocab_size: int) -> TokenCounts:
@@ -77,7 +77,7 @@ def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None
         rate = params.repetition_penalty
         result[seen] = np.where(values > 0, values / rate, values * rate)
         ids, occurrences = counts.output
-        result[ids] -= params.frequency_penalty * occurrences.astype(np.float64)
+        result[ids] -= params.frequency_penalty * occurrences
         result[ids] -= params.presence_penalty
     for token_id, bias in params.logit_bias:
         result[token_id] += bias

@@ -72,22 +72,22 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
     prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     await asyncio.gather(prefill.start(), decode.start())
     model, path = write_model_dir(tmp_path / "model"), tmp_path / "router.json"
-    async with router_process("--prefill", prefill.address, "--decode", decode.address, "--model", str(model),
-                              "--listen", "127.0.0.1:0", "--drain-s", "1", "--announce", str(path)) as process:
-        async with grpc.aio.insecure_channel((await announced(path)).address) as channel:
-            await wait_serving(channel, "baton.v1.Generation", timeout_s=60)
-            stub = generation_pb2_grpc.GenerationStub(channel)
-            calls = []
-            for number in range(8):
-                request = token_request([3])
-                request.structured_output.json_schema = never_compiled(str(number)).text
-                calls.append(stub.Generate(request))
-            await asyncio.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(15):
-                assert await process.wait() == 0
-            for call in calls:
-                call.cancel()
+    flags = ("--prefill", prefill.address, "--decode", decode.address, "--model", str(model), "--listen", "127.0.0.1:0",
+             "--drain-s", "1", "--announce", str(path))
+    async with (router_process(*flags) as process,
+                grpc.aio.insecure_channel((await announced(path)).address) as channel):
+        await wait_serving(channel, "baton.v1.Generation", timeout_s=60)
+        calls = []
+        for number in range(8):
+            request = token_request([3])
+            request.structured_output.json_schema = never_compiled(str(number)).text
+            calls.append(generation_pb2_grpc.GenerationStub(channel).Generate(request))
+        await asyncio.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(15):
+            assert await process.wait() == 0
+        for call in calls:
+            call.cancel()
     await asyncio.gather(prefill.die(), decode.die())
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from engine.core.batch import ForwardMode, OutputOpening, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecRow, node_depths
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
+from engine.sampling import guided
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import sample
 from engine.speculative.verify import draw_runs, sampling_at
 from runtime.errors import InternalError, InvalidRequestError
-from runtime.grammar import Grammar, GrammarKind, Grammars, checking, load_grammars
+from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, checking, load_grammars
 from tests.support.grammars import allowed_after, fresh_after
 from tests.support.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
 
@@ -65,7 +67,8 @@ def test_a_schema_allows_what_completes_it(grammars: Grammars) -> None:
 def test_whitespace_of_json_has_an_end(grammars: Grammars, folder: Path) -> None:
     schema = Grammar(GrammarKind.JSON_SCHEMA, '{"const": [1]}')
     # As byte-level BPE spells it.
-    newline: int = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("\u010a")
+    newline = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("\u010a")
+    assert newline is not None
     start, text = ord("["), grammars.open(schema)
     for count in range(20):
         assert allowed_after(text, 0, (start, *[newline] * count))[newline], count
@@ -166,6 +169,41 @@ def test_a_text_that_left_its_grammar_fails_alone(grammars: Grammars) -> None:
     wrong, right = GuidedSampler(grammars)(logits, [row(regex("ab"), 0, "ax"), row(regex("ab"), 1, "a")])
     assert "cannot be followed beyond 1 tokens" in str(wrong.error)
     assert (right.token_id, right.error) == (ord("b"), None)
+
+
+def test_masks_are_computed_beside_the_forward(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `prepare` nothing is asked any more: neither at the root nor at the nodes that the grammar can reach."""
+    grammar, sampler = regex("ab[0-9]+"), GuidedSampler(grammars)
+    at = row(grammar, 11)
+    tree = Row(1, [0, ord("a"), ord("b"), ord("7"), ord("~")], 0, [1], 0, at, SpecRow((-1, 0, 1, 2, 0)))
+    batch = build_batch(ForwardMode.VERIFY, [tree])
+    sampler.prepare(batch)
+    asked = GuidedText.ask
+    monkeypatch.setattr(GuidedText, "ask", lambda *given, **named: pytest.fail("asked behind the forward"))
+    logits = torch.full((5, VOCAB_SIZE), -9.0)
+    logits[0, ord("a")] = logits[1, ord("b")] = logits[2, ord("7")] = logits[3, ord("8")] = 50.0
+    (run,) = draw_runs(logits, batch, sampler)
+    assert "".join(chr(token.token_id) for token in run.tokens) == "ab78"
+    monkeypatch.setattr(GuidedText, "ask", asked)
+    sampler.reset()
+
+
+def test_a_grammar_that_hangs_costs_the_others_of_its_batch_one_limit(grammars: Grammars,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guided, "STEP_WAIT_S", 0.3)
+    sampler, hung = GuidedSampler(grammars), row(regex("xy"), 21)
+    fine = row(regex("zy"), 22)
+    sampler(torch.zeros(1, VOCAB_SIZE), [hung])
+    child = grammars._processes[regex("xy")]._child
+    assert child is not None
+    signal.pidfd_send_signal(child._pidfd, signal.SIGSTOP)
+    batch = build_batch(ForwardMode.DECODE, [Row(21, [0], 0, [1], 0, hung), Row(22, [0], 0, [2], 0, fine)])
+    sampler.prepare(batch)
+    failed, drawn = sampler(torch.zeros(2, VOCAB_SIZE), [hung, fine])
+    assert isinstance(failed.error, InvalidRequestError)
+    assert "could not be computed within 0.3 s of a step, the limit" in failed.problem
+    assert (drawn.token_id, drawn.problem) == (ord("z"), "")
+    sampler.reset()
 
 
 REFUSED = [
