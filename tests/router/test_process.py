@@ -1,6 +1,7 @@
 """`python -m router` as it is started: announce, serve, metrics, drain, and one clear line when it cannot."""
 
 import asyncio
+import json
 import signal
 import sys
 import urllib.request
@@ -72,6 +73,8 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
     prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     await asyncio.gather(prefill.start(), decode.start())
     model, path = write_model_dir(tmp_path / "model"), tmp_path / "router.json"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))  # in its vocabulary: texts can end
     flags = ("--prefill", prefill.address, "--decode", decode.address, "--model", str(model), "--listen", "127.0.0.1:0",
              "--drain-s", "1", "--announce", str(path))
     async with (router_process(*flags) as process,
@@ -83,6 +86,7 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
             request.structured_output.json_schema = never_compiled(str(number)).text
             calls.append(generation_pb2_grpc.GenerationStub(channel).Generate(request))
         await asyncio.sleep(0.5)
+        assert not any(call.done() for call in calls), "they compile, or wait for their turn"
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(15):
             assert await process.wait() == 0

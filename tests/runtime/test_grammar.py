@@ -1,4 +1,4 @@
-"""One client's grammar costs that client: too large, too slow or too hungry, it is refused by name, and nothing else."""
+"""One client's grammar costs that client: too large, too slow or too hungry, it is refused by name, and it alone."""
 
 import asyncio
 import signal
