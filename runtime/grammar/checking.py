@@ -18,8 +18,9 @@ from pathlib import Path
 from llguidance import LLTokenizer
 
 from runtime.errors import CapacityError, InvalidRequestError
+from runtime.grammar.children import Nursery
 from runtime.grammar.language import Grammar, check_shape, shown
-from runtime.grammar.process import GrammarProcess, GuidedText, Nursery, TooSlow
+from runtime.grammar.process import GrammarProcess, GuidedText, TooSlow
 
 logger = logging.getLogger(__name__)
 

@@ -5,20 +5,14 @@ process that does not answer in time is killed; the text that it was computing f
 process from the tokens that are known of them.
 """
 
-import os
 import queue
-import signal
-import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +23,11 @@ from runtime.errors import (
     FieldViolation,
     InternalError,
     InvalidRequestError,
-    UnavailableError,
 )
+from runtime.grammar.children import FORK_S, Child, Nursery
 from runtime.grammar.language import Grammar
 from runtime.grammar.messages import (
     CHUNK_TOKENS,
-    MAX_MESSAGE_BYTES,
     Answer,
     Call,
     CompileOrder,
@@ -47,8 +40,6 @@ from runtime.grammar.messages import (
 
 Masks = dict[tuple[int, ...], bytes]  # a bit per token, by the tokens after the text's end
 
-NURSERY_START_S = 60.0
-FORK_S = 5.0
 COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing says nothing
 MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
@@ -60,108 +51,6 @@ MAX_JOBS = 65536
 
 class TooSlow(InvalidRequestError):
     """Compiling needs more than the time of computing that was given."""
-
-
-class Nursery:
-    """Starts processes for grammars. Any thread."""
-
-    def __init__(self, tokenizer_json: Path, end_token_ids: Sequence[int]) -> None:
-        self._arguments = [str(tokenizer_json.resolve()), *map(str, end_token_ids)]
-        self._lock = threading.Lock()
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_closed = False
-
-    def fork(self) -> "Child":
-        """Raises UnavailableError when there is none and none can be started."""
-        with self._lock:
-            if self._is_closed:
-                raise UnavailableError("grammars are not compiled any more: the process ends")
-            for is_last in (False, True):  # one that has died is replaced
-                try:
-                    return self._fork(self._control or self._start())
-                except (OSError, IndexError) as error:
-                    self._end()
-                    if is_last:
-                        raise UnavailableError(f"no process for a grammar could be started: {error}") from error
-        raise AssertionError
-
-    def close(self) -> None:
-        """End it, and with it all of its children."""
-        with self._lock:
-            self._is_closed = True
-            self._end()
-
-    def _start(self) -> socket.socket:
-        ours, theirs = _socket_pair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "runtime.grammar.nursery", str(theirs.fileno()), *self._arguments],
-                cwd=Path(__file__).parents[2], pass_fds=(theirs.fileno(),), start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL)  # where the library would print clients' grammars
-        self._control = ours
-        ours.settimeout(NURSERY_START_S)
-        if not ours.recv(16):
-            raise OSError("the tokenizer could not be loaded")
-        ours.settimeout(FORK_S)
-        return ours
-
-    @staticmethod
-    def _fork(control: socket.socket) -> "Child":
-        ours, theirs = _socket_pair()
-        try:
-            with theirs:
-                socket.send_fds(control, [b"fork"], [theirs.fileno()])
-            return Child(ours, socket.recv_fds(control, 16, 1)[1][0])
-        except (OSError, IndexError):
-            ours.close()
-            raise
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._control = self._process = None
-
-
-class Child:
-    """One forked process: a socket to talk over, and a file descriptor to kill it by."""
-
-    def __init__(self, owner: socket.socket, pidfd: int) -> None:
-        self._socket = owner
-        self._pidfd = pidfd
-        self._lock = threading.Lock()
-        self._is_open = True
-
-    def send(self, message: bytes, timeout_s: float) -> None:
-        self._socket.settimeout(timeout_s)
-        self._socket.send(message)
-
-    def receive(self, timeout_s: float) -> bytes:
-        """Raises OSError when it has ended, or says nothing in time (TimeoutError)."""
-        self._socket.settimeout(max(1e-3, timeout_s))
-        data = self._socket.recv(MAX_MESSAGE_BYTES)
-        if not data:
-            raise ConnectionError("the process has ended")
-        return data
-
-    def kill(self) -> None:
-        """Any thread: whoever waits for it is answered by the end of the connection."""
-        with self._lock:
-            if self._is_open:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def close(self) -> None:
-        self.kill()
-        with self._lock:
-            if self._is_open:
-                self._is_open = False
-                os.close(self._pidfd)
-                self._socket.close()
 
 
 @dataclass
@@ -362,8 +251,4 @@ class GuidedText:
             self._is_open = False
             self._process.num_texts -= 1
             self._process.submit(TextCall(Call.END, self._key))
-
-
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 

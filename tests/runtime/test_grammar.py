@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
-from runtime.grammar import Grammar, GrammarKind, Grammars, load_grammars, process
+from runtime.grammar import Grammar, GrammarKind, Grammars, children, load_grammars, process
 from runtime.grammar.language import check_shape, shown
 from tests.support.grammars import LONG_S, allowed_after
 from tests.support.guided import EOS, spelled, write_character_tokenizer
@@ -51,9 +51,9 @@ async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -
 
 async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(grammars: Grammars,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    forks, fork = list[process.Child](), grammars._nursery.fork
+    forks, fork = list[children.Child](), grammars._nursery.fork
 
-    def counted() -> process.Child:
+    def counted() -> children.Child:
         forks.append(fork())
         return forks[-1]
 
@@ -191,13 +191,13 @@ async def test_closing_ends_what_compiles_and_every_process(grammars: Grammars) 
     await grammars.check(regex("a"))
     nursery = grammars._nursery._process
     assert nursery is not None
-    children = descendants(nursery.pid)
-    assert children
+    forked = descendants(nursery.pid)
+    assert forked
     grammars.close()
     async with asyncio.timeout(LONG_S):
         with pytest.raises((InvalidRequestError, UnavailableError)):
             await compiling
-        while any(alive(pid) for pid in (nursery.pid, *children)):  # noqa: ASYNC110 - a process's end has no event here
+        while any(alive(pid) for pid in (nursery.pid, *forked)):  # noqa: ASYNC110 - a process's end has no event here
             await asyncio.sleep(0.01)
         with pytest.raises(UnavailableError):
             await grammars.check(regex("b"))
@@ -224,10 +224,10 @@ def test_an_owner_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         nursery = int(owner.stdout.readline())
-        children = descendants(nursery)
+        forked = descendants(nursery)
         owner.kill()
     deadline_s = time.monotonic() + LONG_S
-    while any(alive(pid) for pid in (nursery, *children)):
+    while any(alive(pid) for pid in (nursery, *forked)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
