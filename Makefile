@@ -14,10 +14,10 @@ TEST_WORKERS ?= 2
 # Further options of pytest.
 TEST_OPTIONS ?=
 
-.PHONY: help venv demo test check lint types buf stubs manifests-current protos manifests bench clean
+.PHONY: help venv demo test test-long check lint types buf stubs manifests-current protos manifests bench clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 venv: $(STAMP) ## a virtual environment with everything installed
 $(STAMP): pyproject.toml constraints.txt
@@ -29,8 +29,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv ## start a whole local cluster, ask the shipped model a question, show the timings
 	$(BIN)/baton demo
 
-test: venv ## all tests that need no GPU
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) $(TEST_OPTIONS)
+test: venv ## all tests that need no GPU, but for the long ones; about a quarter of an hour on two cores
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) -m "not long" $(TEST_OPTIONS)
+
+# That no test is long is no failure: pytest's exit code 5.
+test-long: venv ## the long ones
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) -m long $(TEST_OPTIONS) || test $$? -eq 5
 
 check: lint types buf stubs manifests-current ## everything that can be said without running
 

@@ -27,6 +27,7 @@ from baton.render import event_json, log_printer, status_table
 from baton.values import Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape
 from runtime.errors import BatonError, ConfigError, RequestAborted, UnavailableError
+from runtime.log import human_line
 from runtime.supervision import StopSignal, interruptible, run_process
 
 app = typer.Typer(
@@ -95,6 +96,7 @@ def up(
     draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
     otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
+    preload: Annotated[bool, typer.Option(help="Load PyTorch once, and fork workers from there (CPU only).")] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -111,7 +113,8 @@ def up(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
         worker_flags=tuple(worker_flags), router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
-        config_file=config, one_core_each=device in (None, "cpu"), log_level=log_level, security=security)
+        config_file=config, one_core_each=device in (None, "cpu"),
+        forks_workers=preload and device in (None, "cpu"), log_level=log_level, security=security)
 
     async def run(stop: StopSignal) -> None:
         with _told_of_full_disks():
@@ -130,12 +133,12 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
     async with LocalCluster(settings, sink=sink) as cluster:
         for name, process in cluster.processes.items():
             if (where := process.announcement) is not None:
-                sink("baton", f"{name}: {where.address}, metrics on port {where.metrics_port}")
-        sink("baton", f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}')
+                sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
+        sink("baton", human_line(f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}'))
         try:
             await cluster.wait_ended()
         except asyncio.CancelledError:
-            sink("baton", "stopping when what runs has ended; Ctrl-C once more stops it at once")
+            sink("baton", human_line("stopping when what runs has ended; Ctrl-C once more stops it at once"))
             raise
 
 

@@ -15,23 +15,28 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
+from baton.nursery import Child, Nursery, NurseryLink, spawn
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
 from runtime.access import PeerRole
+from runtime.announce import Announcement
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
+from runtime.log import human_line
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+_FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _ANY_PORT = "127.0.0.1:0"
 _NARRATOR = "baton"
 _MAX_PROCESSES = 64
@@ -42,7 +47,10 @@ _POLL_S = 0.1
 @dataclass(frozen=True)
 class ClusterConfig:
     """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the router. Without
-    `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes beside it."""
+    `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes beside it.
+
+    With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
+    or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
 
     model: Path
     prefill: int = 1
@@ -59,6 +67,8 @@ class ClusterConfig:
     log_level: str = "info"
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0
+    forks_workers: bool = True
+    nursery: Nursery | None = None
     security: ChannelSecurity = PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
 
     def check(self) -> None:
@@ -103,6 +113,8 @@ class LocalCluster:
         self._cores = itertools.cycle(_usable_cores())
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
         self._lives: dict[str, asyncio.Task[None]] = {}
+        self._nursery: Nursery | None = None  # of its own
+        self._link: NurseryLink | None = None
         self.processes: dict[str, RoleProcess] = {}
 
     @property
@@ -171,6 +183,10 @@ class LocalCluster:
             for life in self._lives.values():
                 life.cancel()
             await asyncio.gather(*self._lives.values(), return_exceptions=True)
+            if self._link is not None:
+                self._link.close()
+            if self._nursery is not None:
+                self._nursery.close()
             self._folder.cleanup()
 
     async def _start(self) -> None:
@@ -179,6 +195,8 @@ class LocalCluster:
                      ("prefill", self._config.prefill, self._config.prefill_pp, self._config.prefill_partition),
                      ("decode", self._config.decode, self._config.decode_pp, self._config.decode_partition))
                  for index in range(count)]
+        if self._config.forks_workers:
+            self._link = await self._connect_nursery()
         for pool in pools:
             self._launch_stage(pool, 0, leader="")
         self._say(f"starting {len(pools)} pools with {self._config.model}")
@@ -226,8 +244,32 @@ class LocalCluster:
         spec = ProcessSpec(name, role, (*shared, *flags), listen,
                            next(self._cores) if config.one_core_each else None,
                            Path(self._folder.name) / f"{name}.json", leads)
-        self.processes[name] = RoleProcess(spec, self._sink)
+        until_serving = partial(self._until_serving, spec)
+        self.processes[name] = RoleProcess(spec, self._sink, until_serving,
+                                           spawn if self._link is None or role == "router" else self._fork)
         self._lives[name] = asyncio.create_task(self.processes[name].run())
+
+    async def _connect_nursery(self) -> NurseryLink:
+        nursery = self._config.nursery
+        if nursery is None:
+            nursery = self._nursery = Nursery(Path(self._folder.name))
+        return await nursery.connect()
+
+    async def _fork(self, module: str, arguments: Sequence[str], *, core: str,
+                    environment: Mapping[str, str]) -> Child:
+        assert self._link is not None
+        try:
+            return await self._link.spawn(module, arguments, core=core, environment=environment)
+        except UnavailableError as error:
+            self._say(f"a worker starts by itself: {error}")
+            return await spawn(module, arguments, core=core, environment=environment)
+
+    async def _until_serving(self, spec: ProcessSpec, announcement: Announcement) -> None:
+        """A stage that does not lead serves once it has joined."""
+        service = _SERVICES[spec.role] if spec.leads else _FOLLOWER_SERVICE
+        security = self._config.security.to(PeerRole(spec.role))
+        async with open_channel(announcement.address, security=security) as channel:
+            await wait_serving(channel, service, timeout_s=self._config.ready_timeout_s)
 
     async def _address_of(self, name: str) -> str:
         announcement = await self.processes[name].announced(timeout_s=self._config.ready_timeout_s)
@@ -235,7 +277,7 @@ class LocalCluster:
         return announcement.address
 
     def _say(self, text: str) -> None:
-        self._sink(_NARRATOR, text)
+        self._sink(_NARRATOR, human_line(text))
 
 
 def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int) -> list[str]:

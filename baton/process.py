@@ -4,23 +4,25 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.child import ALL_CORES
+from baton.nursery import Child, Spawn, spawn
 from runtime.announce import Announcement, read_announcement
-from runtime.errors import DeadlineError, UnavailableError
+from runtime.errors import BatonError, DeadlineError, UnavailableError
+from runtime.log import human_line
+from runtime.tied import ALL_CORES
 
 # Called with the process's name and one line of its output.
 LogSink = Callable[[str, str], None]
+# Returns when the process that announced itself so serves; raises BatonError when that cannot be said.
+UntilServing = Callable[[Announcement], Awaitable[None]]
 
-_LINE_LIMIT = 1 << 20
-_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.5, 10.0
-_HEALTHY_AFTER_S = 30.0
+_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.1, 10.0  # pauses grow from death to death, until the process has served
 _REAP_S = 5.0  # a killed process to its end
+_LOOK_S = 0.02  # between two looks at the announcement: a file has no event to wait for
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,17 @@ class ProcessSpec:
 class RoleProcess:
     """`run` is the life of the process over all its restarts; everything else may be called beside it.
 
-    Until `settle` is called an exit is an error: a process that cannot start is not worth a second try.
+    Until `settle` is called an exit is an error: a process that cannot start is not worth a second try. One that had
+    served is started again almost at once; where it dies before it serves, pauses grow.
     """
 
-    def __init__(self, spec: ProcessSpec, sink: LogSink) -> None:
+    def __init__(self, spec: ProcessSpec, sink: LogSink, until_serving: UntilServing, spawn: Spawn = spawn) -> None:
         self.spec = spec
         self._sink = sink
-        self._child: asyncio.subprocess.Process | None = None
+        self._spawn = spawn
+        self._until_serving = until_serving
+        self._has_served = False  # in its present life
+        self._child: Child | None = None
         self._announcement: Announcement | None = None
         self._tail: deque[str] = deque(maxlen=20)
         self._settled = False
@@ -79,7 +85,6 @@ class RoleProcess:
         """
         backoff_s = _FIRST_BACKOFF_S
         while not self._stopping:
-            started = asyncio.get_running_loop().time()
             code = await self._run_once()
             if self._stopping:
                 return
@@ -88,9 +93,10 @@ class RoleProcess:
                 continue
             if not self._settled:
                 raise UnavailableError(f"{self.spec.name} {_ending(code)}: {self._last_words()}")
-            if asyncio.get_running_loop().time() - started > _HEALTHY_AFTER_S:
+            if self._has_served:
                 backoff_s = _FIRST_BACKOFF_S
-            self._sink(self.spec.name, f"{_ending(code)}, starting again in {backoff_s:g} s")
+            self._sink(self.spec.name, human_line(f"{_ending(code)}, starting again in {backoff_s:g} s",
+                                                  level="warning"))
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _LAST_BACKOFF_S)
 
@@ -99,7 +105,7 @@ class RoleProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._listens():  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)  # a file has no event to wait for
+                    await asyncio.sleep(_LOOK_S)
         if self._announcement is None:
             raise DeadlineError(f"{self.spec.name} has not said where it listens after {timeout_s:.0f} s")
         return self._announcement
@@ -120,7 +126,7 @@ class RoleProcess:
         if child is None or child.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            child.send_signal(signal.SIGTERM)
+            os.kill(child.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(child.wait(), grace_s)
         _kill(child)
@@ -141,17 +147,27 @@ class RoleProcess:
         self.spec.announce.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "PYTHONUNBUFFERED": "1"}
         core = ALL_CORES if self.spec.core is None else str(self.spec.core)
-        self._child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "baton.child", str(os.getpid()), core, self.spec.role,
-            *self.spec.arguments, *self._own_addresses(),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            env=environment, start_new_session=True, limit=_LINE_LIMIT)
+        self._child = await self._spawn(self.spec.role, (*self.spec.arguments, *self._own_addresses()), core=core,
+                                        environment=environment)
         self._num_starts += 1
         if self._stopping:  # asked while the child was being made
             self.kill()
-        assert self._child.stdout is not None
-        await self._pass_on(self._child.stdout)
-        return await self._child.wait()
+        self._has_served = False
+        watching = asyncio.create_task(self._watch_until_serving())
+        try:
+            assert self._child.stdout is not None
+            await self._pass_on(self._child.stdout)
+            return await self._child.wait()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch_until_serving(self) -> None:
+        while (announcement := read_announcement(self.spec.announce)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+        with contextlib.suppress(BatonError):
+            await self._until_serving(announcement)
+            self._has_served = True
 
     def _own_addresses(self) -> tuple[str, ...]:
         known = self._announcement
@@ -175,7 +191,7 @@ class RoleProcess:
         return next((line for line in reversed(self._tail) if line), "it said nothing")
 
 
-def _kill(child: asyncio.subprocess.Process) -> None:
+def _kill(child: Child) -> None:
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

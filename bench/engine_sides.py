@@ -73,7 +73,7 @@ class Ours:
         geometry = description.attention_geometry(page_size)
         assert geometry is not None
         self._model = description.load_stage(layers, numerics=numerics)
-        self._attention = CpuAttention(kv_pools=pools.kv, geometry=geometry, numerics=numerics)
+        self._attention = CpuAttention(kv_pools=pools.kv, geometry=geometry)
         self._context = ForwardContext(
             attention=self._attention,
             recurrent=CpuRecurrent(conv_pools=pools.conv, state_pools=pools.state, numerics=numerics),

@@ -20,8 +20,7 @@ from engine.backends.cuda.recurrent import DeviceRecurrent
 from engine.backends.cuda.wrappers import FlashInferWrappers
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.kernels.device.cache import gather_records, write_kv
-from engine.kernels.device.digest import record_digests
+from engine.kernels.device.cache import write_kv
 from runtime.errors import BatonError, ConfigError
 
 PAGE = 16
@@ -98,17 +97,6 @@ def recurrent(device: torch.device, mode: ForwardMode, num_rows: int, query_len:
     return seconds(lambda: backend.gated_delta_rule(LAYER, q, k, v, -g, beta, batch))
 
 
-def handoff(device: torch.device, limits: Ceilings) -> dict[str, Value]:
-    """Gathering and digesting 2,048 tokens of one layer, as shares of the copy ceiling."""
-    pool = torch.randn(4097, 2, 8, PAGE, 128, dtype=torch.bfloat16, device=device)
-    pages = torch.randperm(4096, device=device)[:128].int() + 1
-    taken = gather_records(pool, pages)
-    seeds = pages.long()
-    num_bytes = taken.numel() * taken.element_size()
-    return {"gather_of_copy": 2 * num_bytes / seconds(lambda: gather_records(pool, pages)) / limits.copy_bps,
-            "digest_of_copy": num_bytes / seconds(lambda: record_digests(taken, seeds)) / limits.copy_bps}
-
-
 def measure(device: torch.device) -> Iterator[dict[str, Value]]:
     """Part by part, each as soon as it is known."""
     limits = ceilings(device)
@@ -136,7 +124,6 @@ def measure(device: torch.device) -> Iterator[dict[str, Value]]:
         values[f"delta_b{rows}_of_copy"] = 2 * rows * V_HEADS * DIM * DIM * 4 / took / limits.copy_bps
     values["delta_prefill_2048_us"] = recurrent(device, ForwardMode.PREFILL, 1, 2048) * 1e6
     yield values
-    yield handoff(device, limits)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import torch.distributed
 from bench.report import Value, render
 from engine.pipeline.channel import Packet
 from engine.pipeline.links import LinkBackend
-from pool.pipeline.stage_channel import BUNDLE_OVERHEAD, PoolChannel
+from pool.pipeline.stage_channel import FRAME_OVERHEAD, PoolChannel
 from runtime.errors import BatonError, ConfigError, PeerLostError
 from testing.gloo_link import GlooBackend
 from transfer.ucx.settings import TransportProfile
@@ -44,7 +44,7 @@ def backend_of(name: str, rank: int) -> LinkBackend | None:
 
 def channel_of(name: str, rank: int) -> PoolChannel:
     backend = backend_of(name, rank)
-    frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + BUNDLE_OVERHEAD, profile=TransportProfile.AUTO)
+    frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + FRAME_OVERHEAD, profile=TransportProfile.AUTO)
     return PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, backend=backend, why="was told to use UCX")
 
 

@@ -2,20 +2,18 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from decode.entry import Drawn, Event, Failed, Finished
+from decode.entry import Drawn, Event, Finished
 from decode.memory import Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
-from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import MemoryReclaimer
-from pool.request.conversion import GrammarCheck, chunk_to_proto
+from pool.request.conversion import chunk_to_proto, in_vocabulary
+from pool.request.entry import Failed
 from pool.request.inbox import Inbox, SessionChanged, StreamEnded
-from pool.stage.metrics import LeaderMeters
-from pool.stage.stage import StagePlan
+from pool.request.opening import RequestParts
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
@@ -35,7 +33,7 @@ from runtime.tracing import begin
 from transfer.plan import codec
 from transfer.plan.compatibility import check_compatible
 from transfer.plan.destination import plan_destination
-from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 
 HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
@@ -50,29 +48,25 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class DecodeParts:
+@dataclass(frozen=True, kw_only=True)
+class DecodeParts(RequestParts):
     """What a request on this pool works with."""
 
-    leader: Leader
     scheduler: DecodeScheduler
-    plan: StagePlan
-    reclaimer: MemoryReclaimer
-    meters: LeaderMeters
     arrivals: ArrivalMetrics
-    grammars: GrammarCheck | None = None
 
 
-class ActiveRequest:
-    """One request on this pool, its session and its memory."""
+class DecodeStay:
+    """One request on this pool, its session and its memory. Satisfies `pool.request.opening.Stay`."""
 
     def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation,
-                 remaining_s: float | None) -> None:
-        """`remaining_s`: the caller's deadline, from now; None without one."""
+                 source: SourceTerms, remaining_s: float | None) -> None:
+        """`source` is the first to deliver. `remaining_s`: the caller's deadline, from now; None without one."""
         self._parts = parts
         self._inbox = inbox
         self._request = request
         self._reservation = reservation
+        self._source = source
         self._nonce = secrets.randbits(32)
         # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
         # long that may take is for the request to say.
@@ -87,8 +81,8 @@ class ActiveRequest:
         self._phase = begin("baton.transfer.receive", request_id=request.request_id,
                             session_id=self._session.session_id)
 
-    async def run(self, source: SourceTerms) -> AsyncIterator[pb.DecodeResponse]:
-        offer: SourceTerms | None = source
+    async def run(self) -> AsyncIterator[pb.DecodeResponse]:
+        offer: SourceTerms | None = self._source
         while offer is not None:
             destination = await self._shake_hands(offer)
             offer = destination if isinstance(destination, SourceTerms) else None
@@ -128,7 +122,7 @@ class ActiveRequest:
         """Post receives for the next epoch on all stages; the destination terms once they are posted, or the source to
         start over with. An older epoch is drained first, by every stage for itself."""
         parts, session = self._parts, self._session
-        check_compatible(parts.plan.compatibility, source.compatibility, source.compatibility_text)
+        check_compatible(mine := parts.leader.compatibility, source.compatibility, source.compatibility_text)
         if source.num_tokens != len(self._request.prompt_token_ids):
             raise InvalidRequestError(FieldViolation(
                 "source.num_tokens", f"{source.num_tokens} differs from the prompt's "
@@ -138,13 +132,13 @@ class ActiveRequest:
         destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
                               epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
                               slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
-                              with_draft=share_draft(parts.plan.compatibility.digest, source.compatibility))
+                              with_draft=share_draft(mine.digest, source.compatibility))
         self._with_draft = destination.with_draft
         self._opened_s = time.monotonic()
         if self._is_open:
             session.next_epoch()
         self._is_open = True
-        parts.leader.group.open_receive(source, destination, self._on_report)
+        parts.leader.group.open_receive(source, destination, session, self._inbox.session_changed)
         while session.state is ReceiveState.RESERVED:
             new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives")
             if new_source is not None:
@@ -152,10 +146,6 @@ class ActiveRequest:
         if session.error is not None and not isinstance(session.error, PeerLostError):
             raise session.error  # this pool's own; of a source that is gone the router hears, too, and finds another
         return destination
-
-    def _on_report(self, rank: int, event: StageSessionEvent) -> None:
-        self._session.on_stage_event(rank, event)
-        self._inbox.session_changed()
 
     async def _land(self) -> SourceTerms | None:
         """Wait for all bytes and the first token; None when both are here, else the source to start over with.
@@ -255,14 +245,6 @@ class ActiveRequest:
                 case SessionChanged() | StreamEnded() | pb.DecodeRequest():
                     # A router with nothing more to say may half-close; an offer that crossed the commit is needless.
                     continue
-
-
-def in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """The ids. Raises InvalidRequestError for one that the model does not have."""
-    if token_ids and max(token_ids) >= vocab_size:
-        raise InvalidRequestError(FieldViolation(
-            field, f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"))
-    return tuple(token_ids)
 
 
 def _finished_to_proto(event: Finished) -> pb.DecodeFinished:

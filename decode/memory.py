@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from decode.entry import Entry
+from decode.entry import DecodeEntry
 from decode.steps import DecodeLimits
 from engine.core.request import Request
 from engine.memory.pages import PageAllocator, pages_for_tokens
 from engine.memory.slots import SlotAllocator
-from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
+from runtime.errors import FieldViolation, InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,6 @@ class Reservation:
     key: int
     prompt_page_ids: tuple[int, ...]
     slot_id: int
-
-
-@dataclass(frozen=True)
-class DecodeLoad:
-    running_requests: int
-    waiting_requests: int
-    pages_free: int
-    slots_free: int
 
 
 @dataclass(frozen=True)
@@ -44,18 +36,13 @@ class RequestMemory:
                 "max_tokens", f"prompt of {len(request.prompt_token_ids)} and max_tokens {request.max_tokens} "
                               f"are {total} tokens, the decode pool's limit is {room}"))
 
-    def lease(self, entry: Entry) -> None:
+    def lease(self, entry: DecodeEntry) -> None:
         """Pages for the entry's tokens and some growth, and a slot. Raises CapacityError, and then holds neither."""
         most = len(entry.request.prompt_token_ids) + entry.request.max_tokens
         wanted = min(entry.num_tokens + self.limits.growth_tokens, max(most, entry.num_tokens))
-        try:
-            entry.slot = self.slots.alloc(owner=entry.owner)
-            entry.pages = self.pages.alloc(pages_for_tokens(wanted, self.limits.page_size), owner=entry.owner)
-        except CapacityError:
-            entry.free()
-            raise
+        entry.lease(self.pages, self.slots, pages_for_tokens(wanted, self.limits.page_size))
 
-    def reservation(self, entry: Entry) -> Reservation:
+    def reservation(self, entry: DecodeEntry) -> Reservation:
         """Of an entry that holds memory."""
         assert entry.pages is not None
         assert entry.slot is not None

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from decode.entry import Drawn, Emit, Entry, Failed, Finished
-from decode.memory import DecodeLoad, RequestMemory, Reservation
+from decode.entry import DecodeEntry, Drawn, Emit, Finished
+from decode.memory import RequestMemory, Reservation
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
 from decode.steps import DecodeLimits, StepBuilder
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -27,7 +27,8 @@ from engine.memory.integrity import check_integrity
 from engine.memory.pages import PageAllocator, pages_for_tokens
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepResult
-from pool.stage.metrics import PoolOccupancy
+from pool.request.entry import Failed
+from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError
 
@@ -45,8 +46,8 @@ class DecodeScheduler:
     clock: Clock
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     on_verified: VerifiedListener = lambda step, num_running: None
-    _entries: dict[int, Entry] = field(default_factory=dict)  # by key, in admission order
-    _waiting: list[Entry] = field(default_factory=list)
+    _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
+    _waiting: list[DecodeEntry] = field(default_factory=list)
     _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
     _ended: dict[int, None] = field(default_factory=dict)  # keys the last stage still has to forget
     _next_key: int = 1
@@ -69,7 +70,7 @@ class DecodeScheduler:
         if entry is None or entry.released:
             return
         entry.outputs.insert(0, first_token)
-        entry.computed = len(entry.request.prompt_token_ids)
+        entry.advance(len(entry.request.prompt_token_ids))
         entry.draft.followed = with_draft
         entry.draft.landed = with_draft and len(entry.outputs) == 1  # a replay drafts at its end
         self._run(entry)
@@ -93,9 +94,9 @@ class DecodeScheduler:
         if not entry.in_flight:
             self._forget(entry)
 
-    def load(self) -> DecodeLoad:
-        return DecodeLoad(len(self._entries) - len(self._waiting), len(self._waiting), self.pages.num_free,
-                          self.slots.num_free)
+    def load(self) -> SchedulerLoad:
+        return SchedulerLoad(len(self._waiting), len(self._entries) - len(self._waiting), self.pages.num_free,
+                             self.slots.num_free)
 
     def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for bytes that are landing or to run, and how long a preempted request has waited."""
@@ -130,7 +131,7 @@ class DecodeScheduler:
         drawn, verified = iter(result.tokens), iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
-            entry.in_flight = False
+            entry.in_flight = 0
             outcome, tokens = Verified(), []
             if result.error is None and (sampling is not None or batch.mode is ForwardMode.PREBUILT):
                 outcome = next(verified) if self.limits.speculates else outcome
@@ -142,13 +143,13 @@ class DecodeScheduler:
             else:
                 self._advance(entry, batch.mode, batch.context_lens[row], outcome, tokens)
 
-    def _advance(self, entry: Entry, mode: ForwardMode, context_len: int, outcome: Verified,
+    def _advance(self, entry: DecodeEntry, mode: ForwardMode, context_len: int, outcome: Verified,
                  tokens: list[DrawnToken]) -> None:
         entry.draft.tree = outcome.draft
         if mode is ForwardMode.VERIFY and tokens:
             entry.draft.accepted = AcceptedNodes(context_len, outcome.accepted)
         if self.limits.speculates and mode in _DECODING and tokens:
-            entry.computed += len(outcome.accepted)
+            entry.advance(entry.computed + len(outcome.accepted))
         if tokens:
             self._append(entry, tokens)
 
@@ -162,7 +163,7 @@ class DecodeScheduler:
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
         for entry in list(self._entries.values()):
-            entry.in_flight = False
+            entry.in_flight = 0
             if entry.released:
                 self._forget(entry)
             else:
@@ -180,12 +181,12 @@ class DecodeScheduler:
     def _steps(self) -> StepBuilder:
         return StepBuilder(self.limits, self.pages, self._num_draft_tokens)
 
-    def _num_draft_tokens(self, entry: Entry) -> int:
+    def _num_draft_tokens(self, entry: DecodeEntry) -> int:
         if not entry.request.speculates:
             return 0
         return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
 
-    def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = ()) -> Entry:
+    def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = ()) -> DecodeEntry:
         self._memory.check_fits(request)
         if self._waiting:
             raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
@@ -193,13 +194,13 @@ class DecodeScheduler:
         if len(self._entries) >= limit:
             raise CapacityError(f"{len(self._entries)} requests hold memory, the limit is {limit}",
                                 resource="held requests")
-        entry = Entry(self._next_key, request, emit, outputs=list(replayed), joined_s=self.clock.now())
+        entry = DecodeEntry(self._next_key, request, emit, outputs=list(replayed), joined_s=self.clock.now())
         self._memory.lease(entry)
         self._next_key += 1
         self._entries[entry.key] = entry
         return entry
 
-    def _run(self, entry: Entry) -> None:
+    def _run(self, entry: DecodeEntry) -> None:
         entry.running = True
         entry.joined_s = self.clock.now()
         self._turns[entry.key] = None
@@ -217,7 +218,7 @@ class DecodeScheduler:
             entry.running = True
             self._turns[entry.key] = None
 
-    def _grow(self, entry: Entry) -> bool:
+    def _grow(self, entry: DecodeEntry) -> bool:
         """Make sure that the entry's next token has a page, at the cost of a less urgent request if need be."""
         while entry.pages is not None:
             missing = pages_for_tokens(entry.computed + 1, self.limits.page_size) - entry.pages.num_pages
@@ -230,9 +231,8 @@ class DecodeScheduler:
                 self._preempt(max(victims, key=lambda other: (other.request.priority, other.key)))
         return False
 
-    def _preempt(self, entry: Entry) -> None:
+    def _preempt(self, entry: DecodeEntry) -> None:
         entry.free()
-        entry.computed = 0
         entry.draft = DraftState()
         entry.running = False
         entry.num_preemptions += 1
@@ -240,15 +240,15 @@ class DecodeScheduler:
         del self._turns[entry.key]
         self._waiting.append(entry)
 
-    def _decode_batch(self, ready: list[Entry]) -> ForwardBatch | None:
+    def _decode_batch(self, ready: list[DecodeEntry]) -> ForwardBatch | None:
         """A share of the rows, so that every stage has a batch. Growing may set others of `ready` back."""
         share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
-        chosen: list[Entry] = []
+        chosen: list[DecodeEntry] = []
         for entry in ready:
             if len(chosen) == share:
                 break
             if entry.running and self._grow(entry):
-                entry.in_flight = True  # from here on nobody takes its pages
+                entry.in_flight = 1  # from here on nobody takes its pages
                 entry.first_step_s = self.clock.now() if entry.first_step_s is None else entry.first_step_s
                 chosen.append(entry)
         return self._steps.decode(chosen) if chosen else None
@@ -257,12 +257,12 @@ class DecodeScheduler:
         """Its requests go to the end of the queue for turns."""
         batch.ended_keys = tuple(islice(self._ended, MAX_ENDED_KEYS))
         for key in batch.request_keys:
-            self._entries[key].in_flight = True
+            self._entries[key].in_flight = 1
             del self._turns[key]
             self._turns[key] = None
         return batch
 
-    def _append(self, entry: Entry, tokens: list[DrawnToken]) -> None:
+    def _append(self, entry: DecodeEntry, tokens: list[DrawnToken]) -> None:
         """Publish what a step drew; whatever follows the token that ends the request was never drawn."""
         drawn: list[DrawnToken] = []
         problem: BatonError | None = None
@@ -280,7 +280,7 @@ class DecodeScheduler:
         else:
             self._finish_if_done(entry)
 
-    def _finish_if_done(self, entry: Entry) -> None:
+    def _finish_if_done(self, entry: DecodeEntry) -> None:
         """Tell the owner and forget the entry: with its last token nothing is left that could write its memory, which
         is free before the owner releases it. `_fail` leaves that to the owner."""
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
@@ -292,19 +292,19 @@ class DecodeScheduler:
         self._forget(entry)
         entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
 
-    def _fail(self, entry: Entry, error: BatonError) -> None:
+    def _fail(self, entry: DecodeEntry, error: BatonError) -> None:
         """Tell the owner, who releases it once nothing writes its memory any more (bytes may still be landing); run no
         more of it. A request that finishes is forgotten at once, see `_finish_if_done`."""
         self._stop_running(entry)
         entry.emit(Failed(error))
 
-    def _stop_running(self, entry: Entry) -> None:
+    def _stop_running(self, entry: DecodeEntry) -> None:
         entry.running = False
         self._turns.pop(entry.key, None)
         if entry in self._waiting:
             self._waiting.remove(entry)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: DecodeEntry) -> None:
         self._stop_running(entry)
         entry.free()
         if entry.told is not None:

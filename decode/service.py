@@ -7,23 +7,22 @@
 """
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import cast
 
 import grpc
 
-from decode.active_request import ActiveRequest, DecodeInbox, DecodeParts, in_vocabulary
+from decode.active_request import DecodeInbox, DecodeParts, DecodeStay
 from engine.core.request import Request
-from pool.request.conversion import check_grammar, request_from_proto
+from pool.request.conversion import in_vocabulary
 from pool.request.inbox import Inbox
+from pool.request.opening import open_stream, read_request, serve
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc
-from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError, UnavailableError
-from runtime.log import bind
-from runtime.tracing import note
+from runtime.errors import FieldViolation, InvalidRequestError
 from transfer.plan import codec
 
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
-OPEN_TIMEOUT_S = 10.0
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -35,32 +34,22 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Generate(self, request_iterator: AsyncIterator[pb.DecodeRequest],
                        context: Context) -> AsyncIterator[pb.DecodeResponse]:
         parts = self._parts
-        if not parts.leader.serving:
-            raise UnavailableError(f"the decode pool does not serve: {parts.leader.reason}")
+        opening = (await open_stream(parts, request_iterator, role="decode", expected="open")).open
+        request = read_request(parts, opening.request)
+        source = codec.source_from_proto(opening.source)
         inbox: DecodeInbox = Inbox(request_iterator)
-        opening = await inbox.first_message(OPEN_TIMEOUT_S)
-        if opening.WhichOneof("input") != "open":
-            raise InvalidRequestError(FieldViolation("input", "the first message must be open"))
-        request = request_from_proto(opening.open.request, vocab_size=parts.plan.description.facts.vocab_size,
-                                     max_context_tokens=parts.plan.max_context_tokens)
-        source = codec.source_from_proto(opening.open.source)
-        replayed = _replayed(opening.open, request, vocab_size=parts.plan.description.facts.vocab_size)
-        note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
-        await check_grammar(request, parts.grammars)
-        with bind(request_id=request.request_id), inbox:
+        replayed = _replayed(opening, request, vocab_size=parts.plan.description.facts.vocab_size)
+
+        async def begin() -> DecodeStay:
             reservation = await parts.leader.loop.submit(
                 lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed),
                 undo=lambda taken: parts.scheduler.release(taken.key))
             remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
-            arrival = ActiveRequest(parts, inbox, request, reservation, remaining_s)
-            try:
-                async for response in arrival.run(source):
-                    yield response
-            except DeadlineError:
-                parts.meters.handoff.leases_expired.inc()
-                raise
-            finally:
-                arrival.end()
+            return DecodeStay(parts, inbox, request, reservation, source, remaining_s)
+
+        async with aclosing(serve(parts, inbox, request, begin)) as responses:
+            async for response in responses:
+                yield response
 
 
 def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:

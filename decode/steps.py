@@ -7,7 +7,7 @@ engine thread.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from decode.entry import Entry
+from decode.entry import DecodeEntry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row
@@ -41,9 +41,9 @@ class StepBuilder:
 
     limits: DecodeLimits
     pages: PageAllocator
-    draft_tokens: Callable[[Entry], int]
+    draft_tokens: Callable[[DecodeEntry], int]
 
-    def decode(self, entries: Sequence[Entry]) -> ForwardBatch:
+    def decode(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
         """One step of entries whose prompts are computed and whose next token has a page."""
         rows = [self._decode_row(entry) for entry in entries]
         # A batch without any tree is plain decoding, which writes where its tokens belong and leaves nothing to commit.
@@ -53,7 +53,7 @@ class StepBuilder:
             entry.draft.accepted = None
         return build_batch(ForwardMode.DECODE, rows)
 
-    def replay(self, entries: Sequence[Entry]) -> ForwardBatch | None:
+    def replay(self, entries: Sequence[DecodeEntry]) -> ForwardBatch | None:
         """The next chunks of prompts that are to be computed again, as many as one batch takes."""
         rows: list[Row] = []
         budget = self.limits.chunk_tokens
@@ -66,39 +66,39 @@ class StepBuilder:
                 rows.append(self._known_row(entry, end, draws=draws))
         return build_batch(ForwardMode.PREFILL, rows) if rows else None
 
-    def begin(self, entries: Sequence[Entry]) -> ForwardBatch:
+    def begin(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
         """The first trees of entries whose drafts have landed with their prompts; nothing else is computed."""
         return build_batch(ForwardMode.PREBUILT, [
             replace(_row(entry, [], draws=False), spec=entry.draft.begin(self.draft_tokens(entry)))
             for entry in entries])
 
-    def _decode_row(self, entry: Entry) -> Row:
+    def _decode_row(self, entry: DecodeEntry) -> Row:
         if not self.limits.speculates:
             return self._known_row(entry, entry.computed + 1, draws=entry.computed == entry.num_tokens - 1)
         if entry.num_tokens - entry.computed > 1:
             return self._replayed_row(entry)
         return self._verified_row(entry)
 
-    def _known_row(self, entry: Entry, end: int, *, draws: bool) -> Row:
+    def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
         """Known tokens up to `end`."""
         row = _row(entry, entry.tokens(entry.computed, end), draws=draws)
-        entry.computed = end
+        entry.advance(end)
         if not self.limits.speculates:
             return row
         next_token_id = None if draws else entry.tokens(end, end + 1)[0]
         return replace(row, spec=entry.draft.prefill(row.context_len, next_token_id, self.draft_tokens(entry)))
 
-    def _replayed_row(self, entry: Entry) -> Row:
+    def _replayed_row(self, entry: DecodeEntry) -> Row:
         """Known tokens of the answer, which all stand, as a chain."""
         count = self._room(entry, min(entry.num_tokens - entry.computed - 1, self.limits.num_draft_tokens + 1))
         end = entry.computed + count
         row = _row(entry, entry.tokens(entry.computed, end), draws=False)
         spec = entry.draft.replay(entry.computed, count, entry.tokens(end, end + 1)[0], self.draft_tokens(entry))
         entry.draft.accepted = AcceptedNodes(entry.computed, tuple(range(count)))
-        entry.computed = end
+        entry.advance(end)
         return replace(row, spec=spec)
 
-    def _verified_row(self, entry: Entry) -> Row:
+    def _verified_row(self, entry: DecodeEntry) -> Row:
         """The newest token with the tree drafted after it. What counts as computed is known once it is verified."""
         num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
         max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1
@@ -107,7 +107,7 @@ class StepBuilder:
         newest = entry.tokens(entry.computed, entry.num_tokens)
         return replace(_row(entry, [*newest, *tree.token_ids], draws=True), spec=spec)
 
-    def _room(self, entry: Entry, wanted: int) -> int:
+    def _room(self, entry: DecodeEntry, wanted: int) -> int:
         """How many of `wanted` more tokens the entry's pages hold; takes free pages for them, but none from others."""
         assert entry.pages is not None
         missing = pages_for_tokens(entry.computed + wanted, self.limits.page_size) - entry.pages.num_pages
@@ -116,7 +116,7 @@ class StepBuilder:
         return min(wanted, entry.pages.num_pages * self.limits.page_size - entry.computed)
 
 
-def _row(entry: Entry, tokens: list[int], *, draws: bool) -> Row:
+def _row(entry: DecodeEntry, tokens: list[int], *, draws: bool) -> Row:
     assert entry.pages is not None
     assert entry.slot is not None
     sampling = None

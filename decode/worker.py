@@ -2,7 +2,7 @@
 
 from decode.active_request import DecodeParts
 from decode.adaptive import AdaptiveDraft
-from decode.entry import Event, Failed, Finished
+from decode.entry import Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.service import DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
@@ -13,13 +13,12 @@ from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
+from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
-from pool.stage.metrics import PoolOccupancy
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
-from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
 from runtime.metrics import ArrivalMetrics, SpeculationMetrics
@@ -28,7 +27,7 @@ from transfer.agent.agent import TransferAgent
 
 
 class DecodeRole:
-    """Satisfies `pool.process.Role`."""
+    """Satisfies `pool.process.PoolRole`."""
 
     name = "decode"
     service = "baton.v1.Decode"
@@ -66,9 +65,10 @@ class DecodeLeading:
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         if parts.stage.plan.speculation is not None:
             self._observe_speculation(parts)
-        service = DecodeService(DecodeParts(parts.leader, self.scheduler, parts.stage.plan, parts.reclaimer,
-                                            parts.meters,
-                                            ArrivalMetrics.create(parts.registry), parts.leader.grammars))
+        service = DecodeService(DecodeParts(
+            leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
+            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s,
+            scheduler=self.scheduler, arrivals=ArrivalMetrics.create(parts.registry)))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
     def _observe_speculation(self, parts: LeaderParts) -> None:
@@ -82,16 +82,6 @@ class DecodeLeading:
                 self._adaptive.observe(step, num_running)
 
         self.scheduler.on_verified = on_verified
-
-    async def load(self, parts: LeaderParts) -> pb.WorkerLoad:
-        load = await parts.leader.loop.submit(self.scheduler.load)
-        return pb.WorkerLoad(serving=parts.leader.serving, reason=parts.leader.reason,
-                             queued_requests=load.waiting_requests, running_requests=load.running_requests,
-                             pages_free=load.pages_free, slots_free=load.slots_free,
-                             open_sessions=parts.leader.group.open_sessions)
-
-    async def occupancy(self, parts: LeaderParts) -> PoolOccupancy:
-        return await parts.leader.loop.submit(self.scheduler.occupancy)
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """Two tokens: a prefill and a decode step."""

@@ -18,13 +18,23 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from engine.core.batch import ForwardBatch
+from engine.hang import StepLimit
 from engine.pipeline.stages import Pipeline, StepResult
-from runtime.errors import BatonError, CapacityError, DeadlineError, InternalError, PeerLostError, UnavailableError
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    DeadlineError,
+    IntegrityError,
+    InternalError,
+    PeerLostError,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
 LostListener = Callable[[BatonError], object]
 T = TypeVar("T")
+ENGINE_THREAD = "engine"
 MAX_COMMANDS = 65536
 
 
@@ -55,37 +65,47 @@ class LoopObserver:
     launched_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # stage 0's own forward
     step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # launch to result
     waited_s: Callable[[float], object] = lambda seconds: None
+    settled: Callable[[], object] = lambda: None  # before a forward, and before a wait: the scheduler's state is whole
     unhealthy: Callable[[str], object] = lambda reason: None
 
 
 class EngineLoop:
     """Runs a scheduler over a pipeline in its own thread.
 
-    `submit` is the one way in. Without a pipeline (before the pool has formed, after it broke) commands run and
-    batches wait. A pipeline breaks for good: only its owner, who hears of it, can attach another one.
+    `submit` is the one way in. What others want to know of the scheduler without waiting for a step, they take from
+    what `observer.settled` published, and from `busy_since_s`. Without a pipeline (before the pool has formed, after it
+    broke) commands run and batches wait. A pipeline breaks for good: only its owner, who hears of it, can attach
+    another one.
     """
 
     def __init__(self, scheduler: Scheduler, *, observer: LoopObserver | None = None,
-                 step_timeout_s: float = 60, idle_check_s: float = 1.0) -> None:
+                 step_limit: StepLimit | None = None, idle_check_s: float = 1.0) -> None:
         """`idle_check_s` is the least time between two idle checks, which walk every id of the pools."""
         self._scheduler = scheduler
         self._idle_check_s = idle_check_s
         self._checked_s = 0.0
         self._observer = observer or LoopObserver()
-        self._step_timeout_s = step_timeout_s
+        self.step_limit = step_limit or StepLimit()
         self._pipeline: Pipeline | None = None
         self._on_lost: LostListener = lambda error: None
         self._failure: BaseException | None = None
         self._in_flight: deque[tuple[ForwardBatch, float]] = deque()
-        self._commands: queue.Queue[Callable[[], object]] = queue.Queue(MAX_COMMANDS)
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._was_busy = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._busy_since_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
 
     @property
     def failure(self) -> BaseException | None:
         """What ended the loop's thread, if it was not `stop`: nothing runs any more."""
         return self._failure
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """Since when, in seconds of the monotonic clock, the thread has been within one command or one step; None
+        while it waits for work. Any thread."""
+        return self._busy_since_s
 
     def start(self) -> None:
         self._thread.start()
@@ -96,11 +116,9 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
     def post(self, command: Callable[[], object]) -> None:
-        """Run `command` on the loop's thread, soon. Raises CapacityError when too many are queued."""
-        try:
-            self._commands.put_nowait(command)
-        except queue.Full:
-            raise CapacityError("the engine has too many commands queued", resource="engine commands") from None
+        """Run `command` on the loop's thread, soon. Never refused: what gives memory back, or tells of a stage, must
+        not be lost. There are as many such commands as there were `submit`s, which are bounded, and stages."""
+        self._commands.put(command)
         pipeline = self._pipeline
         if pipeline is not None:
             pipeline.wake()
@@ -110,7 +128,15 @@ class EngineLoop:
 
         `undo(result)` runs on the loop's thread if the caller was cancelled and will never see the result: what was
         taken for it is given back.
+
+        Raises:
+            CapacityError: too many commands are queued.
+            UnavailableError: the loop's thread has ended.
         """
+        if self._failure is not None:
+            raise UnavailableError(f"the engine has ended: {self._failure}")
+        if self._commands.qsize() >= MAX_COMMANDS:
+            raise CapacityError(f"the engine has {MAX_COMMANDS} commands queued", resource="engine commands")
         loop = asyncio.get_running_loop()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -156,6 +182,10 @@ class EngineLoop:
             self._turn()
         except (PeerLostError, DeadlineError) as error:
             self._lose(error)
+        except IntegrityError as error:
+            # For the requests this is a lost stage: the same tokens can be drawn once more, elsewhere or here.
+            logger.error("bytes between stages were damaged: %s", error)
+            self._lose(PeerLostError(str(error)))
         except Exception as error:
             # Whatever it is, it must not end the thread in silence.
             logger.exception("the engine loop met an error it does not know")
@@ -170,21 +200,27 @@ class EngineLoop:
             on_lost(error)
 
     def _turn(self) -> None:
+        self._note_busy()
         self._drain_commands()
         pipeline = self._pipeline
         if pipeline is not None:
+            has_launched = False
             while len(self._in_flight) < pipeline.depth and (batch := self._scheduler.next_batch()) is not None:
-                launched = time.monotonic()
+                self._observer.settled()
+                launched = self._note_busy()
                 self._in_flight.append((batch, launched))
                 pipeline.launch(batch)
                 self._observer.launched_s(time.monotonic() - launched, batch)
-                self._was_busy = True
+                self._was_busy = has_launched = True
             if self._in_flight:
+                if not has_launched:
+                    self._observer.settled()
                 self._collect(pipeline)
                 return
         if self._was_busy and time.monotonic() - self._checked_s >= self._idle_check_s:
             self._was_busy, self._checked_s = False, time.monotonic()
             self._check_idle()
+        self._observer.settled()
         self._wait_for_command()
 
     def _check_idle(self) -> None:
@@ -200,24 +236,35 @@ class EngineLoop:
         result = pipeline.collect(0.5)
         self._observer.waited_s(time.monotonic() - began)
         if result is None:
-            if time.monotonic() - launched > self._step_timeout_s:
-                raise PeerLostError(f"a step took longer than {self._step_timeout_s} s")
+            if time.monotonic() - launched > self.step_limit.seconds:
+                raise PeerLostError(f"a step took longer than {self.step_limit.seconds:g} s")
             return
         self._in_flight.popleft()
-        self._observer.step_s(time.monotonic() - launched, batch)
+        step_s = time.monotonic() - launched
+        self.step_limit.observe(step_s)
+        self._observer.step_s(step_s, batch)
         self._scheduler.on_result(batch, result)
 
     def _drain_commands(self) -> None:
         while True:
             try:
-                self._commands.get_nowait()()
+                command = self._commands.get_nowait()
             except queue.Empty:
                 return
+            self._note_busy()
+            command()
 
     def _wait_for_command(self) -> None:
+        self._busy_since_s = None
         try:
             command = self._commands.get(timeout=self._idle_check_s or 1.0)
         except queue.Empty:
             return
+        self._note_busy()
         command()
         self._was_busy = True
+
+    def _note_busy(self) -> float:
+        """From now on the thread is within one command or one step."""
+        self._busy_since_s = now = time.monotonic()
+        return now

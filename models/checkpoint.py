@@ -4,7 +4,6 @@ Format of a file: 8 bytes little-endian header length, a JSON header naming each
 then the bytes. Nothing is mapped: a tensor's bytes are read straight into the memory they are used from.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -13,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
+from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
            "I64": torch.int64, "BOOL": torch.bool}
 _MAX_HEADER_BYTES = 100 << 20
-_SAMPLES_PER_FILE = 64
-_SAMPLE_BYTES = 4096
 _COMPARED_BYTES = 16 << 20
+_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what json and its readers raise
+_READ_BYTES = 2 << 20  # what was just read is digested while it is in the cache
 
 
 @dataclass(frozen=True)
@@ -41,33 +42,29 @@ class Checkpoint:
     """All tensors of a checkpoint by the names its files give them."""
 
     entries: dict[str, TensorEntry]
-    digest: str  # of the weights, hex
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Index `model.safetensors`, or the files `model.safetensors.index.json` lists. Reads headers and samples only.
-
-    The digest covers every file's name, size and header (so every tensor's name, dtype and shape) and 64 windows of
-    4 KiB spread evenly over it; a change of weights anywhere touches practically every window, a change of single bytes
-    between windows is not noticed. It does not depend on which stage asks.
+    """Index `model.safetensors`, or the files `model.safetensors.index.json` lists. Reads headers only: the weights are
+    digested as they are read (`read_tensor`).
 
     Raises:
         ConfigError: no such file, or one that is truncated or not safetensors.
     """
     entries: dict[str, TensorEntry] = {}
-    digest = hashlib.blake2b(digest_size=16)
     for file, listed in _weight_files(folder).items():
-        found = _read_header(file, digest)
+        found = _read_header(file)
         absent = sorted(listed - found.keys())
         if absent:
             raise ConfigError(f"{file.name} lacks tensors its index lists: {_names(absent)}", field="model")
         entries.update({name: entry for name, entry in found.items() if not listed or name in listed})
-    return Checkpoint(entries=entries, digest=digest.hexdigest())
+    return Checkpoint(entries=entries)
 
 
-def read_tensor(entry: TensorEntry, out: Tensor, *, item: int | None = None) -> None:
+def read_tensor(entry: TensorEntry, out: Tensor, *, name: str, digest: WeightsDigest, item: int | None = None) -> None:
     """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype if they differ. Of
-    what goes to a device one tensor at a time lies on the host.
+    what goes to a device one tensor at a time lies on the host. Every byte of the file that is read goes into `digest`
+    under `name`.
 
     Raises:
         ConfigError: a dtype only quantised checkpoints have, or a file that ends early.
@@ -79,7 +76,8 @@ def read_tensor(entry: TensorEntry, out: Tensor, *, item: int | None = None) -> 
     in_place = stored == out.dtype and out.device.type == "cpu"
     target = out if in_place else torch.empty(out.shape, dtype=stored)
     offset = entry.offset if item is None else entry.offset + item * target.nbytes
-    _read_exactly(entry.file, offset, target)
+    hashed = _read_exactly(entry.file, offset, target)
+    digest.add(name, f"{entry.dtype} {list(entry.shape)}", hashed, item=item)
     if target is not out:
         out.copy_(target)
 
@@ -115,15 +113,15 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         files: dict[Path, set[str]] = {}
         for name, file in sorted(weight_map.items(), key=lambda pair: (pair[1], pair[0])):
             files.setdefault(folder / Path(file).name, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is not a safetensors index: {error!r}", field="model") from error
-    absent = [file.name for file in files if not file.exists()]
+        absent = [file.name for file in files if not file.is_file()]
+    except (OSError, RecursionError, *_NONSENSE) as error:
+        raise ConfigError(f"{index} is not a safetensors index: {_shortly(error)}", field="model") from error
     if absent:
         raise ConfigError(f"{folder} lacks files its index lists: {_names(absent)}", field="model")
     return files
 
 
-def _read_header(file: Path, digest: "hashlib.blake2b") -> dict[str, TensorEntry]:
+def _read_header(file: Path) -> dict[str, TensorEntry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -131,19 +129,10 @@ def _read_header(file: Path, digest: "hashlib.blake2b") -> dict[str, TensorEntry
             raise ConfigError(f"{file} is not a safetensors file: header of {length} bytes in a file of {size}",
                               field="model")
         header = stream.read(length)
-        digest.update(f"{file.name}:{size}:".encode() + header)
-        for start in _sample_offsets(8 + length, size):
-            stream.seek(start)
-            digest.update(stream.read(_SAMPLE_BYTES))
     try:
         return _parse_header(file, json.loads(header), data_start=8 + length, size=size)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} has a damaged safetensors header: {error!r}", field="model") from error
-
-
-def _sample_offsets(start: int, end: int) -> range:
-    step = max(_SAMPLE_BYTES, math.ceil((end - start) / _SAMPLES_PER_FILE))
-    return range(start, end, step)
+    except (RecursionError, *_NONSENSE) as error:
+        raise ConfigError(f"{file} has a damaged safetensors header: {_shortly(error)}", field="model") from error
 
 
 def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: int) -> dict[str, TensorEntry]:
@@ -153,6 +142,8 @@ def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: 
             continue
         dtype, shape = str(fields["dtype"]), tuple(int(extent) for extent in fields["shape"])
         start, end = (int(offset) for offset in fields["data_offsets"])
+        if not 0 <= start <= end or any(extent < 0 for extent in shape):
+            raise ValueError(f"{name} of shape {list(shape)} lies from {start} to {end}")
         if data_start + end > size:
             raise ConfigError(f"{file} is truncated: {name} ends at byte {data_start + end} of {size}", field="model")
         if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - start:
@@ -162,14 +153,21 @@ def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: 
     return entries
 
 
-def _read_exactly(file: Path, offset: int, out: Tensor) -> None:
-    view = out.view(-1).view(torch.uint8).numpy().data
+def _read_exactly(file: Path, offset: int, out: Tensor) -> bytes:
+    """Fill `out`; the digest (16 bytes) of what was read."""
+    view, hashed = out.view(-1).view(torch.uint8).numpy().data, xxhash.xxh3_128()
     with file.open("rb", buffering=0) as stream:
         while view:
-            count = os.preadv(stream.fileno(), [view], offset)
+            count = os.preadv(stream.fileno(), [view[:_READ_BYTES]], offset)
             if count == 0:
                 raise ConfigError(f"{file} ended while it was read", field="model")
+            hashed.update(view[:count])
             view, offset = view[count:], offset + count
+    return hashed.digest()
+
+
+def _shortly(error: Exception) -> str:
+    return repr(error)[:200]
 
 
 def _names(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """The stage skeleton all families share: embedding on the first stage, a range of layers, norm and head on the last."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,9 +69,13 @@ class DecoderStage:
         self._takes_selection = spec.layers[layer_range.start].mixer.shares_selection
         self._hands_on_selection = not self._is_last and spec.layers[layer_range.end].mixer.shares_selection
         embedding_shape = (spec.vocab_size, spec.hidden_size)
-        needs_embedding = self._is_first or (self._is_last and spec.tied_head)
-        embedding = weights.tensor(EMBEDDING, *embedding_shape) if needs_embedding else None
-        self._embedding = embedding if self._is_first else None
+        self._embed: Callable[[Tensor], Tensor] | None = None
+        if self._is_last:
+            name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
+            self._head = weights.linear(name, rows=(spec.vocab_size,), in_features=spec.hidden_size)
+        if self._is_first:
+            own = None if self._is_last and spec.tied_head else weights.tensor(EMBEDDING, *embedding_shape)
+            self._embed = self._head.weight_rows if own is None else partial(embed, table=own)
         rotary = Rotary(spec=spec.rope, dtype=getattr(torch, facts.dtype), device=weights.device)
         self.layers = [DecoderLayer(spec=spec.layers[layer_id], decoder=spec, layer_id=layer_id,
                                     start_layer=layer_range.start, rotary=rotary,
@@ -78,8 +83,6 @@ class DecoderStage:
                        for layer_id in layer_range]
         if self._is_last:
             self._norm = spec.norm.build(weights, "norm", spec.hidden_size)
-            head = embedding if embedding is not None and spec.tied_head else weights.tensor(HEAD, *embedding_shape)
-            self._head = weights.linear_from(head)
 
     @property
     def facts(self) -> ModelFacts:
@@ -139,10 +142,10 @@ class DecoderStage:
         return selected_keys
 
     def _stage_input(self, batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
-        if self._embedding is None:
+        if self._embed is None:
             if hidden is None or hidden.shape[0] != batch.num_tokens:
                 raise InternalError(f"stage {self._layer_range} needs hidden states of {batch.num_tokens} tokens")
             return hidden
         if batch.token_ids is None:
             raise InternalError(f"stage {self._layer_range} needs token ids")
-        return embed(batch.token_ids, self._embedding)
+        return self._embed(batch.token_ids)

@@ -7,6 +7,7 @@ tensors, so a stage reads its own bytes and no others.
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from models.blocks.weights import RandomWeights, Weights, WeightSource
 from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor, same_content
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
 from models.registry import read_decoder
+from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 
 # Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
@@ -66,10 +68,12 @@ class ModelDescription:
         return any(layer.feed_forward.counts_on_host for layer in self.spec.layers)
 
     def load_stage(self, layers: LayerRange, *, numerics: Numerics,
-                   capture_layers: frozenset[int] = frozenset(), device: torch.device = HOST) -> DecoderStage:
+                   capture_layers: frozenset[int] = frozenset(), device: torch.device = HOST,
+                   digest: WeightsDigest | None = None) -> DecoderStage:
         """Build one stage with its weights in memory of its own, on `device`.
 
-        `capture_layers`: global ids of layers whose outputs travel in `StageOutput.aux_hidden`.
+        `capture_layers`: global ids of layers whose outputs travel in `StageOutput.aux_hidden`. `digest` takes up every
+        byte that is read.
 
         Raises:
             ConfigError: tensors are missing, unexpected, of the wrong shape or of an unsupported dtype, or a file is
@@ -84,7 +88,7 @@ class ModelDescription:
                               field="capture_layers")
         if self.checkpoint is None:
             return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device), layers, capture_layers)
-        source = _StageWeights(self.checkpoint, self.spec, layers)
+        source = _StageWeights(self.checkpoint, self.spec, layers, digest or WeightsDigest())
         stage = self._build_stage(self._weights(source, numerics, device), layers, capture_layers)
         source.finish()
         return stage
@@ -100,8 +104,9 @@ class ModelDescription:
 def read_model(path: Path) -> ModelDescription:
     """Describe the checkpoint in folder `path`.
 
-    `facts.revision` is a digest over config.json (without the fields that only say who wrote it) and the weight files
-    as `open_checkpoint` samples them. End-of-sequence ids are those of the config and of generation_config.json.
+    `facts.revision` is a digest over config.json (without the fields that only say who wrote it) and the names, types
+    and shapes of all tensors; their bytes are digested while they are read (`load_stage`). End-of-sequence ids are
+    those of the config and of generation_config.json.
 
     Raises:
         ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, or a file is damaged.
@@ -124,23 +129,32 @@ def _describe(raw: RawConfig, checkpoint: Checkpoint | None, generation_eos_ids:
     spec = read_decoder(architecture, text)
     if spec.tied_head and checkpoint is not None and _has_other_head(checkpoint):
         spec = replace(spec, tied_head=False)
-    settings = {name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES}
-    revision = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
-    revision.update((checkpoint.digest if checkpoint else "random").encode())
+    revision = description_digest(raw, None if checkpoint is None else checkpoint.entries)
     facts = ModelFacts(
         architecture=architecture, num_layers=spec.num_layers, hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size, max_context_tokens=spec.max_context_tokens, dtype=dtype_name(text),
         eos_token_ids=tuple(dict.fromkeys((*text.integers("eos_token_id"), *generation_eos_ids))),
-        revision=revision.hexdigest(), chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
+        revision=revision, chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
     )
     return ModelDescription(facts=facts, spec=spec, checkpoint=checkpoint)
+
+
+def description_digest(raw: RawConfig, entries: Mapping[str, TensorEntry] | None) -> str:
+    """Of a config, without the fields that only say who wrote it, and of the names, types and shapes of all tensors
+    (None: they are random). Hex."""
+    settings = {name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES}
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
+    for name, entry in sorted((entries or {}).items()):
+        digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+    return digest.hexdigest()
 
 
 class _StageWeights:
     """The part of a checkpoint that one stage owns, and what went wrong while it was read."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange, digest: WeightsDigest) -> None:
         self._entries = stage_entries(checkpoint, spec, layers)
+        self._digest = digest
         self._taken: set[str] = set()
         self._missing: set[str] = set()
         self._misshapen: set[str] = set()
@@ -158,7 +172,7 @@ class _StageWeights:
         if entry.shape != expected:
             self._misshapen.add(f"{name} is {list(entry.shape)}, the config says {list(expected)}")
             return
-        read_tensor(entry, out, item=None if item is None else item[0])
+        read_tensor(entry, out, name=name, digest=self._digest, item=None if item is None else item[0])
 
     def finish(self) -> None:
         """Raise one ConfigError about everything that did not fit."""

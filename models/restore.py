@@ -1,7 +1,7 @@
 """Repairs a config that went through another library on its way here.
 
 Some readers of config.json write `head_dim` over `qk_rope_head_dim`, or drop how GLM-5 shares its selected keys. Baton
-reads the file itself; this is for callers who hold only such a reader's result and the folder it came from.
+reads the file itself, so this waits for its caller: one who holds such a reader's result and the folder it came from.
 """
 
 from collections.abc import Mapping

@@ -19,20 +19,22 @@ from engine.memory.budget import describe_pools
 from engine.pipeline.executor import LayerObserver
 from engine.sampling.guided import GuidedSampler
 from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.group import SessionReports
+from pool.pipeline.join_stream import JoinReports
 from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import MemoryReclaimer
 from pool.pipeline.stage_channel import open_pool_channel
+from pool.request.reclaimer import MemoryReclaimer
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
-from pool.stage.metrics import LeaderMeters, PoolOccupancy, StageMeters
+from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
-from pool.watch import WorkerService, worker_info
+from pool.watch import WorkerService, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
-from protos import worker_pb2 as pb
 from runtime.access import PeerRole
 from runtime.announce import Announcement, write_announcement
 from runtime.certificates import CertificateStore
-from runtime.errors import InternalError, UnavailableError
+from runtime.clock import SystemClock
+from runtime.errors import InternalError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import RpcMetrics, StageMetrics
 from runtime.security import ChannelSecurity, ServerSecurity
@@ -49,6 +51,11 @@ logger = logging.getLogger(__name__)
 WATCH_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
+REFRESH_S = 1.0  # between two looks of the gauges; nobody scrapes more often
+
+
+class PoolScheduler(Scheduler, ReportingScheduler, Protocol):
+    """What an engine loop runs, and a pool reports of."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +74,9 @@ class LeadingRole(Protocol):
     """A role as the leader of its pool runs it."""
 
     @property
-    def scheduler(self) -> Scheduler: ...
+    def scheduler(self) -> PoolScheduler: ...
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
-
-    async def load(self, parts: LeaderParts) -> pb.WorkerLoad: ...
-
-    async def occupancy(self, parts: LeaderParts) -> PoolOccupancy:
-        """What memory is held for, for the gauges."""
-        ...
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """One token through all stages of the pool."""
@@ -102,17 +103,6 @@ class PoolRole(Protocol):
         ...
 
 
-class _SessionEvents:
-    """Reports of the transfer agent's thread, handed to one listener on the event loop's."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.listener: Callable[[StageSessionEvent], object] = lambda event: None
-
-    def __call__(self, event: StageSessionEvent) -> None:
-        self._loop.call_soon_threadsafe(lambda: self.listener(event))
-
-
 @dataclass(frozen=True)
 class _Process:
     """What a leader and a follower are built from."""
@@ -121,7 +111,6 @@ class _Process:
     role: PoolRole
     stage: Stage
     registry: CollectorRegistry
-    events: _SessionEvents
     incarnation: str
     stop: StopSignal
     certificates: CertificateStore | None
@@ -135,28 +124,41 @@ class _Process:
 
 async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> None:
     """Until `stop`. Raises ConfigError when checkpoint, flags, files and memory do not fit together."""
-    incarnation, events, certificates = secrets.token_hex(8), _SessionEvents(), config.certificates()
+    loop = asyncio.get_running_loop()
+    if config.rank == 0:
+        reports = SessionReports(loop)
+        process = _build(config, role, stop, reports.report)
+        work = _lead(process, reports)
+    else:
+        joined = JoinReports(loop)
+        process = _build(config, role, stop, joined.report)
+        work = _follow(process, joined)
+    try:
+        await work
+    finally:
+        if process.stage.grammars is not None:
+            await asyncio.to_thread(process.stage.grammars.close)
+        await asyncio.to_thread(process.stage.agent.shutdown, 5.0)
+        await asyncio.to_thread(process.tracing.close)
+
+
+def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
+           on_event: Callable[[StageSessionEvent], None]) -> _Process:
+    """The stage and what surrounds it. `on_event` is the port of its transfer agent."""
+    incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
     logger.info("%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
                 describe_pools(plan.geometry), config.numerics)
-    stage = build_stage(config, plan, incarnation=incarnation, on_event=events, observe_layers=role.observe_layers,
+    stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers,
                         speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
-    process = _Process(config, role, stage, registry, events, incarnation, stop, certificates, tracing)
-    try:
-        await (_lead(process) if config.rank == 0 else _follow(process))
-    finally:
-        if stage.grammars is not None:
-            await asyncio.to_thread(stage.grammars.close)
-        await asyncio.to_thread(stage.agent.shutdown, 5.0)
-        await asyncio.to_thread(tracing.close)
+    return _Process(config, role, stage, registry, incarnation, stop, certificates, tracing)
 
 
-async def _lead(process: _Process) -> None:
+async def _lead(process: _Process, reports: SessionReports) -> None:
     config, role, stage = process.config, process.role, process.stage
-    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.plan.compatibility.digest,
-                                 stage.counts)
+    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.counts)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -164,23 +166,27 @@ async def _lead(process: _Process) -> None:
 
     def on_serving(serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
         show_health(serving)
+        if leader.weights is not None:
+            meters.pool.compat.info({"hash": leader.compatibility.digest})
         worker_service.changed()
 
     def on_unhealthy(reason: str) -> None:
         meters.pool.imbalances.inc()
         leader.unhealthy(reason)
 
-    loop = asyncio.get_running_loop()
+    loop, board = asyncio.get_running_loop(), LoadBoard(leading.scheduler, SystemClock())
     observer = LoopObserver(launched_s=meters.on_launch, step_s=meters.on_step, waited_s=meters.on_wait,
+                            settled=board.publish,
                             unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
-    leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars),
+    leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars), reports=reports,
                     warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
-                    empty=lambda grace_s: server.empty(grace_s=grace_s), observer=observer, on_frame=meters.on_frame)
-    reclaimer = MemoryReclaimer(leader.group, leader.loop, on_unhealthy)
+                    empty=lambda grace_s: server.empty(grace_s=grace_s), hand_back=server.hand_back,
+                    observer=observer, on_frame=meters.on_frame)
+    reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
-    worker_service = WorkerService(worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation),
-                                   lambda: leading.load(parts))
-    process.events.listener = lambda event: leader.stage_event(0, event)
+    worker_service = WorkerService(
+        lambda: worker_info(config, stage.plan, leader.weights, role=role.name, incarnation=process.incarnation),
+        lambda: worker_load(leader, board.load))
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
@@ -188,7 +194,7 @@ async def _lead(process: _Process) -> None:
     async with _listening(process, server):
         leader.start()
         try:
-            async with background(process.stop, _refresh(leading, parts), _watch_agent(stage.agent),
+            async with background(process.stop, _refresh(parts, board), _watch_agent(stage.agent),
                                   _watch_engine(leader)):
                 await process.stop.wait()
         finally:
@@ -197,17 +203,16 @@ async def _lead(process: _Process) -> None:
             leader.stop()
 
 
-async def _follow(process: _Process) -> None:
+async def _follow(process: _Process, reports: JoinReports) -> None:
     config, stage = process.config, process.stage
     meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.counts)
     server = _server(process, (PIPELINE_SERVICE,))
     channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
                                 on_sent=meters.on_frame)
     engine = FollowerEngine(stage, GuidedSampler(stage.grammars), channel, rank=config.rank, size=config.world_size,
-                            on_step=meters.on_forward)
+                            on_step=meters.on_forward, frame_timeout_s=config.frame_timeout_s)
     security = ChannelSecurity(process.certificates).to(process.peer_role)
-    follower = Follower(config, stage, engine, channel.address, security)
-    process.events.listener = follower.on_stage_event
+    follower = Follower(config, stage, engine, channel.address, security, reports)
     async with _listening(process, server):
         engine.start()
         try:
@@ -261,12 +266,12 @@ async def _listening(process: _Process, server: GrpcServer) -> AsyncIterator[Non
         exposition.close()
 
 
-async def _refresh(leading: LeadingRole, parts: LeaderParts) -> None:
+async def _refresh(parts: LeaderParts, board: LoadBoard) -> None:
     """Keep the gauges current."""
     while True:
-        parts.meters.on_load(await leading.load(parts))
-        parts.meters.on_occupancy(await leading.occupancy(parts), num_draining=parts.reclaimer.open_tasks)
-        await asyncio.sleep(0.25)
+        parts.meters.on_load(worker_load(parts.leader, board.load))
+        parts.meters.on_occupancy(board.occupancy, num_draining=parts.reclaimer.open_tasks)
+        await asyncio.sleep(REFRESH_S)
 
 
 async def _watch_agent(agent: TransferAgent) -> None:
@@ -277,7 +282,5 @@ async def _watch_agent(agent: TransferAgent) -> None:
 
 
 async def _watch_engine(leader: Leader) -> None:
-    """The same of a leader whose engine cannot go on."""
-    while leader.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
-        await asyncio.sleep(0.5)
-    raise UnavailableError(f"this worker cannot go on: {leader.failure}")
+    """The same of a leader that can never serve again."""
+    raise await leader.until_failed()

@@ -1,8 +1,11 @@
 """From flags to a running worker process; everything that loads torch is imported from here on."""
 
 import logging
+import os
+import threading
 from pathlib import Path
 
+from engine.loop import ENGINE_THREAD
 from pool.process import PoolRole, run_worker
 from pool.stage.config import WorkerConfig
 from runtime.config import describe, load
@@ -20,10 +23,15 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
         config = load(WorkerConfig, section=role.name, flags=flags, file=file)
         configure(level=config.log_level, style=LogStyle(config.log_style), role=f"{role.name}{config.rank}")
         _check(config)
-        logger.debug("configuration:\n%s", describe(config))
+        logger.debug("settings", extra=describe(config))
         await run_worker(config, role, stop)
 
-    return run_process(role.name, run)
+    code = run_process(role.name, run)
+    if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+        # It hangs, perhaps in native code: the interpreter's orderly end would take from under it what it uses.
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def _check(config: WorkerConfig) -> None:

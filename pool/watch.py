@@ -1,36 +1,59 @@
-"""The Worker service of a leader: facts once, then load at the asked interval, for routers and people."""
+"""The Worker service of a leader: facts once, then load at the asked interval, for routers and people.
+
+A report waits for no step of the engine: it says what the engine's thread has published last.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from models.weights_digest import PoolWeights
+from pool.pipeline.leader import Leader
 from pool.stage.config import WorkerConfig
+from pool.stage.metrics import SchedulerLoad
 from pool.stage.stage import StagePlan
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.tokenizer_files import tokenizer_digest
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
+_IDLE_INTERVALS = 2  # between two reports of a pool that has nothing to do; a router doubts after more of them
 
 
-def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation: str) -> pb.WorkerInfo:
-    facts = plan.description.facts
+def worker_info(config: WorkerConfig, plan: StagePlan, weights: PoolWeights | None, *, role: str,
+                incarnation: str) -> pb.WorkerInfo:
+    """`weights` None: the pool has not formed yet, and what other pools compare is not known."""
+    facts, known = plan.description.facts, None if weights is None else plan.compatibility(weights)
     return pb.WorkerInfo(
         role=role, incarnation=incarnation, model=config.model_name or config.model.resolve().name,
-        architecture=facts.architecture, revision=facts.revision, compatibility=plan.compatibility.digest,
-        compatibility_text=plan.compatibility.text, vocab_size=facts.vocab_size,
+        architecture=facts.architecture, revision="" if weights is None else weights.revision(facts.revision),
+        compatibility="" if known is None else known.digest,
+        compatibility_text="" if known is None else known.text, vocab_size=facts.vocab_size,
         max_context_tokens=plan.max_context_tokens, num_layers=facts.num_layers, page_size=config.page_size,
         pages_total=plan.geometry.num_pages - 1, slots_total=max(0, plan.geometry.num_slots - 1),
         max_running_requests=plan.max_held, max_queued_requests=config.max_queued,
-        stages=[str(layers) for layers in plan.ranges])
+        stages=[str(layers) for layers in plan.ranges], tokenizer_digest=tokenizer_digest(config.model))
+
+
+def worker_load(leader: Leader, load: SchedulerLoad) -> pb.WorkerLoad:
+    busy_since_s = leader.loop.busy_since_s
+    return pb.WorkerLoad(
+        serving=leader.serving, reason=leader.reason, queued_requests=load.queued_requests,
+        queued_tokens=load.queued_tokens, running_requests=load.running_requests, pages_free=load.pages_free,
+        slots_free=load.slots_free, open_sessions=leader.group.open_sessions,
+        busy_s=0.0 if busy_since_s is None else time.monotonic() - busy_since_s)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called."""
+    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called, less often
+    while nothing runs and nothing changes. `info()` goes before the first, and again when it is another, because the
+    pool has formed."""
 
-    def __init__(self, info: pb.WorkerInfo, load: Callable[[], Awaitable[pb.WorkerLoad]]) -> None:
+    def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], pb.WorkerLoad]) -> None:
         self._info = info
         self._load = load
         self._changed = asyncio.Event()
@@ -46,12 +69,25 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:
             raise InvalidRequestError(FieldViolation(
                 "interval_s", f"must be from {MIN_INTERVAL_S} to {MAX_INTERVAL_S}, got {interval}"))
-        yield pb.WatchResponse(info=self._info)
+        shown: pb.WorkerInfo | None = None
+        sent, num_unsent = pb.WorkerLoad(), 0
         while True:
             changed = self._changed
-            yield pb.WatchResponse(load=await self._load())
+            if shown != (info := self._info()):
+                yield pb.WatchResponse(info=info)
+                shown, num_unsent = info, _IDLE_INTERVALS  # the load follows at once
+            load = self._load()
+            if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
+                sent, num_unsent = load, 0
+                yield pb.WatchResponse(load=load)
+            else:
+                num_unsent += 1
             try:
                 async with asyncio.timeout(interval):
                     await changed.wait()
             except TimeoutError:
                 continue
+
+
+def _is_idle(load: pb.WorkerLoad) -> bool:
+    return not load.queued_requests and not load.running_requests and not load.open_sessions

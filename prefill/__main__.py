@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pool.main import worker_command
+from runtime.quiet import quiet_grpc
 
 
 def _start(flags: dict[str, object], file: Path | None) -> int:
@@ -13,5 +13,13 @@ def _start(flags: dict[str, object], file: Path | None) -> int:
     return start(PrefillRole(), flags, file)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The entry point."""
+    quiet_grpc()
+    from pool.main import worker_command  # loads grpc
+
     worker_command("prefill", _start)()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,17 @@
-"""Which prompt tokens run next: chunked, packed over requests, oldest and most urgent first.
+"""Which prompt tokens run next: chunked, packed over requests, most urgent and then oldest first.
 
     queued ─▶ started (memory leased) ─▶ chunks in flight ─▶ first token drawn ─▶ held for the handoff ─▶ released
+
+A prompt that is longer than a chunk would keep all others of its priority waiting until its end. So `SHORT_SHARE` of
+the tokens are for prompts that are short beside it, wherever they stand in the queue. Chunks end on the model's grid
+whatever the order is, so it changes no bit.
 
 A request's memory is leased when it starts, not while it queues, and lives until `release`: the sender reads it.
 Belongs to the engine thread.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,16 +20,19 @@ from engine.core.draft_trees import SpecRow
 from engine.core.request import DrawnToken, Request
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row, scoring_row
 from engine.memory.integrity import check_integrity
-from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
-from engine.memory.slots import SlotAllocator, SlotLease
+from engine.memory.pages import PageAllocator, pages_for_tokens
+from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepResult
 from engine.sampling.scoring import Scores
-from pool.stage.metrics import PoolOccupancy
+from pool.request.entry import Entry, Failed
+from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
 
 # Scoring takes a row of logits per token: 80 MB for these at a vocabulary of 150,000.
 SCORED_TOKENS = 128
+SHORT_SHARE = 4  # one token in four goes to prompts that are short beside a long one ...
+SHORT_RATIO = 4  # ... which has at least four times as many tokens left
 
 
 @dataclass(frozen=True)
@@ -50,36 +58,25 @@ class FirstToken:
     prefill_s: float
 
 
-@dataclass(frozen=True)
-class Failed:
-    error: BatonError
-
-
 Event = Started | Scored | FirstToken | Failed
 Emit = Callable[[Event], object]
 
 
 @dataclass
-class _Entry:
-    key: int
-    request: Request
-    emit: Emit
-    arrived_s: float
+class PrefillEntry(Entry[Event]):
+    """One prompt."""
+
+    arrived_s: float = 0.0
     started_s: float = 0.0
-    pages: PageLease | None = None
-    slot: SlotLease | None = None
-    launched: int = 0  # prompt tokens in batches launched so far
-    in_flight: int = 0  # batches
-    released: bool = False
 
     @property
     def remaining(self) -> int:
-        return len(self.request.prompt_token_ids) - self.launched
+        return len(self.request.prompt_token_ids) - self.computed
 
-    def free(self) -> None:
-        for lease in (self.pages, self.slot):
-            if lease is not None:
-                lease.end()
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Less is sooner: keys grow with arrival."""
+        return self.request.priority, self.key
 
 
 @dataclass(frozen=True)
@@ -95,15 +92,6 @@ class PrefillLimits:
     drafts: bool = False
 
 
-@dataclass(frozen=True)
-class PrefillLoad:
-    queued_requests: int
-    queued_tokens: int
-    running_requests: int
-    pages_free: int
-    slots_free: int
-
-
 @dataclass
 class PrefillScheduler:
     """Implements `engine.loop.Scheduler`."""
@@ -112,10 +100,11 @@ class PrefillScheduler:
     slots: SlotAllocator
     limits: PrefillLimits
     clock: Clock
-    _entries: dict[int, _Entry] = field(default_factory=dict)
-    _queue: list[tuple[int, int]] = field(default_factory=list)  # heap of (priority, key); keys grow with arrival
-    _running: list[_Entry] = field(default_factory=list)  # started, prompt not finished, oldest first
+    _entries: dict[int, PrefillEntry] = field(default_factory=dict)
+    _queue: list[tuple[int, int]] = field(default_factory=list)  # heap of (priority, key)
+    _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
     _next_key: int = 1
+    _saved: int = 0  # tokens of the share for short prompts that none has taken yet, at most a chunk
 
     def submit(self, request: Request, emit: Emit) -> int:
         """Queue a request; returns the key that names it in batches.
@@ -134,7 +123,7 @@ class PrefillScheduler:
                                 resource="prefill queue")
         key = self._next_key
         self._next_key += 1
-        self._entries[key] = _Entry(key, request, emit, self.clock.now())
+        self._entries[key] = PrefillEntry(key, request, emit, arrived_s=self.clock.now())
         heapq.heappush(self._queue, (request.priority, key))
         return key
 
@@ -146,12 +135,14 @@ class PrefillScheduler:
         entry.released = True
         if entry.in_flight == 0:
             self._forget(entry)
+        elif entry in self._running:
+            self._running.remove(entry)
 
-    def load(self) -> PrefillLoad:
+    def load(self) -> SchedulerLoad:
         queued = [self._entries[key] for _, key in self._queue if key in self._entries]
         tokens = sum(entry.remaining for entry in [*queued, *self._running])
-        return PrefillLoad(len(queued), tokens, len(self._entries) - len(queued), self.pages.num_free,
-                           self.slots.num_free)
+        return SchedulerLoad(len(queued), len(self._entries) - len(queued), self.pages.num_free, self.slots.num_free,
+                             queued_tokens=tokens)
 
     def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for computing a prompt or for its handoff, and how old the queue is."""
@@ -164,11 +155,20 @@ class PrefillScheduler:
 
     def next_batch(self) -> ForwardBatch | None:
         rows: list[Row] = []
-        budget = self.limits.chunk_tokens
-        for entry in list(self._running):
-            budget -= self._add_chunk(rows, entry, budget)
-        while budget > 0 and (started := self._start_next(budget)) is not None:
-            budget -= self._add_chunk(rows, started, budget)
+        self._saved = min(self._saved + self.limits.chunk_tokens // SHORT_SHARE, self.limits.chunk_tokens)
+        budget = self.limits.chunk_tokens - self._add_short(rows)
+        taken = {row.key for row in rows}
+        waiting = [entry for entry in self._running if entry.key not in taken]
+        running = deque(sorted(waiting, key=lambda each: each.turn))
+        may_start = True
+        while budget > 0:
+            started = None
+            if may_start and (not running or self._is_queued_before(running[0])):
+                started = self._start_next(budget)
+                may_start = started is not None
+            if started is None and not running:
+                break
+            budget -= self._add_chunk(rows, started or running.popleft(), budget)
         return build_batch(ForwardMode.PREFILL, rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
@@ -201,53 +201,99 @@ class PrefillScheduler:
 
     def on_idle(self) -> None:
         check_integrity([self.pages.ledger, self.slots.ledger],
-                        live_owners={_owner(entry.key) for entry in self._entries.values()})
+                        live_owners={entry.owner for entry in self._entries.values()})
 
-    def _start_next(self, budget: int) -> _Entry | None:
-        """Lease memory for the most urgent queued request; None when nothing waits, it does not fit yet, or `budget`
-        tokens allow it no chunk: decode reserves for what has started, so that must be running."""
+    def _add_short(self, rows: list[Row]) -> int:
+        """Append chunks of what is short beside the prompt whose turn it is, as far as their share goes; returns their
+        tokens. Nothing when that prompt leaves room for others anyway, or is itself among the short ones."""
+        head = self._head()
+        lead = min(self._running if head is None else [*self._running, head], key=lambda each: each.turn, default=None)
+        if lead is None or lead.remaining <= self.limits.chunk_tokens:
+            return 0
+        waiting = [*self._running, *(self._entries[key] for priority, key in self._queue
+                                     if priority == lead.request.priority and key in self._entries)]
+        short = [entry for entry in waiting if entry.request.priority == lead.request.priority
+                 and entry.remaining * SHORT_RATIO <= lead.remaining]
+        share, taken = self._saved // self.limits.grid * self.limits.grid, 0
+        for entry in sorted(short, key=lambda each: (each.remaining, each.key)):
+            if entry.pages is not None or self._start_early(entry, share - taken):
+                taken += self._add_chunk(rows, entry, share - taken)
+        self._saved -= -(-taken // self.limits.grid) * self.limits.grid  # what the long prompt's chunk ends earlier by
+        return taken
+
+    def _head(self) -> PrefillEntry | None:
+        """The queued request whose turn it is."""
         while self._queue and self._queue[0][1] not in self._entries:
             heapq.heappop(self._queue)  # released while it waited
-        held = len(self._entries) - len(self._queue)
-        if not self._queue or held >= self.limits.max_running:
-            return None
-        entry = self._entries[self._queue[0][1]]
-        if chunk_end(0, entry.remaining, budget, self.limits.grid) == 0:
-            return None
+        return self._entries[self._queue[0][1]] if self._queue else None
+
+    def _is_queued_before(self, entry: PrefillEntry) -> bool:
+        head = self._head()
+        return head is not None and head.turn < entry.turn
+
+    def _start_next(self, budget: int) -> PrefillEntry | None:
+        """Lease memory for the queued request whose turn it is; None when nothing waits, it does not fit yet, or
+        `budget` tokens allow it no chunk."""
+        head = self._head()
+        return head if head is not None and self._start(head, budget) else None
+
+    def _start_early(self, entry: PrefillEntry, budget: int) -> bool:
+        """Whether a queued request has started, before its turn: only beside the one whose turn it is."""
+        head = self._head()
+        if head is None or head is entry:
+            return self._start(entry, budget)
+        has_slot = self.slots.num_total == 0 or self.slots.num_free >= 2
+        has_pages = self._num_pages(entry) + self._num_pages(head) <= self.pages.num_free
+        return has_slot and has_pages and self._num_held + 2 <= self.limits.max_running and self._start(entry, budget)
+
+    @property
+    def _num_held(self) -> int:
+        """Requests that have started and are not forgotten."""
+        return len(self._entries) - len(self._queue)
+
+    def _num_pages(self, entry: PrefillEntry) -> int:
+        return pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
+
+    def _start(self, entry: PrefillEntry, budget: int) -> bool:
+        """Lease memory for a queued request. Not when there is none, nor when `budget` tokens allow it no chunk: decode
+        reserves for what has started, so that must be running."""
+        if self._num_held >= self.limits.max_running or chunk_end(0, entry.remaining, budget, self.limits.grid) == 0:
+            return False
         try:
-            entry.slot = self.slots.alloc(owner=_owner(entry.key))
-            needed = pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
-            entry.pages = self.pages.alloc(needed, owner=_owner(entry.key))
+            entry.lease(self.pages, self.slots, self._num_pages(entry))
         except CapacityError:
-            entry.free()
-            return None
-        heapq.heappop(self._queue)
+            return False
+        self._queue.remove(entry.turn)
+        heapq.heapify(self._queue)
         entry.started_s = self.clock.now()
         self._running.append(entry)
+        assert entry.pages is not None
+        assert entry.slot is not None
         entry.emit(Started(tuple(entry.pages.page_ids), entry.slot.slot_id, entry.started_s - entry.arrived_s))
-        return entry
+        return True
 
-    def _add_chunk(self, rows: list[Row], entry: _Entry, budget: int) -> int:
+    def _add_chunk(self, rows: list[Row], entry: PrefillEntry, budget: int) -> int:
         """Append the entry's next chunk if `budget` tokens allow one; returns its tokens."""
         prompt = entry.request.prompt_token_ids
         if entry.request.num_prompt_logprobs is not None:
             budget = min(budget, max(SCORED_TOKENS // self.limits.grid, 1) * self.limits.grid)
-        end = chunk_end(entry.launched, len(prompt), budget, self.limits.grid)
-        if end == entry.launched or entry.pages is None or entry.slot is None:
+        end = chunk_end(entry.computed, len(prompt), budget, self.limits.grid)
+        if end == entry.computed or entry.pages is None or entry.slot is None:
             return 0
         sampling = sampling_row(entry.request, (), key=entry.key) if end == len(prompt) else None
         spec = None
         if self.limits.drafts:
             spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)
-        rows.append(Row(entry.key, prompt[entry.launched:end], entry.launched, entry.pages.page_ids,
-                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.launched, end)))
-        taken, entry.launched = end - entry.launched, end
+        rows.append(Row(entry.key, prompt[entry.computed:end], entry.computed, entry.pages.page_ids,
+                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.computed, end)))
+        taken = end - entry.computed
+        entry.advance(end)
         entry.in_flight += 1
         if end == len(prompt):
             self._running.remove(entry)
         return taken
 
-    def _fail(self, entry: _Entry, error: BatonError) -> None:
+    def _fail(self, entry: PrefillEntry, error: BatonError) -> None:
         """Tell the owner, who releases it; run no more of it."""
         if entry in self._running:
             self._running.remove(entry)
@@ -255,7 +301,7 @@ class PrefillScheduler:
         heapq.heapify(self._queue)
         entry.emit(Failed(error))
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: PrefillEntry) -> None:
         if entry in self._running:
             self._running.remove(entry)
         if entry.pages is None:
@@ -263,7 +309,3 @@ class PrefillScheduler:
             heapq.heapify(self._queue)
         entry.free()
         del self._entries[entry.key]
-
-
-def _owner(key: int) -> str:
-    return f"request {key}"

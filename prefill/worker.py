@@ -5,15 +5,15 @@ from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
+from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark, layer_observer
-from pool.stage.metrics import PoolOccupancy
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
-from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler
-from prefill.service import PrefillParts, PrefillService
+from prefill.active_request import PrefillParts
+from prefill.scheduler import Event, FirstToken, PrefillLimits, PrefillScheduler
+from prefill.service import PrefillService
 from protos import prefill_pb2_grpc
-from protos import worker_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, ConfigError
 from runtime.server import GrpcServer
@@ -21,7 +21,7 @@ from transfer.agent.agent import TransferAgent
 
 
 class PrefillRole:
-    """Satisfies `pool.process.Role`."""
+    """Satisfies `pool.process.PoolRole`."""
 
     name = "prefill"
     service = "baton.v1.Prefill"
@@ -54,19 +54,11 @@ class PrefillLeading:
         self.scheduler = scheduler
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
-        service = PrefillService(PrefillParts(parts.leader, self.scheduler, parts.stage.plan, parts.reclaimer,
-                                              parts.meters, parts.config.chunk_tokens, parts.leader.grammars))
+        service = PrefillService(PrefillParts(
+            leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
+            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s,
+            scheduler=self.scheduler, chunk_tokens=parts.config.chunk_tokens))
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
-
-    async def load(self, parts: LeaderParts) -> pb.WorkerLoad:
-        load = await parts.leader.loop.submit(self.scheduler.load)
-        return pb.WorkerLoad(serving=parts.leader.serving, reason=parts.leader.reason,
-                             queued_requests=load.queued_requests, queued_tokens=load.queued_tokens,
-                             running_requests=load.running_requests, pages_free=load.pages_free,
-                             slots_free=load.slots_free, open_sessions=parts.leader.group.open_sessions)
-
-    async def occupancy(self, parts: LeaderParts) -> PoolOccupancy:
-        return await parts.leader.loop.submit(self.scheduler.occupancy)
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """One prompt token, one drawn."""
@@ -74,7 +66,7 @@ class PrefillLeading:
 
         def end(key: int) -> None:
             parts.reclaimer.end(lambda: self.scheduler.release(key),
-                              close=lambda: parts.leader.group.close_request(key, ""))
+                              close=lambda: parts.leader.group.close_request(key, None))
 
         await run_inside(parts.leader.loop, lambda emit: self.scheduler.submit(request, emit), _outcome, end)
 

@@ -23,18 +23,44 @@ STAGE_SESSION_STATE_FAILED: StageSessionState
 STAGE_SESSION_STATE_DRAINED: StageSessionState
 
 class StageHello(_message.Message):
-    __slots__ = ("rank", "endpoint", "channel_address", "compatibility", "compatibility_text")
+    __slots__ = ("rank", "endpoint", "channel_address", "settings", "weights", "pool_epoch")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     RANK_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
-    COMPATIBILITY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    POOL_EPOCH_FIELD_NUMBER: _ClassVar[int]
     rank: int
     endpoint: _transfer_pb2.StageEndpoint
     channel_address: bytes
-    compatibility: str
-    compatibility_text: str
-    def __init__(self, rank: _Optional[int] = ..., endpoint: _Optional[_Union[_transfer_pb2.StageEndpoint, _Mapping]] = ..., channel_address: _Optional[bytes] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ...) -> None: ...
+    settings: _containers.ScalarMap[str, str]
+    weights: StageWeights
+    pool_epoch: int
+    def __init__(self, rank: _Optional[int] = ..., endpoint: _Optional[_Union[_transfer_pb2.StageEndpoint, _Mapping]] = ..., channel_address: _Optional[bytes] = ..., settings: _Optional[_Mapping[str, str]] = ..., weights: _Optional[_Union[StageWeights, _Mapping]] = ..., pool_epoch: _Optional[int] = ...) -> None: ...
+
+class StageWeights(_message.Message):
+    __slots__ = ("total", "copies", "draft_total")
+    class CopiesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    total: str
+    copies: _containers.ScalarMap[str, str]
+    draft_total: str
+    def __init__(self, total: _Optional[str] = ..., copies: _Optional[_Mapping[str, str]] = ..., draft_total: _Optional[str] = ...) -> None: ...
 
 class StageSession(_message.Message):
     __slots__ = ("session_id", "epoch", "state", "error_reason", "error_text", "num_bytes")

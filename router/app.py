@@ -16,6 +16,7 @@ from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
 from router.request.parts import FlowLimits
 from router.request.prefill_rate import PrefillRateEstimate
+from router.request.priorities import PriorityLimits
 from router.text.model_facts import load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
@@ -43,7 +44,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     Raises:
         ConfigError: the model directory, a file of certificates or tokens, an address or a port cannot be used.
     """
-    logger.info("settings\n%s", describe(config))
+    logger.info("settings", extra=describe(config))
     certificates = config.certificates()
     security = ServerSecurity(certificates, config.client_certificates,
                               None if config.token_file is None else TokenList(config.token_file))
@@ -66,7 +67,9 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
                         security=security, background_methods=ORCA_METHODS, also_served=(ORCA_SERVICE,),
                         tracing=tracing)
-    generation = GenerationService(model, services, RequestLimits(config.max_request_s, config.client_stall_s), clock)
+    request_limits = RequestLimits(config.max_request_s, config.client_stall_s,
+                                   PriorityLimits.parse(config.priority_limits))
+    generation = GenerationService(model, services, request_limits, clock, security.caller)
     generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
     orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),
                                                                server.grpc)
@@ -95,9 +98,10 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
 
 
 def _server_options(config: RouterConfig) -> ServerOptions:
-    names = ("listen", "health_listen", "max_message_bytes", "keepalive_s", "keepalive_timeout_s",
-             "max_connection_age_s", "max_connection_age_grace_s", "reflection", "channelz")
-    return ServerOptions(**{name: getattr(config, name) for name in names})
+    names = ("listen", "health_listen", "max_message_bytes", "max_calls", "max_held_bytes", "max_streams",
+             "max_connections", "keepalive_s", "keepalive_timeout_s", "max_connection_age_s",
+             "max_connection_age_grace_s", "reflection", "channelz")
+    return ServerOptions(write_s=config.client_stall_s, **{name: getattr(config, name) for name in names})
 
 
 def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_dir: Path) -> None:

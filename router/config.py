@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from router.request.priorities import DEFAULT_LIMITS, PriorityLimitField
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy
 from runtime.config import AddressField
@@ -28,6 +29,9 @@ class RouterConfig(TlsConfig):
     announce: Path | None = None
     client_certificates: ClientCertificates = ClientCertificates.REQUIRED
     token_file: Path | None = None
+    priority_limits: tuple[PriorityLimitField, ...] = Field(
+        default=DEFAULT_LIMITS, description="NAME=PRIORITY: the most urgent priority of a token's holder or a "
+                                            "certificate's name; *: of everybody else.")
     log_level: str = "info"
     log_style: LogStyle = LogStyle.HUMAN
     otel_endpoint: str = ""
@@ -44,6 +48,10 @@ class RouterConfig(TlsConfig):
     warm_up_s: float = Field(default=60.0, gt=0, description="Limit of the warm-up token before readiness.")
     drain_s: float = Field(default=30.0, ge=0, description="How long SIGTERM lets running requests finish.")
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request.")
+    max_calls: int = Field(default=2048, ge=1, description="Calls under way; one more is refused unread.")
+    max_held_bytes: int = Field(default=128 << 20, ge=1 << 20, description="Messages of all calls under way, together.")
+    max_streams: int = Field(default=1024, ge=1, le=1 << 20, description="Calls under way on one connection.")
+    max_connections: int = Field(default=1024, ge=1, le=1 << 20, description="Connections of clients at once.")
     keepalive_s: float = Field(default=1.5, gt=0, description="How often clients are pinged.")
     keepalive_timeout_s: float = Field(default=2.5, gt=0, description="When a client that does not answer is given up.")
     max_connection_age_s: float | None = Field(default=None, gt=0)

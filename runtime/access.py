@@ -6,6 +6,7 @@ Without certificates nobody has a name, and the network has to decide (docs/secu
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from runtime.errors import PermissionDeniedError
@@ -30,6 +31,17 @@ class Access(StrEnum):
     POOL = "pool"  # stages of the server's own pool
     NOBODY = "nobody"
 
+
+@dataclass(frozen=True)
+class Caller:
+    """A client, by what it has shown. `identity` keeps apart what belongs to different ones; all that have shown
+    nothing share the empty one. `names` are for settings."""
+
+    identity: str = ""
+    names: frozenset[str] = frozenset()
+
+
+ANYBODY = Caller()
 
 METHODS: Mapping[str, Access] = {
     "/baton.v1.Generation/Generate": Access.CLIENT,
@@ -58,6 +70,13 @@ def access_to(method: str) -> Access:
     """`method` is a full path, "/baton.v1.Prefill/Run". One that nobody has thought of is closed."""
     service = method.removeprefix("/").partition("/")[0]
     return METHODS.get(method) or SERVICES.get(service, Access.NOBODY)
+
+
+def certified(auth_context: Mapping[str, Iterable[bytes]]) -> Caller:
+    """Whom a verified certificate names: by its DNS names and URIs, without any by its common name."""
+    named = [*auth_context.get("peer_dns", ()), *auth_context.get("peer_uri", ())]
+    names = sorted({name.decode(errors="replace") for name in named or auth_context.get("x509_common_name", ())})
+    return Caller("certificate:" + "|".join(names), frozenset(names)) if names else ANYBODY
 
 
 def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:

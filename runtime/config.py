@@ -2,7 +2,7 @@
 
     class PrefillConfig(Config): ...                                   unknown keys are refused
     load(PrefillConfig, section="prefill", flags={...}, file=path)     flags beat the file, the file beats defaults
-    describe(config) -> str                                            the effective values, one per line
+    describe(config) -> dict[str, object]                              the effective values, for the log
     parse_address("HOST:PORT") -> Address; AddressField for models
 
 The TOML file has one table per role, so that a whole cluster can share it.
@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from runtime.errors import ConfigError
 
 SECTIONS = ("router", "prefill", "decode")
+_MAX_PORT_DIGITS = 5
 
 
 class Config(BaseModel):
@@ -56,7 +57,7 @@ def parse_address(text: str, *, field: str = "address") -> Address:
     host, colon, port = text.rpartition(":")
     if not colon or not host or (":" in host and not host.startswith("[")):
         raise ConfigError(f"{field} must be HOST:PORT, got {text!r}", field=field)
-    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not port.isascii() or not port.isdigit() or len(port) > _MAX_PORT_DIGITS or int(port) > 65535:
         raise ConfigError(f"{field} must end in a port from 0 to 65535, got {text!r}", field=field)
     return Address(host.strip("[]"), int(port))
 
@@ -94,7 +95,7 @@ def read_section(file: Path, section: str) -> dict[str, object]:
         tables = tomllib.loads(file.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", field="config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also for what is not UTF-8, and for numbers without end
         raise ConfigError(f"{file} is not TOML: {error}", field="config") from error
     for name, table in tables.items():
         if name not in SECTIONS or not isinstance(table, dict):
@@ -102,9 +103,9 @@ def read_section(file: Path, section: str) -> dict[str, object]:
     return dict(tables.get(section, {}))
 
 
-def describe(config: Config) -> str:
-    """The effective values, as they could stand in the file."""
-    return "\n".join(f"{key} = {value}" for key, value in config.model_dump(mode="json").items())
+def describe(config: Config) -> dict[str, object]:
+    """The effective values by key, as they could stand in the file."""
+    return config.model_dump(mode="json")
 
 
 def leader_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -1,9 +1,13 @@
-"""What happens around every gRPC handler: counting, checking who calls, refusing while draining, and
-errors becoming statuses.
+"""What happens around every gRPC handler: counting, checking who calls, bounding what a call holds, refusing while
+draining, and errors becoming statuses.
 
 Handlers are async: unary ones return a message, streaming ones are async generators. They raise `BatonError`s and
 never touch status codes. A streaming handler that is cancelled is closed before the call ends, so its `finally` blocks
 have run when the client's cancellation is complete.
+
+To gRPC every handler takes a stream of requests, also where the method has one: gRPC reads that one before it calls a
+handler, but leaves it to a handler of streams to read. So who may not call, or is one too many, is refused by what came
+in its metadata, and its message is never read.
 """
 
 import asyncio
@@ -11,18 +15,28 @@ import contextlib
 import inspect
 import logging
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from runtime.access import Access, access_to
-from runtime.errors import BatonError, DrainingError, FieldViolation, InternalError, InvalidRequestError
+from runtime.errors import (
+    BatonError,
+    DrainingError,
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+    RequestAborted,
+)
+from runtime.intake import Intake, IntakeLimits, Seats, bounded
 from runtime.log import bound_ids
 from runtime.metrics import RpcMetrics
 from runtime.security import ServerSecurity
-from runtime.status import RpcFailure, failure_of
+from runtime.status import MAX_VIOLATIONS, RpcFailure, failure_of
 from runtime.tracing import UNTRACED, Tracing, context_of
 
 if TYPE_CHECKING:  # generic in the type stubs only
@@ -35,26 +49,57 @@ ResponseT = TypeVar("ResponseT")
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Context], Any]
 
+# Questions of one message and one answer; requests of whoever needs no token have a name in them and nothing else.
+MAX_QUESTION_BYTES, MAX_OPEN_BYTES = 256 << 10, 4 << 10
+# Calls that need no token, by method: streams may last for ever.
+_MAX_OPEN_CALLS = {"/grpc.health.v1.Health/Check": 64, "/grpc.health.v1.Health/Watch": 64}
+_MAX_OTHER_OPEN_CALLS = 4
+_MAX_BACKGROUND_CALLS = 256
+# Of messages being read: bytes in all, and how long the slowest may keep the next one waiting. Those that need no token
+# arrive with the call or are no honest ones.
+RECEIVING_BYTES, _MAX_PLACES, _PATIENCE_S = 128 << 20, 64, 5.0
+_OPEN_INTAKE = IntakeLimits(places=1, patience_s=0.1, limit_s=5.0)
+# Statuses wait behind what a client has not read; what has arrived of a call outlives its handler.
+_ABORT_S, _SETTLE_S = 1.0, 0.1
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """`max_message_bytes` of one request, `max_held_bytes` of those of all calls under way, `max_calls` at once, and
+    `write_s` for a client to take one response."""
+
+    max_message_bytes: int
+    max_calls: int = 2048
+    max_held_bytes: int = 128 << 20
+    write_s: float = 120.0
+
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """One per server. Knows the calls in flight; what is open to everybody (health, reflection) passes untouched.
+    """One per server. Knows the calls in flight; those that are open to everybody (health, reflection) are bounded,
+    but neither counted nor waited for.
 
     `background_methods` ("/baton.v1.Worker/Watch") are streams without an end of their own: they neither hold up a
     drain nor are refused by it.
     """
 
-    def __init__(self, *, background_methods: frozenset[str], max_message_bytes: int, metrics: RpcMetrics,
+    def __init__(self, *, background_methods: frozenset[str], limits: CallLimits, metrics: RpcMetrics,
                  security: ServerSecurity, tracing: Tracing) -> None:
         self._security = security
         self._tracing = tracing
         self._background = background_methods
-        self._max_message_bytes = max_message_bytes
+        self._limits = limits
         self._metrics = metrics
+        places = max(1, min(_MAX_PLACES, RECEIVING_BYTES // limits.max_message_bytes))
+        self._intake = Intake(IntakeLimits(places, _PATIENCE_S))
+        self._open_intake = Intake(_OPEN_INTAKE)
+        self._seats = Seats("calls", limits.max_calls, limits.max_held_bytes)
+        self._background_seats = Seats("endless calls", _MAX_BACKGROUND_CALLS, limits.max_held_bytes)
+        self._open_seats: dict[str, Seats] = {}
         self._tasks: dict[asyncio.Task[object], str] = {}
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._refusal = ""
-        self._expelled: set[asyncio.Task[object]] = set()
+        self._expelled: dict[asyncio.Task[object], BatonError] = {}
 
     def refuse_new(self, reason: str) -> None:
         """From now on new streams end with UNAVAILABLE and this reason: they begin work. A call of one message ends
@@ -71,17 +116,17 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return False
         return True
 
-    def hand_back(self) -> None:
-        """End the calls that count with UNAVAILABLE, so that their callers go on elsewhere."""
-        self._expel(task for task, method in self._tasks.items() if method not in self._background)
+    def hand_back(self, error: BatonError) -> None:
+        """End the calls that count with this error, so that their callers go on elsewhere."""
+        self._expel([task for task, method in self._tasks.items() if method not in self._background], error)
 
     def expel(self) -> None:
         """End every call, the background ones too, with UNAVAILABLE."""
-        self._expel(self._tasks)
+        self._expel(self._tasks, DrainingError("the server is stopping"))
 
-    def _expel(self, tasks: Iterable[asyncio.Task[object]]) -> None:
+    def _expel(self, tasks: Iterable[asyncio.Task[object]], error: BatonError) -> None:
         for task in tasks:
-            self._expelled.add(task)
+            self._expelled[task] = error
             task.cancel()
 
     async def intercept_service(
@@ -90,39 +135,71 @@ class CallGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler[RequestT, ResponseT] | None":
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or access_to(method) is Access.OPEN:
+        if handler is None:
             return handler
-        guarded: Handler[RequestT, ResponseT] = self._guarded(method, handler)
+        guarded: Handler[RequestT, ResponseT] = self._guarded(handler_call_details.method, handler)
         return guarded
 
     def _guarded(self, method: str, handler: Any) -> Any:  # noqa: ANN401 (gRPC's four handler kinds share no type)
-        kind = f"{'stream' if handler.request_streaming else 'unary'}_" \
-               f"{'stream' if handler.response_streaming else 'unary'}"
-        behaviors: dict[str, Behavior] = {
-            "unary_unary": handler.unary_unary, "unary_stream": handler.unary_stream,
-            "stream_unary": handler.stream_unary, "stream_stream": handler.stream_stream,
+        behaviors: dict[tuple[bool, bool], Behavior] = {
+            (False, False): handler.unary_unary, (False, True): handler.unary_stream,
+            (True, False): handler.stream_unary, (True, True): handler.stream_stream,
         }
-        behavior = behaviors[kind]
+        behavior = behaviors[handler.request_streaming, handler.response_streaming]
+        is_open, seats = access_to(method) is Access.OPEN, self._seats_for(method)
+        intake = self._open_intake if is_open else self._intake
+        begins_work = handler.request_streaming or handler.response_streaming
 
-        async def guarded(request: object, context: Context) -> object:
-            async with self._call(method, context):
-                if self._refusal and kind != "unary_unary" and method not in self._background:
+        async def served(requests: object, context: Context) -> object:
+            with seats.taken():
+                if self._refusal and begins_work and not is_open and method not in self._background:
                     raise DrainingError(self._refusal)
-                self._check_size(request)
-                return await _run(behavior, request, context)
+                if handler.request_streaming:
+                    return await self._run(behavior, requests, context)
+                request = await intake.receive(lambda: _first_message(context),
+                                               lambda release: _when_over(context, release))
+                with seats.holding(request.ByteSize()):
+                    return await self._run(behavior, request, context)
 
-        make = {
-            "unary_unary": grpc.unary_unary_rpc_method_handler, "unary_stream": grpc.unary_stream_rpc_method_handler,
-            "stream_unary": grpc.stream_unary_rpc_method_handler,
-            "stream_stream": grpc.stream_stream_rpc_method_handler,
-        }[kind]
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
+        async def guarded(requests: object, context: Context) -> object:
+            async with self._answered(method, context) if is_open else self._call(method, context):
+                return await served(requests, context)
+            return None  # it was given up on
 
-    def _check_size(self, request: object) -> None:
-        if isinstance(request, Message) and (size := request.ByteSize()) > self._max_message_bytes:
-            raise InvalidRequestError(FieldViolation(
-                "request", f"a message may have at most {self._max_message_bytes} bytes, this one has {size}"))
+        make = grpc.stream_stream_rpc_method_handler if handler.response_streaming \
+            else grpc.stream_unary_rpc_method_handler
+        largest = MAX_OPEN_BYTES if is_open else MAX_QUESTION_BYTES
+        if begins_work and not is_open:
+            largest = self._limits.max_message_bytes
+        parse = bounded(handler.request_deserializer, min(largest, self._limits.max_message_bytes))
+        return make(guarded, parse, handler.response_serializer)
+
+    def _seats_for(self, method: str) -> Seats:
+        if method in self._background:
+            return self._background_seats
+        if access_to(method) is not Access.OPEN:
+            return self._seats
+        if method not in self._open_seats:
+            max_calls = _MAX_OPEN_CALLS.get(method, _MAX_OTHER_OPEN_CALLS)
+            self._open_seats[method] = Seats(f"calls of {method}", max_calls, max_calls * MAX_OPEN_BYTES)
+        return self._open_seats[method]
+
+    async def _run(self, behavior: Behavior, request: object, context: Context) -> object:
+        if not inspect.isasyncgenfunction(behavior):
+            return await behavior(request, context)
+        # Closed here and now: left to the garbage collector, a cancelled handler would hold its pages until then.
+        async with contextlib.aclosing(behavior(request, context)) as responses:
+            async for response in responses:
+                await self._write(response, context)
+        return None
+
+    async def _write(self, response: object, context: Context) -> None:
+        """Raises RequestAborted if the client does not take it."""
+        try:
+            async with asyncio.timeout(self._limits.write_s):
+                await context.write(response)
+        except TimeoutError:
+            raise RequestAborted(f"the client has read nothing for {self._limits.write_s:g} s") from None
 
     @contextlib.asynccontextmanager
     async def _call(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -135,9 +212,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 yield
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
-                if asyncio.current_task() not in self._expelled:
+                task = asyncio.current_task()
+                if task is None or task not in self._expelled:
                     raise
-                failure = failure_of(DrainingError("the server is stopping"))
+                failure = failure_of(self._expelled[task])
             except grpc.aio.AbortError:
                 code = grpc.StatusCode.UNKNOWN
                 raise
@@ -148,7 +226,17 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 self._metrics.ended(method, code.name, time.monotonic() - started)
                 span.note(grpc_code=code.name)
             if failure is not None:
-                await context.abort(failure.code, failure.message, failure.trailing_metadata)
+                await _abort(context, failure)
+
+    @contextlib.asynccontextmanager
+    async def _answered(self, method: str, context: Context) -> AsyncIterator[None]:
+        """Errors become statuses, and nothing else."""
+        try:
+            yield
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 (the process edge: every error becomes a status)
+            await _abort(context, _failed(method, error))
 
     @contextlib.contextmanager
     def _registered(self, method: str) -> Iterator[None]:
@@ -161,7 +249,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             yield
         finally:
             del self._tasks[task]
-            self._expelled.discard(task)
+            self._expelled.pop(task, None)
             self._metrics.in_flight(method).dec()
             self._note_quiet()
 
@@ -172,22 +260,46 @@ class CallGuard(grpc.aio.ServerInterceptor):
             self._quiet.clear()
 
 
-async def _run(behavior: Behavior, request: object, context: Context) -> object:
-    if not inspect.isasyncgenfunction(behavior):
-        return await behavior(request, context)
-    # Closed here and now: left to the garbage collector, a cancelled handler would hold its pages until then.
-    async with contextlib.aclosing(behavior(request, context)) as responses:
-        async for response in responses:
-            await context.write(response)
-    return None
+async def _first_message(context: Context) -> Message:
+    """Raises InvalidRequestError if the stream ends without one."""
+    message = await context.read()
+    if not isinstance(message, Message):
+        raise InvalidRequestError(FieldViolation("request", "no message came"))
+    return message
+
+
+def _when_over(context: Context, then: Callable[[], None]) -> None:
+    """Call `then` when gRPC has let go of what arrived of a call: a little after its handler."""
+    loop = asyncio.get_running_loop()
+
+    context.add_done_callback(lambda _: loop.call_later(_SETTLE_S, then))  # type: ignore[arg-type]  # the stubs' error
+
+
+async def _abort(context: Context, failure: RpcFailure) -> None:
+    """End the call. Raises gRPC's AbortError when the status is out; one that waits behind what the client does not
+    read is left to gRPC, so that the handler ends."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(failure.code, failure.message, failure.trailing_metadata)
 
 
 def _failed(method: str, error: Exception) -> RpcFailure:
-    """Log a failure as what it is (a bug with its traceback, anything else as a line) and give its status."""
+    """Log a failure as what it is (a bug with its traceback, anything else as a line) and give its status. What is
+    wrong with a request quotes it, so the log has only the names of its fields."""
     failure = failure_of(error, bound_ids().get("request_id", ""))
     fields = {"method": method, "code": failure.code.name}
-    if isinstance(error, BatonError) and not isinstance(error, InternalError):
+    if isinstance(error, InvalidRequestError):
+        logger.info("call refused for %s", ", ".join(v.field for v in error.violations[:MAX_VIOLATIONS]), extra=fields)
+    elif isinstance(error, BatonError) and not isinstance(error, InternalError):
         logger.info("call refused or failed: %s", failure.message, extra=fields)
     else:
         logger.error("bug in a handler", exc_info=error, extra=fields)
+    _let_go(error)
     return failure
+
+
+def _let_go(error: BaseException | None) -> None:
+    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage collector comes by."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -3,6 +3,10 @@
     configure(level="info", style=LogStyle.HUMAN, role="router")
     with bind(request_id=..., session_id=...): ...      ids on every line logged inside, also across awaits
     logger.info("prefill started", extra={"queue_s": 0.02})      extra fields become JSON keys or key=value
+
+Values may come from strangers, so nothing that is logged is trusted: every value, message and line of a traceback is
+cut to a stated length, and what is not printable is escaped. One record is one line; only a traceback has more, and
+these are indented, so that no value can look like a record of its own.
 """
 
 import json
@@ -18,6 +22,9 @@ from typing import TextIO
 from runtime.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
+MAX_VALUE_CHARACTERS, MAX_MESSAGE_CHARACTERS = 256, 4096
+MAX_TRACEBACK_LINES, MAX_TRACEBACK_CHARACTERS = 256, 512  # the first and the last lines; of each line
+_QUOTED = frozenset(' "=')
 _PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "ids", "role"}
 _ids: ContextVar[Mapping[str, str]] = ContextVar("log_ids", default={})  # noqa: B039 (never mutated)
 
@@ -35,7 +42,7 @@ def bound_ids() -> Mapping[str, str]:
 @contextmanager
 def bind(**ids: str) -> Iterator[None]:
     """Put ids on every line logged inside."""
-    token = _ids.set({**_ids.get(), **ids})
+    token = _ids.set({**_ids.get(), **_shortened(ids)})
     try:
         yield
     finally:
@@ -44,7 +51,23 @@ def bind(**ids: str) -> Iterator[None]:
 
 def rebind(**ids: str) -> None:
     """Put ids on every further line of this task: for handlers that learn the id from their first message."""
-    _ids.set({**_ids.get(), **ids})
+    _ids.set({**_ids.get(), **_shortened(ids)})
+
+
+def _shortened(ids: Mapping[str, str]) -> dict[str, str]:
+    """An id is kept as long as its task runs: not one of eight megabytes."""
+    return {name: value[:MAX_VALUE_CHARACTERS] for name, value in ids.items()}
+
+
+def shown(value: object, limit: int = MAX_VALUE_CHARACTERS) -> str:
+    """`value` as a text of one line: at most `limit` characters, then how many there were; what is not printable is
+    escaped as in a Python string."""
+    text = value if isinstance(value, str) else str(value)
+    head = text[:limit]
+    if not head.isprintable():
+        head = "".join(character if character.isprintable() else character.encode("unicode_escape").decode()
+                       for character in head)
+    return head if len(text) <= limit else f"{head}... ({len(text)} characters)"
 
 
 class _Context(logging.Filter):
@@ -63,7 +86,33 @@ class _Context(logging.Filter):
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     values = vars(record)
     extra = {key: value for key, value in values.items() if key not in _PLAIN_FIELDS}
-    return {**values["ids"], **extra}
+    return {key: _plain(value) for key, value in {**values["ids"], **extra}.items()}
+
+
+def _plain(value: object) -> object:
+    """Numbers stay numbers, everything else becomes a short text."""
+    return value if value is None or isinstance(value, bool | int | float) else shown(value)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """The template with its arguments cut and escaped before they are put in, so that a long one hides no other."""
+    arguments, message = record.args, record.msg
+    try:
+        if isinstance(arguments, Mapping):
+            message = str(message) % {key: _plain(value) for key, value in arguments.items()}
+        elif arguments:
+            message = str(message) % tuple(map(_plain, arguments))
+    except (TypeError, ValueError, KeyError):  # a template that wants the object itself
+        message = record.getMessage()
+    return shown(message, MAX_MESSAGE_CHARACTERS)
+
+
+def _traceback(formatted: str) -> list[str]:
+    lines = formatted.splitlines()
+    if (more := len(lines) - MAX_TRACEBACK_LINES) > 0:
+        half = MAX_TRACEBACK_LINES // 2
+        lines = [*lines[:half], f"... {more} lines ...", *lines[-half:]]
+    return [f"    {shown(line, MAX_TRACEBACK_CHARACTERS)}" for line in lines]
 
 
 class JsonFormatter(logging.Formatter):
@@ -76,23 +125,34 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "role": vars(record)["role"],
             "logger": record.name,
-            "message": record.getMessage(),
-            **_fields(record),
+            "message": _message(record),
         }
+        line.update((key, value) for key, value in _fields(record).items() if key not in line)
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+            line["exception"] = "\n".join(_traceback(self.formatException(record.exc_info)))
+        return json.dumps(line)
+
+
+def human_line(text: str, *, level: str = "info", at_s: float | None = None) -> str:
+    """Time, level, text: how every line for people begins, those of programs without a logger, too. `at_s` is seconds
+    since 1970, now if None."""
+    at_s = time.time() if at_s is None else at_s
+    return f"{time.strftime('%H:%M:%S', time.localtime(at_s))}.{int(at_s % 1 * 1e3):03d} {level:7} {text}"
 
 
 class HumanFormatter(logging.Formatter):
-    """Time, level, message, key=value."""
+    """Time, level, message, key=value; values with spaces, quotes or = are quoted."""
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
-        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}"
+        fields = " ".join(f"{key}={_quoted(value)}" for key, value in _fields(record).items())
+        line = human_line(_message(record), level=record.levelname.lower(), at_s=record.created)
         line += f"  {fields}" if fields else ""
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return "\n".join([line, *_traceback(self.formatException(record.exc_info))]) if record.exc_info else line
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if _QUOTED.intersection(text) else text
 
 
 def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.stderr) -> None:

@@ -4,7 +4,11 @@ A digest names what both must have alike; behind a `+` it may name the draft who
 A pool without that part takes prompts without it and hands them over without it.
 """
 
+import re
+
 _DRAFT = "+"
+# The parts of a pool's text that have one value, in its order; what follows describes the caches.
+_NAMED = ("schema", "weights", "numerics", "arithmetic", "page size")
 
 
 def pairing_digest(model: str, draft: str) -> str:
@@ -21,3 +25,16 @@ def may_pair(first: str, second: str) -> bool:
 def share_draft(first: str, second: str) -> bool:
     """Whether the state of a draft crosses between the two."""
     return may_pair(first, second) and _DRAFT in first and _DRAFT in second
+
+
+def named_difference(mine: str, theirs: str) -> str:
+    """Which of the named parts of two pools' texts differ, as " in numerics (exact here, fast there)"; empty if none
+    of them does."""
+    pairs = [(name, _part(mine, name), _part(theirs, name)) for name in _NAMED]
+    differing = [f"{name} ({own} here, {other} there)" for name, own, other in pairs if own != other]
+    return f" in {', '.join(differing)}" if differing else ""
+
+
+def _part(text: str, name: str) -> str:
+    found = re.search(rf"(?:^|, ){name} ([^,]*)", text)
+    return found[1] if found else "unknown"

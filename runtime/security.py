@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from pydantic import Field
 
-from runtime.access import Access, PeerRole, access_to, check_role, roles_of
+from runtime.access import ANYBODY, Access, Caller, PeerRole, access_to, certified, check_role, roles_of
 from runtime.certificates import CertificateStore, TlsFiles
 from runtime.config import AddressField, Config, parse_address
 from runtime.errors import ConfigError
@@ -85,11 +85,21 @@ class ServerSecurity:
         access = access_to(method)
         if access is Access.CLIENT:
             if self.tokens is not None:
-                metadata = dict(context.invocation_metadata() or ())
-                authorization = metadata.get(AUTHORIZATION_KEY)
-                self.tokens.check(authorization if isinstance(authorization, str) else None)
+                self.tokens.check(_authorization(context))
         elif access is not Access.OPEN and (self.certificates is not None or self.tokens is not None):
             check_role(method, roles_of(context.auth_context()), pool=self.pool)
+
+    def caller(self, context: Context) -> Caller:
+        """Who calls a method for clients, after `check`: the holder of a token, else of a certificate, else anybody."""
+        if self.tokens is not None:
+            name = self.tokens.check(_authorization(context))
+            return Caller(f"token:{name}", frozenset({name}))
+        return ANYBODY if self.certificates is None else certified(context.auth_context())
+
+
+def _authorization(context: Context) -> str | None:
+    authorization = dict(context.invocation_metadata() or ()).get(AUTHORIZATION_KEY)
+    return authorization if isinstance(authorization, str) else None
 
 
 @dataclass(frozen=True)

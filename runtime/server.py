@@ -7,8 +7,11 @@
     await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
 """
 
+import asyncio
 import logging
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import grpc
 from grpc_channelz.v1 import channelz
@@ -16,26 +19,44 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from runtime.config import Address, parse_address
-from runtime.errors import ConfigError
-from runtime.interceptor import CallGuard
+from runtime.errors import BatonError, ConfigError, DeadlineError, DrainingError, FieldViolation, InvalidRequestError
+from runtime.interceptor import CallGuard, CallLimits
+from runtime.lasting_server import LastingServer
 from runtime.metrics import RpcMetrics
 from runtime.security import OPEN_SERVER, ServerSecurity
 from runtime.tracing import UNTRACED, Tracing
 
 logger = logging.getLogger(__name__)
 
-# Above the limit the guard enforces, gRPC itself drops messages, with RESOURCE_EXHAUSTED and no details.
-_HARD_LIMIT_FACTOR = 4
+MessageT = TypeVar("MessageT")
+
+# What a connection may cost before anybody has looked at its calls. A call's message waits outside, but for one window.
+MAX_METADATA_BYTES = 16 << 10
+WINDOW_BYTES = 64 << 10
+HANDSHAKE_S = 10.0
+# Pings closer together than this are strikes, and the connection ends with the last one; ours come every keepalive_s.
+MIN_PING_INTERVAL_S, MAX_PING_STRIKES = 0.3, 5
+# Calls gRPC may hold until the event loop takes them.
+MAX_PENDING_CALLS = 1000
+# The second door answers probes: a service's name per message, a few connections.
+HEALTH_MESSAGE_BYTES, HEALTH_CALLS, HEALTH_CONNECTIONS = 1 << 10, 32, 64
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never. `channelz` shows
     sockets and calls of the whole process to whoever may watch workers. `health_listen` serves health once more, in
-    plain text: for probes that know no TLS, as Kubernetes' own."""
+    plain text: for probes that know no TLS, as Kubernetes' own. `max_calls` and `max_held_bytes` (of their messages)
+    hold for the server, `max_streams` for each of its `max_connections`; `write_s` is what a client has to take a
+    response."""
 
     listen: str
     max_message_bytes: int = 16 << 20
+    max_calls: int = 2048
+    max_held_bytes: int = 128 << 20
+    max_streams: int = 1024
+    max_connections: int = 1024
+    write_s: float = 120.0
     keepalive_s: float = 1.5
     keepalive_timeout_s: float = 2.5
     max_connection_age_s: float | None = None
@@ -47,14 +68,24 @@ class ServerOptions:
     def as_grpc(self) -> list[tuple[str, int]]:
         options = [
             ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
-            ("grpc.max_receive_message_length", self.max_message_bytes * _HARD_LIMIT_FACTOR),
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_concurrent_streams", self.max_streams),
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),  # above the first limit gRPC refuses at random, so:
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+            ("grpc.http2.bdp_probe", 0),  # it would widen the window of calls that nobody reads to megabytes
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+            ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
             ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1e3)),  # see runtime.client
             ("grpc.keepalive_permit_without_calls", 1),
             # Clients may ping as often as our own channels do, also while a long prefill says nothing.
-            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1e3)),
+            ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
             ("grpc.http2.max_pings_without_data", 0),
         ]
         if self.max_connection_age_s is not None:
@@ -98,11 +129,14 @@ class GrpcServer:
         self._services = services
         self._also_served = also_served
         self._security = security
-        self._guard = CallGuard(background_methods=background_methods, max_message_bytes=options.max_message_bytes,
-                                metrics=metrics, security=security, tracing=tracing)
+        limits = CallLimits(options.max_message_bytes, options.max_calls, options.max_held_bytes, options.write_s)
+        self._guard, self._health_guard = (
+            CallGuard(background_methods=background_methods, limits=limits, metrics=metrics, security=security,
+                      tracing=tracing) for _ in range(2))  # each door has its own places
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
-        self.grpc = grpc.aio.server(interceptors=[self._guard], options=options.as_grpc())
+        self.grpc: grpc.aio.Server = LastingServer(
+            lambda: grpc.aio.server(interceptors=[self._guard], options=options.as_grpc()))
 
     async def start(self) -> str:
         """Listen and return the address. Raises ConfigError naming the address when it cannot be bound."""
@@ -125,7 +159,10 @@ class GrpcServer:
         if self._options.health_listen is None:
             return
         listen = parse_address(self._options.health_listen, field="health_listen")
-        self._health_server = grpc.aio.server(options=self._options.as_grpc())
+        options = replace(self._options, max_message_bytes=HEALTH_MESSAGE_BYTES, max_streams=HEALTH_CALLS,
+                          max_connections=HEALTH_CONNECTIONS)
+        self._health_server = LastingServer(
+            lambda: grpc.aio.server(interceptors=[self._health_guard], options=options.as_grpc()))
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._health_server)
         await _bind(self._health_server, listen, None, field="health_listen")
         await self._health_server.start()
@@ -135,7 +172,11 @@ class GrpcServer:
         the services."""
         if not await self._guard.wait_quiet(timeout_s=grace_s):
             logger.warning("calls still in flight after the grace period are handed back", extra={"grace_s": grace_s})
-        self._guard.hand_back()
+        await self.hand_back(DrainingError("the server is stopping"))
+
+    async def hand_back(self, error: BatonError) -> None:
+        """End the calls in flight with this error, so that their callers go on elsewhere; the server stays."""
+        self._guard.hand_back(error)
         await self._guard.wait_quiet(timeout_s=1.0)
 
     async def drain(self, *, grace_s: float) -> None:
@@ -170,3 +211,19 @@ async def _bind(server: grpc.aio.Server, listen: Address, credentials: grpc.Serv
         await server.stop(None)
         raise ConfigError(f"cannot listen on {listen}: the address is in use or not of this machine", field=field)
     return Address(listen.host, port)
+
+
+async def first_message(stream: AsyncIterator[MessageT], timeout_s: float) -> MessageT:
+    """The message that opens a stream.
+
+    Raises:
+        InvalidRequestError: the stream ended without one.
+        DeadlineError: none came in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(stream)
+    except StopAsyncIteration:
+        raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
+    except TimeoutError:
+        raise DeadlineError(f"no request within {timeout_s} s of the stream's opening") from None

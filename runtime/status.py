@@ -193,6 +193,13 @@ _BY_REASON: Mapping[str, _Builder] = {
     errors.InternalError.reason: _named(errors.InternalError),
 }
 
+def _exhausted(message: str) -> BatonError:
+    """gRPC itself refuses a message over the server's limit, naming both sizes."""
+    if message.startswith("SERVER: ") and "larger than max" in message:
+        return errors.InvalidRequestError(errors.FieldViolation("request", message.removeprefix("SERVER: ")))
+    return errors.CapacityError(message, resource="message size")
+
+
 # For statuses that gRPC itself produced, which carry no details.
 _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
@@ -202,7 +209,7 @@ _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
     grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
     grpc.StatusCode.UNIMPLEMENTED: lambda m: errors.ConfigError(f"the server does not offer this call: {m}",
                                                                 field="target"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: lambda m: errors.CapacityError(m, resource="message size"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: _exhausted,
     grpc.StatusCode.INVALID_ARGUMENT: lambda m: errors.InvalidRequestError(errors.FieldViolation("request", m)),
 }
 

@@ -1,5 +1,5 @@
 """What the dashboards show: panels as plain values. `tools.dashboards` turns them into Grafana's JSON, and
-`tools.render_dashboards` into pictures.
+`tools.pictures` into pictures.
 
 Every selector goes through `of`, which adds the namespace that is chosen on the dashboard. A metric that several roles
 export is narrowed to one of them by its process's `baton_build_info`.

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from baton.cli import app as baton_app
 from pool.main import worker_command
 from pool.stage.config import WorkerConfig
-from router.__main__ import app as router_app
+from router.command import app as router_app
 from router.config import RouterConfig
 from runtime.config import Config
 

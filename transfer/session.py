@@ -16,7 +16,7 @@ from typing import Generic, Self, TypeVar
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, DeadlineError, HandoffError, IntegrityError, InternalError, PeerLostError
-from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import ChunkTiming, StageSessionEvent, StageSessionState
 
 
 class SessionInput(StrEnum):
@@ -108,6 +108,7 @@ class _Session(Generic[State]):
         self.error: BatonError | None = None
         self.num_bytes = 0
         self.num_late_events = 0
+        self.chunk_timings: tuple[ChunkTiming, ...] = ()  # of the stage in this process, once it has sent everything
         self._num_stages = num_stages
         self._clock = clock
         self._table: Table[State] = table
@@ -142,6 +143,7 @@ class _Session(Generic[State]):
         reports.add(event.state)
         if event.state is StageSessionState.COMPLETE:
             self.num_bytes += event.num_bytes
+            self.chunk_timings += event.chunk_timings
         if event.state is StageSessionState.FAILED:
             self._fail(_ERRORS.get(event.error_reason, HandoffError)(f"stage {rank}: {event.error_text}"))
         elif event.state is StageSessionState.DRAINED and not self._is_closing:
@@ -241,6 +243,7 @@ class ReceiveSession(_Session[ReceiveState]):
         self.epoch += 1
         self.error = None
         self.num_bytes = 0
+        self.chunk_timings = ()
         self._is_source_lost = False
         self._reports.clear()
         return self.epoch

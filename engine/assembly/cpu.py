@@ -10,7 +10,6 @@ from engine.assembly.backend_set import DraftPools, StageBackends, StageCaches
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.latent import CpuLatentAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
-from engine.backends.cpu.tree import TreeAttention
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
@@ -24,7 +23,7 @@ from engine.speculative.multistep_latent import MultiStepLatentAttention
 
 @dataclass(frozen=True)
 class CpuBackends:
-    """Satisfies `pool.backend_set.Backends` in plain torch; exact numerics are its own."""
+    """Satisfies `engine.assembly.backend_set.Backends` in plain torch; exact numerics are its own."""
 
     numerics: Numerics
     device: torch.device = HOST
@@ -32,32 +31,27 @@ class CpuBackends:
     def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
                  max_nodes: int) -> StageBackends:
         """See `Backends.of_stage`."""
-        paged = None if geometry is None else self._paged(caches.kv, geometry)
+        paged = None if geometry is None else CpuAttention(kv_pools=caches.kv, geometry=geometry)
         slots = self._recurrent(caches.conv, caches.state)
         compressed = None if latent is None else CpuLatentAttention(
             latent_pools=caches.latent, index_pools=caches.index_key, geometry=latent)
         if not max_nodes:
             return StageBackends(paged, compressed, slots)
-        trees = None if paged is None or geometry is None else TreeAttention(
-            paged=paged, kv_pools=caches.kv, page_size=geometry.page_size,
-            backend_over=lambda pools: self._paged(pools, geometry))
         states = TreeRecurrent(slots=slots, conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes,
                                backend_over=self._recurrent)
-        return StageBackends(trees, compressed, states,
-                             tuple(cache for cache in (trees, compressed, states) if cache is not None))
+        return StageBackends(paged, compressed, states,
+                             tuple(cache for cache in (paged, compressed, states) if cache is not None))
 
     def of_draft(self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools) -> DraftAttention:
         """See `Backends.of_draft`."""
         if isinstance(geometry, AttentionGeometry):
             kv = pools[CacheKind.KV]
-            return DraftAttention.over_kv(self._paged(kv, geometry), MultiStepAttention(kv_pools=kv, geometry=geometry))
+            return DraftAttention.over_kv(CpuAttention(kv_pools=kv, geometry=geometry),
+                                          MultiStepAttention(kv_pools=kv, geometry=geometry))
         latent, index = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
         return DraftAttention.over_latents(
             CpuLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry),
             MultiStepLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry))
-
-    def _paged(self, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> CpuAttention:
-        return CpuAttention(kv_pools=kv_pools, geometry=geometry, numerics=self.numerics)
 
     def _recurrent(self, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor]) -> CpuRecurrent:
         return CpuRecurrent(conv_pools=conv_pools, state_pools=state_pools, numerics=self.numerics)

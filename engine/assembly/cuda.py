@@ -33,8 +33,8 @@ LatentWrappersFor = Callable[[LatentGeometry, Mapping[int, Tensor]], LatentWrapp
 
 @dataclass(frozen=True)
 class DeviceBackends:
-    """Satisfies `pool.backend_set.Backends`. Trees are verified through a custom mask, so attention commits them
-    itself, and recurrent layers keep a state per node."""
+    """Satisfies `engine.assembly.backend_set.Backends`. Trees are verified through a custom mask, so attention commits
+    them itself, and recurrent layers keep a state per node."""
 
     device: torch.device
     wrappers: WrappersFor

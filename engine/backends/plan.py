@@ -1,67 +1,23 @@
-"""What the CPU backend prepares once per batch: where new keys go, what is read, and who sees what.
+"""What the CPU backend prepares once per batch: where new keys go, and what each new token sees.
 
-Rows are taken in *groups* of equal query length and similar context, whose keys are gathered together; a row of many
-tokens is a group of its own. A group's queries are cut into *tiles*, so that the score matrix of a long chunk stays
-small and a tile is multiplied with the keys before its end only.
-
-Tokens that were drawn, or are drafts in a chain, are read *in place* instead, where there is code for it: few queries
-to a row do not pay for gathering. So a token's bits depend on whether it is the prompt's; that is why a request that
-lost its memory gets its prompt in chunks again, but its output token by token.
+A row's new tokens are cut into *tiles*, each of which reads the row's keys once per kv head. Where order is not causal
+(draft trees), a token's own keys are listed as its *path*: plain decoding would have stored them behind each other, and
+the order in which keys are added up is that of plain decoding.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.visibility import TreeMask, tree_mask
+from engine.backends.visibility import tree_visibility
 from engine.contracts.attention import AttentionGeometry
-from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch
 from engine.kernels.rows_in_place import RowsInPlace
-from runtime.errors import ConfigError, InternalError
+from runtime.errors import InternalError
 
-KEY_STEP = 64  # keys are gathered in multiples of this, whatever the page size
-MAX_TILE_TOKENS = 128
-_MIN_TILE_TOKENS = 16
-_MAX_TILE_SCORES = 1 << 23  # all heads together
-_MAX_GROUPED_TOKENS = 32  # longer rows fill a product on their own
-_MAX_GROUP_KEYS = 5120  # unless one row has more; what is gathered should still be in the cache when it is read
+MAX_TILE_ROWS = 96  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
 _MIN_RUN_TOKENS = 8  # on average
-_MAX_LENGTH_RATIO = 1.5  # of rows in one group: the shorter are gathered as long as the longest
-
-
-@dataclass(frozen=True)
-class QueryTile:
-    """Tokens start..stop-1 of each of the G rows of a group.
-
-    num_keys      how many keys of each row are gathered for it
-    records       [G * kv heads * pages] int64, where they are: page * 2 * kv heads + kv head
-    first_masked  keys before this one are seen by all its tokens; a multiple of KEY_STEP
-    mask          [G, 1, tokens * heads per kv head, num_keys - first_masked], added to scores: -inf where a key must
-                  not be seen, else 0
-    written       [G, num_keys - first_masked], integers as wide as a score: all bits set where a key is written, else
-                  none; None where all are
-    """
-
-    start: int
-    stop: int
-    num_keys: int
-    records: Tensor
-    first_masked: int
-    mask: Tensor
-    written: Tensor | None
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """G rows of M new tokens each. `tokens` [G * M] int64 are the rows' tokens within the batch."""
-
-    num_rows: int
-    tokens: Tensor
-    tiles: tuple[QueryTile, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +33,7 @@ class PageRun:
 @dataclass(frozen=True)
 class AttentionPlan:
     """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `runs` cover all tokens, or are
-    empty where they are so short that writing token by token is quicker. Rows are read in place, or in groups."""
+    empty where they are so short that writing token by token is quicker."""
 
     geometry: AttentionGeometry
     num_rows: int
@@ -85,68 +41,68 @@ class AttentionPlan:
     write_pages: Tensor  # [T] int64
     write_offsets: Tensor  # [T] int64
     runs: tuple[PageRun, ...]
-    groups: tuple[RowGroup, ...]
-    in_place: RowsInPlace | None = None
+    rows: RowsInPlace
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Keys 0..num_common-1 are seen by all of the row's new tokens."""
-
-    index: int
-    first_token: int  # within the batch
-    context_len: int
-    num_tokens: int
-    num_common: int
-
-    @property
-    def num_keys(self) -> int:
-        return self.context_len + self.num_tokens
-
-
-def key_step(page_size: int) -> int:
-    """Keys are gathered in multiples of this. Raises ConfigError when pages do not fit it."""
-    if page_size % KEY_STEP and KEY_STEP % page_size:
-        raise ConfigError(f"page_size must divide {KEY_STEP} or be a multiple of it, got {page_size}",
-                          field="page_size")
-    return max(page_size, KEY_STEP)
-
-
-def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, dtype: torch.dtype, *,
-               num_pages: int | None = None) -> AttentionPlan:
-    """Plan from the batch's host-side lengths, page tables and tree mask. `dtype` is that of scores. `num_pages` is
-    the size of a pool whose pages this batch reads in place.
+def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int | None) -> AttentionPlan:
+    """Plan from the batch's host-side lengths, page tables and trees. `num_pages` is the size of the pools, None
+    where there are none.
 
     Raises:
-        InternalError: a tree mask that does not fit its row, or a page to be read in place that the pool has not.
+        InternalError: a tree of another size than its row, or a page that the pools do not have.
     """
     rows, positions = storage_positions(batch)
     pages = batch.page_tables.long()
-    in_place = None if num_pages is None else _rows_in_place(batch, num_pages)
-    grouped = _grouped(_rows(batch)) if in_place is None else []
+    # Compiled code would read whatever is there.
+    if num_pages is not None and pages.numel() and not 0 <= pages.min() <= pages.max() < num_pages:
+        raise InternalError(f"the pool has {num_pages} pages, the page tables name {pages.tolist()}")
+    write_pages, write_offsets = pages[rows, positions // geometry.page_size], positions % geometry.page_size
     return AttentionPlan(
         geometry=geometry,
         num_rows=batch.num_rows,
         num_tokens=len(positions),
-        write_pages=pages[rows, positions // geometry.page_size],
-        write_offsets=positions % geometry.page_size,
+        write_pages=write_pages,
+        write_offsets=write_offsets,
         runs=_runs(batch, geometry.page_size),
-        groups=tuple(_group(group, batch, pages, geometry, dtype) for group in grouped),
-        in_place=in_place,
+        rows=_rows_in_place(batch, geometry, pages, positions),
     )
 
 
-def is_read_in_place(batch: ForwardBatch) -> bool:
-    """Whether its tokens were drawn, or are drafts in a chain."""
-    return batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and tree_mask(batch) is None and batch.num_tokens > 0
+def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, pages: Tensor, positions: Tensor) -> RowsInPlace:
+    num_in_order = torch.tensor([sum(lengths) for lengths in zip(batch.context_lens, batch.query_lens, strict=True)],
+                                dtype=torch.int32)
+    paths = torch.empty(len(positions), 0, dtype=torch.long)
+    visibility = tree_visibility(batch)
+    if visibility:
+        num_in_order = torch.tensor(batch.context_lens, dtype=torch.int32)
+        paths = torch.zeros(len(positions), max(batch.query_lens), dtype=torch.long)
+        positions, start = positions.clone(), 0
+        for row, visible in enumerate(visibility):
+            tokens, first = slice(start, start + len(visible)), batch.context_lens[row]
+            stored = torch.arange(first, first + len(visible))
+            slots = pages[row, stored // geometry.page_size] * geometry.page_size + stored % geometry.page_size
+            # The seen ones first, in the order in which they are stored: of a tree, by depth.
+            paths[tokens, : len(visible)] = slots[visible.logical_not().byte().argsort(dim=1, stable=True)]
+            positions[tokens] = first + visible.sum(1) - 1
+            start += len(visible)
+    tiles = _tiles(batch, max(1, MAX_TILE_ROWS * geometry.num_kv_heads // geometry.num_heads))
+    return RowsInPlace(pages.int().contiguous(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3), positions.int(),
+                       num_in_order, paths)
 
 
-def _rows_in_place(batch: ForwardBatch, num_pages: int) -> RowsInPlace:
-    tables = batch.page_tables.int().contiguous()
-    if not 0 <= tables.min() <= tables.max() < num_pages:  # compiled code would read whatever is there
-        raise InternalError(f"the pool has {num_pages} pages, the page tables name {tables.tolist()}")
-    starts = torch.tensor([0, *accumulate(batch.query_lens)], dtype=torch.int32)
-    return RowsInPlace(starts, torch.tensor(batch.context_lens, dtype=torch.int32), tables)
+def _tiles(batch: ForwardBatch, size: int) -> list[tuple[int, int, int]]:
+    """(row, first token, number of tokens), those that take longest first."""
+    tiles, first_token = [], 0
+    for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        for start in range(0, query_len, size):
+            count = min(size, query_len - start)
+            tiles.append((count * (context_len + start + count), (row, first_token + start, count)))
+        first_token += query_len
+    return [tile for _, tile in sorted(tiles, key=_cost, reverse=True)]
+
+
+def _cost(tile: tuple[int, tuple[int, int, int]]) -> int:
+    return tile[0]
 
 
 def _runs(batch: ForwardBatch, page_size: int) -> tuple[PageRun, ...]:
@@ -172,106 +128,3 @@ def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     starts = torch.cumsum(lengths, 0) - lengths
     contexts = torch.tensor(batch.context_lens, dtype=torch.long)
     return rows, torch.arange(len(rows)) + (contexts - starts)[rows]
-
-
-def _rows(batch: ForwardBatch) -> list[_Row]:
-    """The rows that bring tokens."""
-    rows, first_token = [], 0
-    mask = tree_mask(batch)
-    for index, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        if query_len:
-            width = query_len - 1
-            if mask is not None:
-                width = checked_width(mask.visible[index], index, query_len, context_len)
-            rows.append(_Row(index, first_token, context_len, query_len, context_len + query_len - width))
-        first_token += query_len
-    return rows
-
-
-def checked_width(visible: Tensor, row: int, query_len: int, context_len: int) -> int:
-    """The number of keys a row's tree mask speaks about."""
-    width = visible.shape[1]
-    if visible.shape[0] != query_len or not query_len <= width <= context_len + query_len:
-        raise InternalError(f"tree mask of row {row} is {tuple(visible.shape)}, the row has {query_len} new tokens and "
-                            f"{context_len + query_len} keys")
-    if not visible.diagonal(width - query_len).all():
-        raise InternalError(f"tree mask of row {row} has a token that does not see itself")
-    return width
-
-
-def _grouped(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """Long rows alone; of the others those of equal length and similar context together, in batch order."""
-    group: list[_Row] = []
-    for row in sorted(rows, key=lambda row: (row.num_tokens, row.num_keys), reverse=True):
-        if group and not (group[0].num_tokens == row.num_tokens <= _MAX_GROUPED_TOKENS
-                          and group[0].num_keys <= _MAX_LENGTH_RATIO * max(row.num_keys, KEY_STEP)
-                          and group[0].num_keys * (len(group) + 1) <= _MAX_GROUP_KEYS):
-            yield sorted(group, key=lambda row: row.index)
-            group = []
-        group.append(row)
-    if group:
-        yield sorted(group, key=lambda row: row.index)
-
-
-def _group(rows: Sequence[_Row], batch: ForwardBatch, pages: Tensor, geometry: AttentionGeometry,
-           dtype: torch.dtype) -> RowGroup:
-    tokens = torch.tensor([row.first_token for row in rows])[:, None] + torch.arange(rows[0].num_tokens)
-    return RowGroup(
-        num_rows=len(rows),
-        tokens=tokens.flatten(),
-        tiles=tuple(_tiles(rows, tree_mask(batch), pages[[row.index for row in rows]], geometry, dtype)),
-    )
-
-
-def _tiles(rows: Sequence[_Row], tree: TreeMask | None, pages: Tensor, geometry: AttentionGeometry,
-           dtype: torch.dtype) -> Iterator[QueryTile]:
-    """`pages`: the rows' page tables."""
-    num_tokens, longest = rows[0].num_tokens, max(row.num_keys for row in rows)
-    size = min(MAX_TILE_TOKENS, max(_MIN_TILE_TOKENS, _MAX_TILE_SCORES // (geometry.num_heads * longest)))
-    if tree is not None or num_tokens <= _MAX_GROUPED_TOKENS:
-        size = num_tokens
-    step, share = key_step(geometry.page_size), geometry.num_heads // geometry.num_kv_heads
-    for start in range(0, num_tokens, size):
-        stop = min(start + size, num_tokens)
-        num_keys = _round_up(longest - num_tokens + stop, step)
-        # Not from the first hidden key on: whole vectors are masked several times as fast.
-        first_masked = (min(row.num_common for row in rows) + start) // KEY_STEP * KEY_STEP
-        keys = torch.arange(first_masked, num_keys)
-        if tree is None:
-            own = torch.tensor([row.context_len for row in rows])[:, None] + torch.arange(start, stop)
-            hidden = keys > own[..., None]
-        else:
-            hidden = torch.stack([_hidden(row, tree.visible[row.index], keys) for row in rows])
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        yield QueryTile(start, stop, num_keys, _records(pages, num_keys, geometry), first_masked,
-                        mask.repeat_interleave(share, 1)[:, None], _written(rows, keys, dtype))
-
-
-def _records(pages: Tensor, num_keys: int, geometry: AttentionGeometry) -> Tensor:
-    """Where the first keys of rows with these page tables are; the null page where a table is too short."""
-    num_pages = num_keys // geometry.page_size
-    table = F.pad(pages[:, :num_pages], (0, max(0, num_pages - pages.shape[1])))
-    heads = torch.arange(geometry.num_kv_heads)[:, None]
-    return (table[:, None] * (2 * geometry.num_kv_heads) + heads).flatten()
-
-
-def _written(rows: Sequence[_Row], keys: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """`QueryTile.written` for the masked keys of a tile; all keys before them are written."""
-    written = keys < torch.tensor([row.num_keys for row in rows])[:, None]
-    return None if written.all() else -written.to(bits_of(dtype))
-
-
-def bits_of(dtype: torch.dtype) -> torch.dtype:
-    """The integer type as wide as a floating-point type."""
-    return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-
-
-def _hidden(row: _Row, visible: Tensor, keys: Tensor) -> Tensor:
-    """[tokens, keys] bool, True where a token of a tree must not see a key."""
-    columns = (keys - row.num_common).clamp(0, visible.shape[1] - 1)
-    seen = visible[:, columns] | (keys < row.num_common)
-    return ~(seen & (keys < row.num_keys))
-
-
-def _round_up(count: int, step: int) -> int:
-    return -(-count // step) * step

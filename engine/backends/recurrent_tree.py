@@ -1,9 +1,9 @@
 """Recurrent layers over draft trees: one state per node, from its parent's, with the bits of plain decoding.
 
 A recurrence cannot be masked. The convolution sees only inputs, which are all known at once: every node is a decode row
-whose history is its own path. The delta rule runs level by level, in the one-step form, on states gathered from the
-parents. Every row keeps the states of its last verification until stage 0 tells which node was accepted last; that one
-moves to the slot.
+whose history is its own path. The delta rule runs in the one-step form: in compiled code node after node, from its
+parent's state; else level by level, on states gathered from the parents. Every row keeps the states of its last
+verification until stage 0 tells which node was accepted last; that one moves to the slot.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from engine.backends.gated_delta import normalise_heads, recurrent_step
+from engine.backends.recurrent_inputs import delta_inputs, recurrent_rows
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, ancestors
+from engine.kernels.host.compiled import has_kernels
+from engine.kernels.host.delta_rule import delta_steps
+from engine.kernels.host.team import Team
+from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from runtime.errors import InternalError
 
 BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBackend]
@@ -34,6 +39,8 @@ class Level:
 class TreeLayout:
     """A batch of trees. R rows, T nodes.
 
+    rows          the rows, for compiled code
+    steps         the nodes, for compiled code: they continue their parents, and their states are kept
     slots         [R] int64
     scratch_rows  [T] int64, where the nodes' states are kept
     nodes         a decode batch of one row per node over the scratch rows
@@ -42,6 +49,8 @@ class TreeLayout:
     paths         per node its ancestors' tokens in the batch, itself last; and its row
     """
 
+    rows: RecurrentRows
+    steps: StateSteps
     slots: Tensor
     scratch_rows: Tensor
     nodes: ForwardBatch
@@ -75,6 +84,7 @@ class TreeRecurrent:
         self._conv_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
         self._state_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
         self._nodes = backend_over(self._conv_scratch, self._state_scratch)
+        self._team = Team()
         self._planned: tuple[ForwardBatch, TreeLayout, dict[int, Tensor]] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
@@ -95,6 +105,13 @@ class TreeRecurrent:
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
         layout, _ = self._layout(batch)
+        if has_kernels(v.dtype):
+            return delta_steps(delta_inputs(q, k, v, g, beta), layout.rows, layout.steps, self._state_pools[layer_id],
+                               self._state_scratch[layer_id], self._team)
+        return self._plain_delta_rule(layer_id, q, k, v, g, beta, layout)
+
+    def _plain_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                          layout: TreeLayout) -> Tensor:
         q, k = normalise_heads(q, k, v.shape[1])
         v, rows = v.float(), layout.scratch_rows
         if layout.by_depth is not None:
@@ -122,7 +139,8 @@ class TreeRecurrent:
     def _layout(self, batch: ForwardBatch) -> tuple[TreeLayout, dict[int, Tensor]]:
         """Made at the first recurrent layer of a forward, used by all."""
         if self._planned is None or self._planned[0] is not batch:
-            self._planned = (batch, lay_out(batch, self._max_nodes), {})
+            num_slots = min(len(pool) for pool in (*self._conv_pools.values(), *self._state_pools.values()))
+            self._planned = (batch, lay_out(batch, self._max_nodes, num_slots), {})
         return self._planned[1:]
 
 
@@ -139,13 +157,13 @@ def node_scratch(pool: Tensor, max_nodes: int) -> Tensor:
     return torch.empty(pool.shape[0] * max_nodes, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
 
 
-def lay_out(batch: ForwardBatch, max_nodes: int) -> TreeLayout:
+def lay_out(batch: ForwardBatch, max_nodes: int, num_slots: int) -> TreeLayout:
     info = batch.spec_info
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
     by_depth: dict[int, list[tuple[int, int]]] = {}  # (token, place of its parent in the level before)
     paths: list[tuple[int, list[int]]] = []
-    scratch_rows, positions = [], []
+    parents, scratch_rows, positions = [], [], []
     for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
         if not 0 < len(spec.parents) == batch.query_lens[row] <= max_nodes:
             raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {len(spec.parents)}; "
@@ -156,18 +174,21 @@ def lay_out(batch: ForwardBatch, max_nodes: int) -> TreeLayout:
             places.append(len(level))
             level.append((first + node, row if parent < 0 else places[parent]))
             paths.append((row, [first + other for other in ancestors(spec.parents, node)]))
+            parents.append(first + parent if parent >= 0 else -1)
             scratch_rows.append(slot * max_nodes + node)
             positions.append(batch.context_lens[row] + depth)
     levels, width, order = [], batch.num_rows, list[int]()
     for _, nodes in sorted(by_depth.items()):
-        parents = [parent for _, parent in nodes]
-        in_place = parents == list(range(width))
-        levels.append(Level(slice(len(order), len(order) + len(nodes)), None if in_place else torch.tensor(parents)))
+        before = [parent for _, parent in nodes]
+        in_place = before == list(range(width))
+        levels.append(Level(slice(len(order), len(order) + len(nodes)), None if in_place else torch.tensor(before)))
         order += [token for token, _ in nodes]
         width = len(nodes)
     is_ordered = order == list(range(len(order)))
-    return TreeLayout(batch.slot_ids.long(), torch.tensor(scratch_rows), _node_batch(scratch_rows, positions), levels,
-                   None if is_ordered else torch.tensor(order), paths)
+    kept = torch.tensor(scratch_rows)
+    return TreeLayout(recurrent_rows(batch, num_slots), StateSteps(torch.tensor(parents), kept), batch.slot_ids.long(),
+                      kept, _node_batch(scratch_rows, positions), levels, None if is_ordered else torch.tensor(order),
+                      paths)
 
 
 def _node_batch(scratch_rows: list[int], positions: list[int]) -> ForwardBatch:

@@ -1,31 +1,13 @@
 """Which keys a token may see when plain causal order is not the answer."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, ancestors
-
-
-@dataclass(frozen=True)
-class TreeMask:
-    """Visibility of draft tokens, as `spec_info` of VERIFY and DRAFT batches.
-
-    visible     one [query_len, width] bool tensor per row; True where the new token may see the key. The columns are
-                the row's last `width` keys in storage order, the new tokens last, so query_len <= width. Every
-                earlier key is committed and visible to all. Each token must see itself.
-    """
-
-    visible: tuple[Tensor, ...]
-
-
-def tree_mask(batch: ForwardBatch) -> TreeMask | None:
-    """The mask a batch brings, if its mode has any."""
-    if batch.mode in (ForwardMode.VERIFY, ForwardMode.DRAFT) and isinstance(batch.spec_info, TreeMask):
-        return batch.spec_info
-    return None
+from runtime.errors import InternalError
 
 
 def trees_of(batch: ForwardBatch) -> SpecInfo | None:
@@ -37,16 +19,21 @@ def trees_of(batch: ForwardBatch) -> SpecInfo | None:
 
 
 def tree_visibility(batch: ForwardBatch) -> tuple[Tensor, ...]:
-    """Per row which of its last keys each new token may see, as in `TreeMask`, from the batch's mask or its trees;
-    nothing where order is causal."""
-    mask, info = tree_mask(batch), trees_of(batch)
-    if mask is not None:
-        return mask.visible
-    return () if info is None else visible_in_trees(info)
+    """Per row which of its new tokens each of them may see [N, N] bool, True where it may, from the batch's trees;
+    nothing where order is causal. Whatever was cached before is seen by all.
+
+    Raises:
+        InternalError: a tree of another size than its row.
+    """
+    info = trees_of(batch)
+    return () if info is None else visible_in_trees(info, batch.query_lens)
 
 
-def visible_in_trees(info: SpecInfo) -> tuple[Tensor, ...]:
+def visible_in_trees(info: SpecInfo, query_lens: Sequence[int]) -> tuple[Tensor, ...]:
     """The same of any trees, also of chains."""
+    for row, (spec, query_len) in enumerate(zip(info.rows, query_lens, strict=True)):
+        if len(spec.parents) != query_len:
+            raise InternalError(f"the tree of row {row} has {len(spec.parents)} nodes, the row {query_len} new tokens")
     return tuple(_ancestors_visible(row.parents) for row in info.rows)
 
 

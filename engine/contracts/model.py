@@ -12,7 +12,6 @@ from engine.contracts.latent import LatentAttentionBackend
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange
-from engine.memory.layout import CacheSpec
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,3 @@ class StageModel(Protocol):
         `sampling` is None produce no logits.
         """
         ...
-
-
-class CacheDeclaration(Protocol):
-    """Knows the cache needs of *all* layers of a model, so that any stage derives the same budget."""
-
-    def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]: ...

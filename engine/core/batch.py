@@ -8,11 +8,12 @@ other. Attention metadata planned for it is recorded *on it* (`mark_forward_meta
 
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.core.draft_trees import CarriedKeys, SpecInfo
 from engine.core.request import SamplingParams
 from runtime.grammar import Grammar
 
@@ -111,6 +112,26 @@ class GraphBucket:
         return f"{self.mode} of {self.max_rows} x {self.row_tokens} tokens{' in trees' * self.is_masked}"
 
 
+class BatchPlanner(Protocol):
+    """Plans the attention of batches and marks them."""
+
+    def plan(self, batch: "ForwardBatch", *, replan_equivalent: bool = False) -> None: ...
+
+
+@dataclass(frozen=True)
+class PlanMark:
+    """What was planned for a batch: by whom, for which shapes, and the planner's own frozen object, opaque here.
+
+    `replan_equivalent` declares that planning again after padding gives an equally valid plan.
+    """
+
+    planner: object
+    plan: object | None
+    num_rows: int
+    num_tokens: int  # input ids; 0 without any
+    replan_equivalent: bool = False
+
+
 @dataclass
 class ForwardBatch:
     """Rows of requests with their new tokens.
@@ -128,8 +149,9 @@ class ForwardBatch:
     sampling           per row, or None where no token is to be drawn (prompt not finished by this chunk)
     scoring            per row, or None where no token is to be scored; empty where no row scores
     ended_keys         requests whose output the last stage may forget; also ones it has forgotten already
-    spec_info          what a verify or draft forward needs beyond this; opaque here
+    spec_info          `SpecInfo` on a pool that speculates, `CarriedKeys` on a draft whose steps share keys
     graph_bucket       set where the rows are padded to a captured shape: planning then refreshes that capture's buffers
+    plan_mark          what was planned for it, None before; set by `mark_forward_metadata_ready` alone
     """
 
     mode: ForwardMode = field(metadata=_CARRIED)
@@ -143,15 +165,9 @@ class ForwardBatch:
     sampling: tuple[SamplingRow | None, ...] = field(metadata=_RECOMPUTED)
     scoring: tuple[ScoringRow | None, ...] = field(default=(), metadata=_RECOMPUTED)
     ended_keys: tuple[int, ...] = field(default=(), metadata=_CARRIED)
-    spec_info: object | None = field(default=None, metadata=_DROPPED)
+    spec_info: SpecInfo | CarriedKeys | None = field(default=None, metadata=_DROPPED)
     graph_bucket: GraphBucket | None = field(default=None, metadata=_DROPPED)
-    # The plan marker.
-    forward_metadata_ready: bool = field(default=False, metadata=_DROPPED)
-    forward_metadata_planned_bs: int | None = field(default=None, metadata=_DROPPED)
-    forward_metadata_planned_num_tokens: int | None = field(default=None, metadata=_DROPPED)
-    forward_metadata_replan_equivalent: bool = field(default=False, metadata=_DROPPED)
-    forward_metadata_planner: object | None = field(default=None, metadata=_DROPPED)
-    forward_metadata_plan: object | None = field(default=None, metadata=_DROPPED)
+    plan_mark: PlanMark | None = field(default=None, metadata=_DROPPED)
 
     @property
     def num_rows(self) -> int:
@@ -161,30 +177,53 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
+    @property
+    def forward_metadata_ready(self) -> bool:
+        return self.plan_mark is not None
+
+    @property
+    def forward_metadata_planned_bs(self) -> int | None:
+        return None if self.plan_mark is None else self.plan_mark.num_rows
+
+    @property
+    def forward_metadata_planned_num_tokens(self) -> int | None:
+        return None if self.plan_mark is None else self.plan_mark.num_tokens
+
+    @property
+    def forward_metadata_replan_equivalent(self) -> bool:
+        return self.plan_mark is not None and self.plan_mark.replan_equivalent
+
+    @property
+    def forward_metadata_planner(self) -> object | None:
+        return None if self.plan_mark is None else self.plan_mark.planner
+
+    @property
+    def forward_metadata_plan(self) -> object | None:
+        return None if self.plan_mark is None else self.plan_mark.plan
+
     def mark_forward_metadata_ready(
         self, planner: object, *, plan: object | None = None, replan_equivalent: bool = False
     ) -> None:
         """Record that `planner` planned this batch with its present shapes.
 
-        `plan` is the planner's own frozen object, opaque here; a mark without one keeps what was planned before.
-        `replan_equivalent` declares that planning again after padding gives an equally valid plan; only then may a
-        forward re-plan. Without input ids the recorded token count is 0.
+        `plan` is the planner's own frozen object; a mark without one keeps what was planned before. Only with
+        `replan_equivalent` may a forward plan again (no caller in the product declares that yet: all plan unpadded
+        batches, or padded ones before the replay). Without input ids the recorded token count is 0.
         """
-        self.forward_metadata_ready = True
-        self.forward_metadata_planned_bs = self.num_rows
-        self.forward_metadata_planned_num_tokens = self._num_input_ids()
-        self.forward_metadata_replan_equivalent = replan_equivalent
-        self.forward_metadata_planner = planner
-        self.forward_metadata_plan = self.forward_metadata_plan if plan is None else plan
+        kept = self.forward_metadata_plan if plan is None else plan
+        self.plan_mark = PlanMark(planner, kept, self.num_rows, self._num_input_ids(), replan_equivalent)
 
     def needs_forward_metadata_init(self) -> bool:
-        """Whether a forward must plan first; the truth table of the design's section 3."""
-        if not self.forward_metadata_ready:
+        """Whether a forward must plan first:
+
+        no mark                                                     yes
+        marked, whatever its shapes are now                         no
+        marked as replan_equivalent, rows or tokens changed since   yes
+        """
+        mark = self.plan_mark
+        if mark is None:
             return True
-        if not self.forward_metadata_replan_equivalent:
-            return False
-        planned = (self.forward_metadata_planned_bs, self.forward_metadata_planned_num_tokens)
-        return (self.num_rows, self._num_input_ids()) != planned
+        return mark.replan_equivalent and (self.num_rows, self._num_input_ids()) != (mark.num_rows, mark.num_tokens)
 
     def filter(self, rows: list[int]) -> "ForwardBatch":
         """The batch of these rows, in this order, without a marker."""
@@ -208,11 +247,17 @@ class ForwardBatch:
         )
 
     def split(self, at: int) -> tuple["ForwardBatch", "ForwardBatch"]:
-        """Rows before `at`, and the rest; neither has a marker."""
+        """Rows before `at`, and the rest; neither has a marker.
+
+        Waits for its caller: running the halves of a batch so that one computes while the other communicates.
+        """
         return self.filter(list(range(at))), self.filter(list(range(at, self.num_rows)))
 
     def clone(self) -> "ForwardBatch":
-        """The same rows without a marker."""
+        """The same rows without a marker.
+
+        Waits for its caller: a batch that runs once more, on another backend. Tests and benchmarks do that today.
+        """
         dropped: dict[str, Any] = {f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED}
         return replace(self, **dropped)
 
@@ -220,8 +265,22 @@ class ForwardBatch:
         return 0 if self.token_ids is None else self.token_ids.shape[0]
 
 
+def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:
+    """Plan what a forward is about to run on, unless the batch says that it is planned. Returns whether it planned.
+
+    Every forward that is not a replay asks here: the target's, and each of a draft.
+    """
+    if not batch.needs_forward_metadata_init():
+        return False
+    planner.plan(batch)
+    return True
+
+
 def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
-    """The rows of both, without a marker. Both must have the same mode and agree on whether they carry token ids."""
+    """The rows of both, without a marker. Both must have the same mode and agree on whether they carry token ids.
+
+    Waits for its caller: a running batch that is kept and gets new rows. Today schedulers build each batch anew.
+    """
     if first.mode is not second.mode:
         raise ValueError(f"cannot merge a {first.mode} batch with a {second.mode} batch")
     if (first.token_ids is None) != (second.token_ids is None):

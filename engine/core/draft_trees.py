@@ -1,4 +1,5 @@
-"""Token trees and what a batch carries of them. Plain data: drafting, attention, recurrence and frames all read it.
+"""Token trees and what a batch carries of speculation: `SpecInfo` the pool's batches, `CarriedKeys` those of a draft.
+Plain data: drafting, attention, recurrence and frames all read it.
 
 A row under verification brings its newest known token (the root) and the drafted tokens behind it. Nodes are numbered
 in the order they lie in the row, parents before children, the root 0.
@@ -96,6 +97,28 @@ class SpecInfo:
     def is_chain(self) -> bool:
         """Whether every node's parent is the one before it, so that plain causal order is the tree's order."""
         return all(parent == node - 1 for row in self.rows for node, parent in enumerate(row.parents))
+
+
+@dataclass
+class CarriedKeys:
+    """`spec_info` of a draft's batch whose steps share one choice of keys (DSA). A step that finds none chooses and
+    leaves its choice here; a model whose steps do not share overwrites it every time.
+
+    It lives and dies with its batch: a round that ends, also by an error, leaves nothing behind, and a batch that
+    changes membership has none.
+
+    selected  [T, n] int32 key positions of the batch's tokens, -1 where there are fewer
+    """
+
+    selected: Tensor | None = None
+
+    def of_tokens(self, tokens: Tensor) -> "CarriedKeys":
+        """What a round begins with that continues these tokens. One token without any key and the whole round chooses
+        anew: a step either chooses for all its tokens or for none. Positions count a row's own keys, wherever its
+        pages are, so they need no translation."""
+        if self.selected is None or not (self.selected[tokens] >= 0).any(1).all():
+            return CarriedKeys()
+        return CarriedKeys(self.selected[tokens])
 
 
 @dataclass(frozen=True)

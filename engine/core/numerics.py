@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_VECTOR_PAIR = 64  # bf16 elements torch's kernels take per step with the widest vectors (two of 512 bits)
-_PARALLEL_ELEMENTS = 32768  # torch shares out elementwise work from this size on
-
 
 class Numerics(StrEnum):
     """`exact`: a row's result has the same bits in any batch, chunking, padding and pipeline split.
@@ -48,21 +45,8 @@ def span_terms(dtype: torch.dtype) -> int:
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x) in fp32, returned in x's dtype.
-
-    Rows of whole vectors go through torch's own kernel, in pieces of which every thread's share is whole vectors too;
-    other rows through functions that have one code for all of a tensor. The two differ in the last bit, so the row's
-    width alone decides.
-    """
+    """x * sigmoid(x) in fp32, returned in x's dtype; composed of functions that have one code for all of a tensor."""
     if x.device.type != "cpu":
         return F.silu(x)  # one code for every element
-    width = x.shape[-1]
-    if width % _VECTOR_PAIR or width > _PARALLEL_ELEMENTS:
-        wide = x.float()
-        return (wide / (-wide).exp_().add_(1.0)).to(x.dtype)
-    num_threads = max(1, min(torch.get_num_threads(), -(-x.numel() // _PARALLEL_ELEMENTS)))
-    if -(-x.numel() // num_threads) % _VECTOR_PAIR == 0:
-        return F.silu(x)
-    rows = x.reshape(-1, width)
-    half = len(rows) // 2
-    return torch.cat([silu(rows[:half]), silu(rows[half:])]).view(x.shape)
+    wide = x.float()
+    return (wide / (-wide).exp_().add_(1.0)).to(x.dtype)

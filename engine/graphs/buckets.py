@@ -44,8 +44,9 @@ def extend_buckets(max_rows: int, max_nodes: int) -> tuple[GraphBucket, ...]:
 
 
 def bucket_for(batch: ForwardBatch, buckets: Iterable[GraphBucket]) -> GraphBucket | None:
-    """The one with the fewest tokens, then rows, that the batch can be padded to; None where there is none."""
-    if batch.scoring or not all(batch.query_lens) or not batch.num_rows:
+    """The one with the fewest tokens, then rows, that the batch can be padded to; None where there is none, and for
+    what was planned already."""
+    if not batch.needs_forward_metadata_init() or batch.scoring or not all(batch.query_lens) or not batch.num_rows:
         return None
     fitting = [bucket for bucket in buckets if _fits(batch, bucket)]
     return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows), default=None)

@@ -116,8 +116,6 @@ class StageGraphs:
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
         """The captured bucket to run a batch in; None for what runs eagerly: larger batches, prompts, and what was
         planned already."""
-        if not batch.needs_forward_metadata_init():
-            return None
         return shapes.bucket_for(batch, self._captured)
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:

@@ -7,13 +7,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowsInPlace:
-    """All R rows of a batch; a new token sees its row's keys up to its own.
+    """The R rows of a batch, its T new tokens and what each of them sees: keys 0 .. position.
 
-    starts    [R + 1] int32, the rows' first tokens, and the end
-    contexts  [R] int32, keys before the new ones
-    tables    [R, width] int32, the rows' pages
+    tables       [R, width] int32, the rows' pages
+    tiles        [N, 3] int32: row, first token, number of tokens; each new token is in one tile, in order of position
+                 unless the batch has `paths`
+    positions    [T] int32, how many keys the token sees before its own
+    num_in_order [R] int32, this many of a row's keys lie in the order of positions in the row's pages
+    paths        [T, longest] int64, where the token's other keys lie, by position: page * page_size + offset; longest
+                 is 0 where all keys lie in order
     """
 
-    starts: Tensor
-    contexts: Tensor
     tables: Tensor
+    tiles: Tensor
+    positions: Tensor
+    num_in_order: Tensor
+    paths: Tensor

@@ -102,6 +102,8 @@ def decode_slots(num_requests: int, *, num_configured: int = 0, num_copies: int 
     """Slots for `num_requests`, the null slot not counted: one each, and `num_copies` more for states kept aside.
 
     A smaller `num_configured` (0: not configured) is raised, with a warning; a larger one is kept.
+
+    Waits for its caller: a setting for the number of slots, or a prefix cache that keeps states aside.
     """
     num_needed = num_requests * (1 + num_copies)
     if 0 < num_configured < num_needed:

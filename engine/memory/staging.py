@@ -121,7 +121,7 @@ class PinnedStaging:
 
 
 class StagingLoan:
-    """One buffer, until `release`. Satisfies `transfer.device_transport.Loan`."""
+    """One buffer, until `release`. Satisfies `transfer.transport.device.Loan`."""
 
     def __init__(self, staging: PinnedStaging, copies: CopyQueue, index: int, memory: Tensor) -> None:
         self._staging = staging

@@ -1,11 +1,13 @@
 """How one stage hands a batch to the next. The worker injects it.
 
-A *packet* is a frame (bytes, made on the host) and the tensors that belong to it, which lie where the stage computes. A
-`FrameChannel` carries frames: UCX between processes, mailboxes within one. A `StageChannel` carries packets over it,
-the tensors within the frame or, where every stage has a device of its own, beside it from device to device.
+A *packet* is a record (bytes, made on the host) and the tensors that belong to it, which lie where the stage computes.
+A `FrameChannel` carries frames: UCX between processes, mailboxes within one. A `StageChannel` carries packets over it,
+each as one frame (`engine/pipeline/frames.py`), the tensors within the frame or, where every stage has a device of its
+own, beside it from device to device.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 from torch import Tensor
@@ -13,12 +15,20 @@ from torch import Tensor
 FrameBytes = bytes | bytearray | memoryview
 
 
+class PacketKind(IntEnum):
+    BATCH = 1  # to the next stage
+    RESULT = 2  # last stage to stage 0
+    ERROR = 3  # a stage could not run a batch; passed on to stage 0
+
+
 @dataclass(frozen=True)
 class Packet:
-    """What goes from stage to stage at once."""
+    """What goes from stage to stage at once. `sequence` is the number of the batch it is about."""
 
-    frame: FrameBytes
+    record: FrameBytes
     tensors: tuple[Tensor, ...] = ()
+    kind: PacketKind = PacketKind.BATCH
+    sequence: int = 0
 
 
 class StageChannel(Protocol):
@@ -29,13 +39,14 @@ class StageChannel(Protocol):
     """
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
-        """Returns when frame and tensors may be overwritten (tensors by work launched from here on). Raises
+        """Returns when record and tensors may be overwritten (tensors by work launched from here on). Raises
         PeerLostError when the peer is gone, DeadlineError on time."""
         ...
 
     def receive(self, rank: int, *, timeout_s: float) -> Packet | None:
-        """The next packet from `rank`, its frame valid until the next call, its tensors complete and the caller's own;
-        None when none came in time. Raises PeerLostError."""
+        """The next packet from `rank`, its record valid until the next call, its tensors complete and the caller's own;
+        None when none came in time. Raises PeerLostError; IntegrityError naming the stage and the frame for bytes that
+        are not those that were sent, after which the stage counts as lost."""
         ...
 
     def wake(self) -> None:

@@ -9,7 +9,7 @@ from engine.contracts.attention import AttentionBackend
 from engine.contracts.latent import LatentAttentionBackend
 from engine.contracts.model import ForwardContext, StageModel, StageOutput
 from engine.contracts.recurrent import RecurrentBackend
-from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
 from engine.core.placement import HOST, use_in_this_thread
 from engine.graphs.runner import StageGraphs
 from runtime.errors import ConfigError, InternalError
@@ -67,9 +67,7 @@ class StageExecutor:
         if self._graphs is not None and bucket is not None:
             self.num_plans += 1
             return self._graphs.run(batch, bucket, given)
-        if batch.needs_forward_metadata_init():
-            self._planner.plan(batch)
-            self.num_plans += 1
+        self.num_plans += plan_where_needed(batch, self._planner)
         observer = self._on_layer_done
         done = None if observer is None else lambda layer_id: observer(batch, layer_id)
         context = ForwardContext(self._attention, self._recurrent, done, self._latent_attention)

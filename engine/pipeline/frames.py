@@ -1,327 +1,158 @@
-"""Bytes of a batch on its way through the stages: flat arrays with a typed table of contents, never pickle. What a
-stage computed are the tensors of the same packet.
+"""Frames between the stages of a pool: one header, a table of the tensors, the record, and the tensors' bytes where
+they travel within the frame.
 
-A frame is a fixed header, a table (one entry per array: dtype, shape) and the arrays, each aligned to 8 bytes. Stage 0
-decides membership and ships it with every batch; later stages keep nothing between frames but their pools, the last
-one also the output of requests whose penalties or grammar need it: batches bring what changed of it.
+    header   <4s BBB x H xx I Q Q   magic, schema, kind, route, tensors, bytes of the record, sequence, digest
+    tensors  <BB xx 3I each         dtype code, dims, first three extents (0 where absent)
+    record   see `engine/pipeline/tables.py`
+    run      the tensors one after the other, each at a multiple of 64 from its start, which is one, too
+
+The digest is XXH3-64 of everything behind the header, keyed by the header before the digest: whatever of a frame was
+changed on its way, also by the sender's or the receiver's memory, is noticed before anything is read from it. Tensors
+beside their frame are not in it, because no host sees them: there the links' own checks protect them (a CRC with replay
+on NVLink, PCIe and InfiniBand; TCP's checksum where NCCL or gloo use sockets), and the frame's digest protects their
+number, dtypes and shapes.
+
+The tensors of one packet lie in one flat run of bytes: so they are one message between devices, and one copy between
+host memory and a device.
 """
 
+import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+import xxhash
 from torch import Tensor
 
-from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
-from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
-from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
-from engine.pipeline.channel import Packet
-from engine.sampling.scoring import Scores
-from runtime.errors import InternalError
-from runtime.grammar import Grammar, GrammarKind
+from engine.pipeline.channel import Packet, PacketKind
+from runtime.errors import IntegrityError, InternalError
 
-_HEADER = struct.Struct("<4sBBHQ")  # magic, schema, kind, number of arrays, sequence number
-_ENTRY = struct.Struct("<BBxxIQQ")  # dtype code, dims, first three extents (0 where absent)
-_MAGIC, _SCHEMA = b"BATN", 7
-_DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "float64")
-_MODES = tuple(ForwardMode)
-
-Array = NDArray[np.generic]
+_HEADER = struct.Struct("<4sBBBxHxxIQQ")
+_DIGEST = struct.Struct("<Q")
+_KEYED_BYTES = _HEADER.size - _DIGEST.size
+_ENTRY = struct.Struct("<BBxx3I")
+_MAGIC, _SCHEMA = b"BATN", 8
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
+_ALIGNMENT = 64
+_MAX_DIMS = 3
 
 
-class FrameKind(IntEnum):
-    BATCH = 1  # to the next stage
-    RESULT = 2  # last stage to stage 0
-    ERROR = 3  # a stage could not run a batch; passed on to stage 0
+class TensorRoute(IntEnum):
+    """How the tensors of a packet travel."""
+
+    WITHIN = 1  # behind the record, in the same message
+    BESIDE = 2  # over a link, from device to device
 
 
 @dataclass(frozen=True)
-class StageInput:
-    """A batch as a later stage gets it."""
+class TensorSpec:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-    batch: ForwardBatch
-    incoming: StageOutput
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Frame:
-    kind: FrameKind
+    """A frame as it arrived; `run` is empty when the tensors travel beside it. Both views live as long as its
+    memory."""
+
+    kind: PacketKind
     sequence: int
-    arrays: tuple[Array, ...]
+    route: TensorRoute
+    specs: tuple[TensorSpec, ...]
+    record: memoryview
+    run: memoryview
 
 
-def pack(kind: FrameKind, sequence: int, arrays: Sequence[Array]) -> bytearray:
-    """One contiguous frame."""
-    arrays = [np.ascontiguousarray(array) for array in arrays]
-    offset = _HEADER.size + _ENTRY.size * len(arrays)
-    offsets = []
-    for array in arrays:
-        offset = (offset + 7) & ~7
-        offsets.append(offset)
-        offset += array.nbytes
-    frame = bytearray(offset)
-    _HEADER.pack_into(frame, 0, _MAGIC, _SCHEMA, kind, len(arrays), sequence)
-    for i, (array, start) in enumerate(zip(arrays, offsets, strict=True)):
-        extents = (*array.shape, 0, 0, 0)[:3]
-        _ENTRY.pack_into(frame, _HEADER.size + i * _ENTRY.size, _DTYPES.index(array.dtype.name), array.ndim, *extents)
-        frame[start:start + array.nbytes] = array.reshape(-1).view(np.uint8).data
+def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+
+
+def run_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Length of the run that holds such tensors."""
+    return sum(_aligned(spec.num_bytes) for spec in specs)
+
+
+def write(route: TensorRoute, packet: Packet) -> bytearray:
+    """One contiguous frame; the tensors' bytes are in it on the route WITHIN."""
+    specs = specs_of(packet.tensors)
+    start = _HEADER.size + _ENTRY.size * len(specs)
+    end = start + len(packet.record)
+    run = _aligned(end) if route is TensorRoute.WITHIN and specs else end
+    frame = bytearray(run + (run_bytes(specs) if route is TensorRoute.WITHIN else 0))
+    for place, spec in enumerate(specs):
+        extents = (*spec.shape, *(0,) * _MAX_DIMS)[:_MAX_DIMS]
+        _ENTRY.pack_into(frame, _HEADER.size + place * _ENTRY.size, _DTYPES.index(spec.dtype), len(spec.shape),
+                         *extents)
+    frame[start:end] = packet.record
+    if len(frame) > run:
+        fill(torch.frombuffer(frame, dtype=torch.uint8, offset=run), packet.tensors)
+    _HEADER.pack_into(frame, 0, _MAGIC, _SCHEMA, packet.kind, route, len(specs), len(packet.record), packet.sequence, 0)
+    _DIGEST.pack_into(frame, _KEYED_BYTES, digest_of(frame))
     return frame
 
 
-def unpack(frame: bytes | bytearray | memoryview) -> Frame:
-    """Arrays that copy nothing: they live as long as `frame`'s memory.
-
-    Raises:
-        InternalError: not a frame of this schema, or shorter than its own table says.
+def read(data: memoryview) -> Frame:
     """
+    Raises:
+        IntegrityError: these are not the bytes that were sent, or not a frame of this schema. Names the frame by its
+            sequence number, if there is one.
+        InternalError: they were sent so, and make no sense.
+    """
+    if len(data) < _HEADER.size:
+        raise IntegrityError(f"{len(data)} bytes are not a frame")
+    magic, schema, kind, route, count, record_bytes, sequence, digest = _HEADER.unpack_from(data, 0)
+    if magic != _MAGIC or schema != _SCHEMA:
+        raise IntegrityError(f"{len(data)} bytes are not a frame of schema {_SCHEMA}: magic {magic!r}, schema {schema}")
+    if digest_of(data) != digest:
+        raise IntegrityError(f"frame {sequence} of {len(data)} bytes: what arrived is not what was sent (digest)")
     try:
-        magic, schema, kind, count, sequence = _HEADER.unpack_from(frame, 0)
-        if magic != _MAGIC or schema != _SCHEMA:
-            raise InternalError(f"not a stage frame of schema {_SCHEMA}: magic {magic!r}, schema {schema}")
-        arrays, offset = [], _HEADER.size + _ENTRY.size * count
-        for i in range(count):
-            code, dims, *extents = _ENTRY.unpack_from(frame, _HEADER.size + i * _ENTRY.size)
-            shape, dtype = tuple(extents[:dims]), np.dtype(_DTYPES[code])
-            offset = (offset + 7) & ~7
-            size = int(np.prod(shape, dtype=np.int64))
-            arrays.append(np.frombuffer(frame, dtype, size, offset).reshape(shape))
-            offset += size * dtype.itemsize
-        return Frame(FrameKind(kind), sequence, tuple(arrays))
+        start = _HEADER.size + _ENTRY.size * count
+        specs = tuple(_spec(*_ENTRY.unpack_from(data, at)) for at in range(_HEADER.size, start, _ENTRY.size))
+        end = start + record_bytes
+        is_within = TensorRoute(route) is TensorRoute.WITHIN and count > 0
+        run = _aligned(end) if is_within else end
+        if len(data) != run + (run_bytes(specs) if is_within else 0):
+            raise ValueError(f"a record of {record_bytes} bytes and {count} tensors are not as long")
+        return Frame(PacketKind(kind), sequence, TensorRoute(route), specs, data[start:end], data[run:])
     except (struct.error, ValueError, IndexError) as error:
-        raise InternalError(f"stage frame of {len(frame)} bytes is damaged: {error}") from error
+        raise InternalError(f"frame {sequence} of {len(data)} bytes makes no sense: {error}") from error
 
 
-def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packet:
-    """What the next stage needs to run its layers on the batch."""
-    aux_layers = sorted(output.aux_hidden)
-    tensors = [tensor for tensor in (output.hidden, output.selected_keys) if tensor is not None]
-    tensors += [output.aux_hidden[layer_id] for layer_id in aux_layers]
-    spec = batch.spec_info if isinstance(batch.spec_info, SpecInfo) else None
-    head = np.array([_MODES.index(batch.mode), output.hidden is not None, output.selected_keys is not None,
-                     spec is not None, *aux_layers], np.int64)
-    arrays: list[Array] = [
-        head, np.array(batch.request_keys, np.int64), np.array(batch.query_lens, np.int64),
-        np.array(batch.context_lens, np.int64), batch.positions.numpy(), batch.page_tables.numpy(),
-        batch.slot_ids.numpy(), np.array(batch.ended_keys, np.int64), *_pack_sampling(batch.sampling),
-        *_pack_scoring(batch.scoring), *(_pack_spec(spec) if spec else ())]
-    return Packet(pack(FrameKind.BATCH, sequence, arrays), tuple(tensors))
+def digest_of(frame: bytearray | memoryview) -> int:
+    """XXH3-64 of a whole frame, as its header holds it."""
+    view = memoryview(frame)
+    return xxhash.xxh3_64_intdigest(view[_HEADER.size:], seed=xxhash.xxh3_64_intdigest(view[:_KEYED_BYTES]))
 
 
-def unpack_batch(frame: Frame, tensors: Sequence[Tensor] = ()) -> StageInput:
-    """`tensors`: those of the packet, in its order."""
-    head, request_keys, query_lens, context_lens, positions, page_tables, slot_ids, ended_keys, *rest = frame.arrays
-    _, has_hidden, has_selected_keys, has_spec, *aux_layers = head.tolist()
-    sampling, rest = _unpack_sampling(rest[:_SAMPLING_ARRAYS]), rest[_SAMPLING_ARRAYS:]
-    scoring, rest = _unpack_scoring(*rest[:_SCORING_ARRAYS]), rest[_SCORING_ARRAYS:]
-    spec = None
-    if has_spec:
-        spec = _unpack_spec(rest[:_SPEC_ARRAYS])
-    computed = list(tensors)
-    batch = ForwardBatch(
-        mode=_MODES[int(head[0])], request_keys=tuple(request_keys.tolist()), query_lens=tuple(query_lens.tolist()),
-        context_lens=tuple(context_lens.tolist()), token_ids=None, positions=_owned(positions),
-        page_tables=_owned(page_tables), slot_ids=_owned(slot_ids), sampling=sampling, scoring=scoring,
-        ended_keys=tuple(ended_keys.tolist()), spec_info=spec)
-    hidden = computed.pop(0) if has_hidden else None
-    selected_keys = computed.pop(0) if has_selected_keys else None
-    aux_hidden = dict(zip(aux_layers, computed, strict=True))
-    return StageInput(batch, StageOutput(hidden=hidden, aux_hidden=aux_hidden, selected_keys=selected_keys))
+def fill(run: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the tensors into their run [run_bytes] uint8, on whatever devices they lie."""
+    at = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.dtype.itemsize
+        run[at:at + num_bytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+        at += _aligned(num_bytes)
 
 
-def pack_result(sequence: int, tokens: Sequence[DrawnToken], verified: Sequence[Verified] = (),
-                scores: Sequence[Scores] = ()) -> bytearray:
-    """The tokens of the rows that draw, in row order: one each, or as many as `verified` accepted nodes; and those of
-    the rows that score."""
-    return pack(FrameKind.RESULT, sequence, [
-        *_pack_tokens(tokens), _ragged([row.accepted for row in verified]),
-        _ragged([row.draft.token_ids for row in verified]), _ragged([row.draft.parents for row in verified]),
-        np.array([len(row) for row in scores], np.int64), *_pack_tokens([token for row in scores for token in row])])
+def cut(run: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
+    """The tensors in a run, as views."""
+    tensors, at = [], 0
+    for spec in specs:
+        tensors.append(run[at:at + spec.num_bytes].view(spec.dtype).view(spec.shape))
+        at += _aligned(spec.num_bytes)
+    return tuple(tensors)
 
 
-def _pack_tokens(tokens: Sequence[DrawnToken]) -> list[Array]:
-    ids = np.array([token.token_id for token in tokens], np.int64)
-    chosen = np.array([np.nan if token.logprobs is None else token.logprobs.logprob for token in tokens], np.float64)
-    tops = [() if token.logprobs is None else token.logprobs.top for token in tokens]
-    lens = np.array([len(top) for top in tops], np.int64)
-    flat = [pair for top in tops for pair in top]
-    problems = [token.problem.encode() for token in tokens]
-    return [ids, chosen, lens, np.array([pair[0] for pair in flat], np.int64),
-            np.array([pair[1] for pair in flat], np.float64), np.array([token.is_fault for token in tokens], np.int64),
-            np.array([len(text) for text in problems], np.int64),
-            np.frombuffer(b"".join(problems), np.uint8)]
+def _spec(code: int, dims: int, *extents: int) -> TensorSpec:
+    if dims > _MAX_DIMS or any(extents[dims:]) or (0 in extents[:dims] and max(extents) >= 1 << 31):
+        raise ValueError(f"a tensor of {dims} dimensions {extents}")
+    return TensorSpec(_DTYPES[code], extents[:dims])
 
 
-def unpack_result(frame: Frame) -> list[DrawnToken]:
-    return _unpack_tokens(frame.arrays[:_TOKEN_ARRAYS])
-
-
-def unpack_scores(frame: Frame) -> list[Scores]:
-    """One entry per row that scores."""
-    counts, *arrays = frame.arrays[_TOKEN_ARRAYS + _VERIFIED_ARRAYS:]
-    tokens = iter(_unpack_tokens(arrays))
-    return [tuple(next(tokens) for _ in range(count)) for count in counts.tolist()]
-
-
-def _unpack_tokens(arrays: Sequence[Array]) -> list[DrawnToken]:
-    ids, chosen, lens, top_ids, top_values, faults, problem_lens = (array.tolist() for array in arrays[:-1])
-    texts = arrays[-1].tobytes()
-    tokens, start, at = [], 0, 0
-    for token_id, logprob, count, fault, length in zip(ids, chosen, lens, faults, problem_lens, strict=True):
-        top = tuple(zip(top_ids[start:start + count], top_values[start:start + count], strict=True))
-        problem = texts[at:at + length].decode()
-        start, at = start + count, at + length
-        logprobs = None if logprob != logprob else TokenLogprobs(logprob, top)
-        tokens.append(DrawnToken(token_id, logprobs, problem, bool(fault)))
-    return tokens
-
-
-def unpack_verified(frame: Frame) -> list[Verified]:
-    """What a result says about trees; empty on a pool that does not speculate."""
-    accepted, tokens, parents = (_unragged(array) for array in frame.arrays[_TOKEN_ARRAYS:][:_VERIFIED_ARRAYS])
-    return [Verified(nodes, TokenTree(*tree))
-            for nodes, *tree in zip(accepted, tokens, parents, strict=True)]
-
-
-def pack_error(sequence: int, text: str) -> bytearray:
-    return pack(FrameKind.ERROR, sequence, [np.frombuffer(text.encode()[:4096], np.uint8)])
-
-
-def unpack_error(frame: Frame) -> str:
-    return frame.arrays[0].tobytes().decode(errors="replace")
-
-
-def _owned(array: Array) -> Tensor:
-    return torch.from_numpy(array.copy())
-
-
-_TOKEN_ARRAYS = 8
-_VERIFIED_ARRAYS = 3
-_SCORING_ARRAYS = 2
-_SAMPLING_ARRAYS = 10
-_SPEC_ARRAYS = 4
-
-
-def _pack_spec(spec: SpecInfo) -> list[Array]:
-    accepted = [row.accepted or AcceptedNodes(-1, ()) for row in spec.rows]
-    return [
-        spec.token_ids.numpy(),
-        _ragged([row.parents for row in spec.rows]),
-        _ragged([found.nodes for found in accepted]),
-        np.array([(found.context_len, -1 if row.next_token_id is None else row.next_token_id, row.draft_start,
-                   row.num_draft_tokens) for found, row in zip(accepted, spec.rows, strict=True)],
-                   np.int64).reshape(-1, 4),
-    ]
-
-
-def _unpack_spec(arrays: Sequence[Array]) -> SpecInfo:
-    token_ids, parents, accepted, numbers = arrays
-    rows = []
-    for row_parents, nodes, (kept_context, next_token, draft_start, num_draft) in zip(
-            _unragged(parents), _unragged(accepted), numbers.tolist(), strict=True):
-        rows.append(SpecRow(row_parents, None if kept_context < 0 else AcceptedNodes(kept_context, nodes),
-                            None if next_token < 0 else next_token, draft_start, num_draft))
-    return SpecInfo(_owned(token_ids), tuple(rows))
-
-
-def _ragged(lists: Sequence[Sequence[int]]) -> Array:
-    """[number of lists, their lengths..., all values...]"""
-    return np.array([len(lists), *(len(x) for x in lists), *(v for x in lists for v in x)], np.int64)
-
-
-def _unragged(array: Array) -> list[tuple[int, ...]]:
-    values = array.tolist()
-    lens, start, lists = values[1:1 + values[0]], 1 + values[0], []
-    for length in lens:
-        lists.append(tuple(values[start:start + length]))
-        start += length
-    return lists
-
-
-def _pack_scoring(rows: Sequence[ScoringRow | None]) -> list[Array]:
-    return [np.array([-1 if row is None else row.num_top for row in rows], np.int64),
-            _ragged([() if row is None else row.next_token_ids for row in rows])]
-
-
-def _unpack_scoring(num_top: Array, next_token_ids: Array) -> tuple[ScoringRow | None, ...]:
-    return tuple(None if count < 0 else ScoringRow(tokens, count)
-                 for count, tokens in zip(num_top.tolist(), _unragged(next_token_ids), strict=True))
-
-
-def _pack_sampling(rows: Sequence[SamplingRow | None]) -> list[Array]:
-    drawing = [row for row in rows if row is not None]
-    params = [row.params for row in drawing]
-    outputs = [row.output for row in drawing]
-    biases = [p.logit_bias for p in params]
-    return [
-        np.array([row is not None for row in rows], np.uint8),
-        np.array([(p.temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty)
-                  for p in params], np.float64).reshape(-1, 6),
-        np.array([(p.top_k, row.position, -1 if row.num_top_logprobs is None else row.num_top_logprobs,
-                   row.banned_before, *_output_numbers(row.output)) for p, row in zip(params, drawing, strict=True)],
-                 np.int64).reshape(-1, 9),
-        np.array([p.seed for p in params], np.uint64),
-        _ragged([[token for token, _ in bias] for bias in biases]),
-        np.array([value for bias in biases for _, value in bias], np.float64),
-        _ragged([side for output in outputs for side in _output_tokens(output)]),
-        _ragged([row.banned_token_ids for row in drawing]),
-        *_pack_grammars([None if output is None or output.opening is None else output.opening.grammar
-                         for output in outputs]),
-    ]
-
-
-def _output_numbers(output: OutputRow | None) -> tuple[int, int, int, int, int]:
-    """Whether there is one, its key and `kept`, whether it opens and is the only one."""
-    if output is None:
-        return 0, 0, 0, 0, 0
-    return 1, output.key, output.kept, output.opening is not None, output.is_only
-
-
-def _output_tokens(output: OutputRow | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those of the opening's prompt, and the new ones."""
-    if output is None:
-        return (), ()
-    return () if output.opening is None else output.opening.prompt_token_ids, output.token_ids
-
-
-def _pack_grammars(grammars: Sequence[Grammar | None]) -> list[Array]:
-    """Texts lie one after the other in UTF-8; a row without a grammar has none."""
-    texts = [() if grammar is None else (grammar.kind.encode(), grammar.encoded) for grammar in grammars]
-    return [_ragged([[len(text) for text in row] for row in texts]),
-            np.frombuffer(b"".join(text for row in texts for text in row), np.uint8)]
-
-
-def _unpack_grammars(lens: Array, data: Array) -> Iterator[Grammar | None]:
-    start, raw = 0, data.tobytes()
-    for row_lens in _unragged(lens):
-        texts = []
-        for length in row_lens:
-            texts.append(raw[start:start + length].decode("utf-8", "surrogatepass"))
-            start += length
-        yield Grammar(GrammarKind(texts[0]), texts[1]) if texts else None
-
-
-def _unpack_sampling(arrays: Sequence[Array]) -> tuple[SamplingRow | None, ...]:
-    draws, floats, ints, seeds, bias_ids, bias_values, tokens, banned, *grammar_arrays = arrays
-    grammars = list(_unpack_grammars(*grammar_arrays))
-    bias_lists, sides, bans = _unragged(bias_ids), _unragged(tokens), _unragged(banned)
-    values, start, drawing = bias_values.tolist(), 0, []
-    for i, (numbers, whole, seed) in enumerate(zip(floats.tolist(), ints.tolist(), seeds.tolist(), strict=True)):
-        temperature, top_p, min_p, frequency, presence, repetition = numbers
-        top_k, position, num_top, banned_before, has_output, key, kept, opens, is_only = whole
-        bias = tuple(zip(bias_lists[i], values[start:start + len(bias_lists[i])], strict=True))
-        start += len(bias)
-        prompt, new = sides[2 * i], sides[2 * i + 1]
-        opening = OutputOpening(prompt, grammars[i]) if opens else None
-        drawing.append(SamplingRow(
-            SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                           frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition,
-                           seed=seed, logit_bias=bias),
-            position, None if num_top < 0 else num_top, bans[i], banned_before,
-            OutputRow(key, kept, new, opening, bool(is_only)) if has_output else None))
-    rows = iter(drawing)
-    return tuple(next(rows) if draw else None for draw in draws.tolist())
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -11,21 +11,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
+from engine.core.frame_limit import FrameLimit
 from engine.core.request import DrawnToken
-from engine.pipeline import frames
-from engine.pipeline.channel import Packet, StageChannel
+from engine.pipeline import records
+from engine.pipeline.channel import Packet, PacketKind, StageChannel
 from engine.pipeline.executor import StageExecutor
+from engine.pipeline.records import StageInput, StageResult
 from engine.sampling.sampler import RequestSampler
 from engine.sampling.scoring import Scores, score
 from engine.speculative.drafter import Drafter
 from engine.speculative.verify import draw_runs
-from runtime.errors import BatonError, InternalError
+from runtime.errors import BatonError, IntegrityError, InternalError
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +71,6 @@ class Pipeline(Protocol):
 
 
 @dataclass(frozen=True)
-class StageResult:
-    """What the last stage made of a batch: tokens of the rows that draw, in row order, what came of their trees, and
-    the scores of the rows that score."""
-
-    tokens: list[DrawnToken]
-    verified: list[Verified] = field(default_factory=list)
-    scores: list[Scores] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class LastStage:
     """What the last stage does with its logits: draws, and drafts what to verify next.
 
@@ -92,12 +84,12 @@ class LastStage:
         """Of a PREBUILT batch each row gets a first tree and draws nothing."""
         if batch.mode is ForwardMode.PREBUILT:
             first = self.drafter.begin(batch) if self.drafter is not None else [TokenTree()] * batch.num_rows
-            return StageResult([], [Verified((), tree) for tree in first])
+            return StageResult([], [Verified((), tree) for tree in first], [])
         scored = score(output.logits, batch)
         runs = draw_runs(scored.drawing, batch, self.sampler)
         tokens = [token for run in runs for token in run.tokens]
         if not isinstance(batch.spec_info, SpecInfo):
-            return StageResult(tokens, scores=scored.scores)
+            return StageResult(tokens, [], scored.scores)
         trees = self.drafter.propose(batch, output, runs) if self.drafter is not None else [TokenTree()] * len(runs)
         verified = [Verified(tuple(run.accepted), tree) for run, tree in zip(runs, trees, strict=True)]
         return StageResult(tokens, verified, scored.scores)
@@ -119,8 +111,7 @@ class SingleStage:
         try:
             self._last.sampler.prepare(batch)
             result = self._last.finish(batch, self._executor.run(batch))
-            self._results.append(StepResult(self._sequence, result.tokens, verified=result.verified,
-                                            scores=result.scores))
+            self._results.append(_step_result(self._sequence, result))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
             self._results.append(StepResult(self._sequence, [], StepFailed(_failure(0, error))))
 
@@ -135,39 +126,49 @@ class HeadStage:
     """Rank 0 of a pool with more stages: runs its layers at launch, hears from the tail at collect."""
 
     def __init__(self, executor: StageExecutor, channel: StageChannel, *, size: int,
-                 send_timeout_s: float = 10) -> None:
+                 frame_timeout_s: float = 10) -> None:
+        """The next stage takes a frame within `frame_timeout_s`, or more where steps are long (`FrameLimit`)."""
         self.depth = size
         self._executor = executor
         self._channel = channel
-        self._send_timeout_s = send_timeout_s
-        self._sequence = 0
+        self._frame_limit = FrameLimit(frame_timeout_s)
+        self._launched_s: deque[float] = deque()
+        self._sequence = self._collected = 0
 
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
+        self._launched_s.append(time.monotonic())
         packet = _run_to_packet(self._executor, self._sequence, batch, None, rank=0)
-        self._channel.send(1, packet, timeout_s=self._send_timeout_s)
+        self._channel.send(1, packet, timeout_s=self._frame_limit.seconds)
 
     def collect(self, timeout_s: float) -> StepResult | None:
         packet = self._channel.receive(self.depth - 1, timeout_s=timeout_s)
         if packet is None:
             return None
-        frame = frames.unpack(packet.frame)
-        if frame.kind is frames.FrameKind.ERROR:
-            return StepResult(frame.sequence, [], StepFailed(frames.unpack_error(frame)))
-        return StepResult(frame.sequence, frames.unpack_result(frame), verified=frames.unpack_verified(frame),
-                          scores=frames.unpack_scores(frame))
+        self._collected += 1
+        if packet.sequence != self._collected:
+            raise IntegrityError(f"from stage {self.depth - 1}: the result of batch {packet.sequence} where that of "
+                                 f"batch {self._collected} is due")
+        self._frame_limit.measured(time.monotonic() - self._launched_s.popleft())
+        if packet.kind is PacketKind.ERROR:
+            return StepResult(packet.sequence, [], StepFailed(records.unpack_error(packet)))
+        return _step_result(packet.sequence, records.unpack_result(packet))
 
     def wake(self) -> None:
         self._channel.wake()
 
 
+def _step_result(sequence: int, result: StageResult) -> StepResult:
+    return StepResult(sequence, result.tokens, verified=result.verified, scores=result.scores)
+
+
 def _run_to_packet(executor: StageExecutor, sequence: int, batch: ForwardBatch, incoming: StageOutput | None, *,
                    rank: int) -> Packet:
-    """What goes to the next stage; a batch that cannot run becomes an error frame, so that stage 0 hears of it."""
+    """What goes to the next stage; a batch that cannot run becomes an error packet, so that stage 0 hears of it."""
     try:
-        return frames.pack_batch(sequence, batch, executor.run(batch, incoming))
+        return records.pack_batch(sequence, batch, executor.run(batch, incoming))
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
-        return Packet(frames.pack_error(sequence, _failure(rank, error)))
+        return records.pack_error(sequence, _failure(rank, error))
 
 
 def _failure(rank: int, error: Exception) -> str:
@@ -183,8 +184,8 @@ class FollowerStage:
     def __init__(self, executor: StageExecutor, sampler: RequestSampler, channel: StageChannel, *, rank: int, size: int,
                  drafter: Drafter | None = None,
                  on_step: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None,
-                 send_timeout_s: float = 10) -> None:
-        """`sampler` and `drafter` work on the last stage."""
+                 frame_timeout_s: float = 10) -> None:
+        """`sampler` and `drafter` work on the last stage; `frame_timeout_s` as of `HeadStage`."""
         self._on_step = on_step
         self._executor = executor
         self._last_stage = LastStage(sampler, drafter)
@@ -192,31 +193,33 @@ class FollowerStage:
         self._rank = rank
         self._next = (rank + 1) % size
         self._is_last = rank == size - 1
-        self._send_timeout_s = send_timeout_s
+        self._frame_limit = FrameLimit(frame_timeout_s)
 
     def step(self, timeout_s: float) -> bool:
-        """Serve at most one frame; False when none came in time. Raises PeerLostError when the pool is broken."""
+        """Serve at most one packet; False when none came in time. Raises PeerLostError and IntegrityError when the
+        pool is broken."""
         packet = self._channel.receive(self._rank - 1, timeout_s=timeout_s)
         if packet is None:
             return False
-        frame = frames.unpack(packet.frame)
-        if frame.kind is frames.FrameKind.ERROR:
-            reply = Packet(bytearray(packet.frame))
+        if packet.kind is PacketKind.ERROR:
+            reply = replace(packet, record=bytes(packet.record))
         else:
             began = time.monotonic()
-            stage_input = frames.unpack_batch(frame, packet.tensors)
-            reply = Packet(self._last(frame.sequence, stage_input)) if self._is_last else _run_to_packet(
-                self._executor, frame.sequence, stage_input.batch, stage_input.incoming, rank=self._rank)
-            self._on_step(time.monotonic() - began, stage_input.batch)
-        self._channel.send(self._next, reply, timeout_s=self._send_timeout_s)
+            stage_input = records.unpack_batch(packet)
+            reply = self._last(packet.sequence, stage_input) if self._is_last else _run_to_packet(
+                self._executor, packet.sequence, stage_input.batch, stage_input.incoming, rank=self._rank)
+            took_s = time.monotonic() - began
+            self._frame_limit.measured(took_s)
+            self._on_step(took_s, stage_input.batch)
+        self._channel.send(self._next, reply, timeout_s=self._frame_limit.seconds)
         return True
 
-    def _last(self, sequence: int, stage_input: frames.StageInput) -> bytearray:
+    def _last(self, sequence: int, stage_input: StageInput) -> Packet:
         batch = stage_input.batch
         try:
             self._last_stage.sampler.prepare(batch)
             output = self._executor.run(batch, stage_input.incoming)
             result = self._last_stage.finish(batch, output)
-            return frames.pack_result(sequence, result.tokens, result.verified, result.scores)
+            return records.pack_result(sequence, result.tokens, result.verified, result.scores)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
-            return frames.pack_error(sequence, _failure(self._rank, error))
+            return records.pack_error(sequence, _failure(self._rank, error))

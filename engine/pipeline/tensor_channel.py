@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.pipeline import bundle
-from engine.pipeline.bundle import Bundle, Route, TensorSpec
+from engine.pipeline import frames as wire
 from engine.pipeline.channel import FrameChannel, Packet
+from engine.pipeline.frames import Frame, TensorRoute, TensorSpec
 from engine.pipeline.links import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, P2PLinks, PendingLink, Transfer
-from runtime.errors import DeadlineError, InternalError, PeerLostError
+from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
 
 MAX_MESSAGES_UNDER_WAY = 16
 _LOOK_S = 0.05  # between looks at the neighbour's health
@@ -46,12 +46,12 @@ class TensorChannel:
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
         """See `StageChannel.send`. Tensors are copied before they leave: a captured graph writes to the same memory
         again. Raises InternalError for a packet over the limit, or with tensors for another than the next stage."""
-        specs = bundle.specs_of(packet.tensors)
-        num_bytes = len(packet.frame) + bundle.flat_bytes(specs)
+        specs = wire.specs_of(packet.tensors)
+        num_bytes = len(packet.record) + wire.run_bytes(specs)
         if num_bytes > self._max_bytes:
             raise InternalError(f"a packet of {num_bytes} bytes to stage {rank}; the limit is {self._max_bytes}")
         if self._links is None or not specs:
-            self._frames.send(rank, bundle.write(Route.WITHIN, packet.frame, packet.tensors), timeout_s=timeout_s)
+            self._frames.send(rank, wire.write(TensorRoute.WITHIN, packet), timeout_s=timeout_s)
             return
         pending = self._links.to(rank)
         if pending is None:
@@ -63,9 +63,9 @@ class TensorChannel:
             self._make_room(rank, pending, deadline_s)
         except DeadlineError as error:
             raise DeadlineError(f"{error}, within {timeout_s:g} s") from error
-        flat = torch.empty(bundle.flat_bytes(specs), dtype=torch.uint8, device=self._links.device)
-        bundle.fill(flat, packet.tensors)
-        self._frames.send(rank, bundle.write(Route.BESIDE, packet.frame, packet.tensors),
+        flat = torch.empty(wire.run_bytes(specs), dtype=torch.uint8, device=self._links.device)
+        wire.fill(flat, packet.tensors)
+        self._frames.send(rank, wire.write(TensorRoute.BESIDE, packet),
                           timeout_s=max(0.0, deadline_s - time.monotonic()))
         self._under_way.append(pending.link.send(flat))
         self._on_sent(flat.numel())
@@ -76,11 +76,12 @@ class TensorChannel:
         data = self._frames.receive(rank, timeout_s=timeout_s)
         if data is None:
             return None
-        packet = bundle.read(data)
-        if not packet.specs:
-            return Packet(packet.frame)
-        flat = _copied(packet) if packet.route is Route.WITHIN else self._arrived(rank, packet.specs)
-        return Packet(packet.frame, bundle.cut(flat, packet.specs))
+        frame = self._read(rank, data)
+        tensors: tuple[Tensor, ...] = ()
+        if frame.specs:
+            flat = _copied(frame) if frame.route is TensorRoute.WITHIN else self._arrived(rank, frame.specs)
+            tensors = wire.cut(flat, frame.specs)
+        return Packet(frame.record, tensors, frame.kind, frame.sequence)
 
     def wake(self) -> None:
         self._frames.wake()
@@ -89,8 +90,16 @@ class TensorChannel:
         self.use(None)
         self._frames.close()
 
+    def _read(self, rank: int, data: memoryview) -> Frame:
+        """The stage is lost when this raises: what else it sends cannot be believed, and the pool has to form anew."""
+        try:
+            return wire.read(data)
+        except IntegrityError as error:
+            self._frames.fail(rank, f"stage {rank} sent a damaged frame")
+            raise IntegrityError(f"from stage {rank}: {error}") from error
+
     def _arrived(self, rank: int, specs: tuple[TensorSpec, ...]) -> Tensor:
-        num_bytes = bundle.flat_bytes(specs)
+        num_bytes = wire.run_bytes(specs)
         pending = None if self._links is None else self._links.coming_from(rank)
         if pending is None or num_bytes > self._max_bytes:
             raise InternalError(f"stage {rank} announced {num_bytes} bytes of tensors where none can come")
@@ -125,7 +134,7 @@ class TensorChannel:
             self._frames.check(rank)
 
 
-def _copied(packet: Bundle) -> Tensor:
-    flat = torch.empty(len(packet.flat), dtype=torch.uint8)
-    flat.numpy()[:] = np.frombuffer(packet.flat, np.uint8)
+def _copied(frame: Frame) -> Tensor:
+    flat = torch.empty(len(frame.run), dtype=torch.uint8)
+    flat.numpy()[:] = np.frombuffer(frame.run, np.uint8)
     return flat

@@ -9,18 +9,14 @@ from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.contracts.attention import AttentionBackend
 from engine.contracts.latent import LatentAttentionBackend
 from engine.contracts.model import ForwardContext
-from engine.core.batch import ForwardBatch
+from engine.core.batch import BatchPlanner, ForwardBatch
 from engine.core.numerics import Numerics
 from engine.graphs.runner import GraphAttention
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 
 
-class Planner(Protocol):
-    def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None: ...
-
-
-class RoundPlanner(Planner, Protocol):
+class RoundPlanner(BatchPlanner, Protocol):
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
         """The next step's branches continue those at `parents` [R, K] of the last."""
         ...
@@ -35,7 +31,7 @@ class DraftAttention:
     """Who plans, and what the draft's layers run on then. Both look at the same pools. `capturable` and
     `capturable_round`: `pages` and `round` as graphs see them; None where they cannot be captured."""
 
-    pages: Planner
+    pages: BatchPlanner
     on_pages: ForwardContext
     round: RoundPlanner
     in_round: ForwardContext

@@ -5,7 +5,6 @@ steps of a round put the draft's own hidden state in the place of the target's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -15,28 +14,6 @@ from engine.contracts.latent import LatentGeometry
 from engine.contracts.model import ForwardContext
 from engine.core.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
-
-
-@dataclass
-class CarriedKeys:
-    """`spec_info` of a draft's batch whose steps share one choice of keys (DSA). A step that finds none chooses and
-    leaves its choice here; a model whose steps do not share overwrites it every time.
-
-    It lives and dies with its batch: a round that ends, also by an error, leaves nothing behind, and a batch that
-    changes membership has none.
-
-    selected  [T, n] int32 key positions of the batch's tokens, -1 where there are fewer
-    """
-
-    selected: Tensor | None = None
-
-    def of_tokens(self, tokens: Tensor) -> "CarriedKeys":
-        """What a round begins with that continues these tokens. One token without any key and the whole round chooses
-        anew: a step either chooses for all its tokens or for none. Positions count a row's own keys, wherever its
-        pages are, so they need no translation."""
-        if self.selected is None or not (self.selected[tokens] >= 0).any(1).all():
-            return CarriedKeys()
-        return CarriedKeys(self.selected[tokens])
 
 
 class DraftModel(Protocol):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import SpecInfo, TokenTree
+from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
+from engine.core.draft_trees import CarriedKeys, SpecInfo, TokenTree
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs
 from engine.speculative.draft_handoff import DraftEnd, HandedEnds
-from engine.speculative.draft_model import CarriedKeys, DraftModel
+from engine.speculative.draft_model import DraftModel
 from engine.speculative.proposal import Proposal
 from engine.speculative.round_graphs import RoundGraphs
 from engine.speculative.tree_expander import TreeExpander
@@ -117,11 +117,11 @@ class EagleDrafter:
         device = next(iter(output.aux_hidden.values())).device
         tokens = torch.tensor([token for row in followed for token in row.features]).to(device)
         features = self._model.features(output.aux_hidden, tokens)
-        self.num_plans["draft_extend"] += 1
         bucket = None if self._graphs is None else self._graphs.bucket_for(extend)
         if self._graphs is not None and bucket is not None:
+            self.num_plans["draft_extend"] += 1
             return self._graphs.run(extend, bucket, features)
-        self._attention.pages.plan(extend)
+        self.num_plans["draft_extend"] += plan_where_needed(extend, self._attention.pages)
         return self._model.forward(extend, features, self._attention.on_pages)
 
     def _end(self, hidden: Tensor) -> DraftEnd:
@@ -136,11 +136,11 @@ class EagleDrafter:
         proposal = Proposal(ends.log_p, ends.tokens)
         if steps > 1:
             batch = _round_batch(rows, slots, positions, ends.log_p.shape[1])
-            self.num_plans["draft_round"] += 1
             bucket = None if self._rounds is None else self._rounds.bucket_for(batch, steps)
             if self._rounds is not None and bucket is not None:
+                self.num_plans["draft_round"] += 1
                 return self._rounds.run(batch, bucket, ends).trees(num_nodes)
-            self._attention.round.plan(batch)
+            self.num_plans["draft_round"] += plan_where_needed(batch, self._attention.round)
             self._expander.expand(proposal, batch, ends.hidden, steps)
         return proposal.candidates().trees(num_nodes)
 

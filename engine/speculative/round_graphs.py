@@ -52,7 +52,10 @@ class RoundGraphs:
             self._captured[bucket] = self._captured_round(bucket)
 
     def bucket_for(self, batch: ForwardBatch, steps: int) -> GraphBucket | None:
-        """The captured rows that the batch's fit into; None for larger batches and for shorter rounds."""
+        """The captured rows that the batch's fit into; None for larger batches, for shorter rounds, and for what was
+        planned already."""
+        if not batch.needs_forward_metadata_init():
+            return None
         fitting = [bucket for bucket in self._captured if batch.num_rows <= bucket.max_rows and steps == self.steps]
         return min(fitting, key=lambda bucket: bucket.max_rows, default=None)
 

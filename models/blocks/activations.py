@@ -1,5 +1,5 @@
-"""Activations whose bits do not depend on how many rows travel together, beside `engine.numerics.silu`: composed of
-functions that have one code for all of a tensor."""
+"""Activations whose bits do not depend on how many rows travel together, beside `engine.core.numerics.silu`: composed
+of functions that have one code for all of a tensor."""
 
 import torch
 from torch import Tensor

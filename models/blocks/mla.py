@@ -10,14 +10,13 @@ an indexer of its own, or shares the one of the layer before.
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.contracts.latent import LatentGeometry
-from engine.core.numerics import padded_rows
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.indexer import Indexer, IndexerSpec
+from models.blocks.linear import HeadwiseLinear
 from models.blocks.norm import NormSpec
 from models.blocks.rotary import RopeSpec
 from models.blocks.spec import Mixer, StagePass
@@ -100,8 +99,8 @@ class Mla:
                                      in_features=spec.query_rank)
         up = weights.tensor("kv_b_proj.weight", heads * (spec.nope_dim + spec.value_dim), spec.latent_dim)
         up = up.view(heads, spec.nope_dim + spec.value_dim, spec.latent_dim)
-        self._to_latent = _PerHead(up[:, :spec.nope_dim])
-        self._from_latent = _PerHead(up[:, spec.nope_dim:].transpose(1, 2))
+        self._to_latent = HeadwiseLinear(up[:, :spec.nope_dim].transpose(1, 2))
+        self._from_latent = HeadwiseLinear(up[:, spec.nope_dim:])
         self._output = weights.linear("o_proj", rows=(hidden,), in_features=heads * spec.value_dim, bias=spec.bias)
         self._indexer: Indexer | None = None
         if spec.indexer is not None:
@@ -115,10 +114,10 @@ class Mla:
         query = self._query(query_latent).view(-1, spec.num_heads, spec.nope_dim + spec.rope_dim)
         query_nope, query_rope = query[..., :spec.nope_dim], rotary.rotate_pairs(query[..., spec.nope_dim:])
         entries = torch.cat([self._latent_norm.forward(latent), rotary.rotate_pairs(key_rope[:, None])[:, 0]], dim=-1)
-        query = torch.cat([self._to_latent.forward(query_nope), query_rope], dim=-1)
+        query = torch.cat([self._to_latent(query_nope), query_rope], dim=-1)
         selected = self._selection(x, query_latent, stage_pass)
         heads = stage_pass.latent_attention().run(self._layer_id, query, entries, selected, stage_pass.batch)
-        return self._output(self._from_latent.forward(heads).flatten(1))
+        return self._output(self._from_latent(heads).flatten(1))
 
     def _selection(self, x: Tensor, query_latent: Tensor, stage_pass: StagePass) -> Tensor | None:
         if self._spec.max_selected == 0:
@@ -131,16 +130,3 @@ class Mla:
         if stage_pass.selected_keys is None:
             raise InternalError(f"layer {self._layer_id} shares the keys an earlier layer selected, and none came")
         return stage_pass.selected_keys
-
-
-class _PerHead:
-    """A matrix of its own for each head. weight: [heads, in, out]."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight.clone(memory_format=torch.contiguous_format)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, heads, in]. Returns [T, heads, out]."""
-        num_tokens = x.shape[0]
-        padded = F.pad(x.transpose(0, 1), (0, 0, 0, padded_rows(num_tokens, x.dtype) - num_tokens))
-        return torch.bmm(padded, self._weight)[:, :num_tokens].transpose(0, 1)

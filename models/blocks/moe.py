@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.blocks.activations import sigmoid
 from models.blocks.config import RawConfig
-from models.blocks.mlp import Mlp, MlpSpec, gated_product
+from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
 
@@ -153,13 +153,12 @@ class _Experts:
         width, hidden = spec.expert_width, spec.hidden_size
         if weights.has("gate_up_proj"):
             items = [(index, spec.num_experts) for index in range(spec.num_experts)]
-            self._gate_up = [weights.linear_from(weights.tensor("gate_up_proj", 2 * width, hidden, item=item))
+            self._gate_up = [weights.gated_item("gate_up_proj", rows=width, in_features=hidden, item=item)
                              for item in items]
-            self._down = [weights.linear_from(weights.tensor("down_proj", hidden, width, item=item)) for item in items]
+            self._down = [weights.linear_item("down_proj", rows=hidden, in_features=width, item=item) for item in items]
             return
         each = [weights.at(str(index)) for index in range(spec.num_experts)]
-        self._gate_up = [expert.linear("gate_proj", "up_proj", rows=(width, width), in_features=hidden)
-                         for expert in each]
+        self._gate_up = [expert.gated("gate_proj", "up_proj", rows=width, in_features=hidden) for expert in each]
         self._down = [expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each]
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -171,7 +170,7 @@ class _Experts:
         for index, count in enumerate(torch.bincount(ids.flatten(), minlength=self._num_experts).tolist()):
             if count:
                 mine = slice(start, start + count)
-                result = self._down[index](gated_product(self._gate_up[index](x[tokens[mine]])))
+                result = self._down[index](self._gate_up[index](x[tokens[mine]]))
                 out.index_add_(0, tokens[mine], result.float() * shares[mine])
                 start += count
         return out

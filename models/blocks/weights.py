@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.core.numerics import Numerics
 from engine.core.placement import HOST
-from models.blocks.linear import Linear
+from models.blocks.linear import GatedLinear, Linear, is_packed
 
 
 class WeightSource(Protocol):
@@ -29,21 +29,38 @@ class WeightSource(Protocol):
         ...
 
 
+class _Staging:
+    """Memory that matrices are read into before they are packed, one after the other: memory of its own for each would
+    be taken and given back in pieces that the allocator keeps."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns], until the next is asked for."""
+        num_bytes = rows * columns * dtype.itemsize
+        if len(self._memory) < num_bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[:num_bytes].view(dtype).view(rows, columns)
+
+
 class Weights:
     """The tensors whose names start with `prefix`."""
 
     def __init__(self, source: WeightSource, *, prefix: str, dtype: torch.dtype, numerics: Numerics,
-                 device: torch.device = HOST) -> None:
+                 device: torch.device = HOST, staging: _Staging | None = None) -> None:
         """`device`: where the tensors lie, and so where blocks over them compute."""
         self._source = source
         self._prefix = prefix
         self._dtype = dtype
         self._numerics = numerics
+        self._staging = staging or _Staging()
         self.device = device
 
     def at(self, part: str) -> "Weights":
         return Weights(self._source, prefix=f"{self._prefix}{part}.", dtype=self._dtype, numerics=self._numerics,
-                       device=self.device)
+                       device=self.device, staging=self._staging)
 
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
@@ -58,7 +75,7 @@ class Weights:
     def linear(self, *names: str, rows: Sequence[int], in_features: int, bias: bool = False,
                dtype: torch.dtype | None = None) -> Linear:
         """One projection, or several with the same input fused into one: `rows[i]` output rows of `names[i]`."""
-        weight = torch.empty(sum(rows), in_features, dtype=dtype or self._dtype, device=self.device)
+        weight = self._passing(sum(rows), in_features, dtype or self._dtype)
         offsets = torch.empty(sum(rows), dtype=self._dtype, device=self.device) if bias else None
         start = 0
         for name, count in zip(names, rows, strict=True):
@@ -68,9 +85,32 @@ class Weights:
             start += count
         return self.linear_from(weight, offsets)
 
+    def linear_item(self, name: str, *, rows: int, in_features: int, item: tuple[int, int]) -> Linear:
+        """A projection over entry i of a stack of n for `item` = (i, n)."""
+        weight = self._passing(rows, in_features, self._dtype)
+        self._source.read(self._prefix + name, weight, item=item)
+        return self.linear_from(weight)
+
+    def gated_item(self, name: str, *, rows: int, in_features: int, item: tuple[int, int]) -> GatedLinear:
+        """Likewise; the gate's `rows` rows lie before those of what it gates."""
+        weight = self._passing(2 * rows, in_features, self._dtype)
+        self._source.read(self._prefix + name, weight, item=item)
+        return GatedLinear(*(self.linear_from(half) for half in weight.chunk(2)))
+
+    def _passing(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """A matrix for a `Linear`, which packs it where it can."""
+        if is_packed(dtype, self.device):
+            return self._staging.matrix(rows, columns, dtype)
+        return torch.empty(rows, columns, dtype=dtype, device=self.device)
+
     def linear_from(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A projection over a weight [out, in] that was read already."""
-        return Linear(weight, biases=() if bias is None else (bias,), numerics=self._numerics)
+        return Linear(weight, biases=() if bias is None else (bias,))
+
+    def gated(self, gate: str, up: str, *, rows: int, in_features: int, bias: bool = False) -> GatedLinear:
+        """silu of one projection times another, each with `rows` output rows."""
+        return GatedLinear(*(self.linear(name, rows=(rows,), in_features=in_features, bias=bias)
+                             for name in (gate, up)))
 
 
 class RandomWeights:

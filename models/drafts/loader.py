@@ -14,13 +14,15 @@ from models.blocks.config import RawConfig, architecture_of, dtype_name, read_co
 from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from models.drafts import eagle1, eagle3, nextn, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
-from models.loader import ModelDescription
+from models.loader import ModelDescription, description_digest
+from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class DraftDescription:
-    """A draft of `target`, of which no weight is loaded yet. `revision`: digest of its weights."""
+    """A draft of `target`, of which no weight is loaded yet. `revision`: digest of its config and of its tensors'
+    names, types and shapes."""
 
     raw: RawConfig
     entries: dict[str, TensorEntry] | None  # None: weights are random
@@ -46,13 +48,15 @@ class DraftDescription:
         """What the draft's layers cache, by its own layer ids."""
         return _family(self.raw).cache_specs(self.raw, self.target, page_size)
 
-    def load(self, *, numerics: Numerics, device: torch.device = HOST) -> DraftModel:
-        """The draft, whole, with copies of what it shares with the target, on `device`.
+    def load(self, *, numerics: Numerics, device: torch.device = HOST, digest: WeightsDigest | None = None,
+             target_digest: WeightsDigest | None = None) -> DraftModel:
+        """The draft, whole, with copies of what it shares with the target, on `device`. `digest` takes up every byte
+        of the draft's own tensors, `target_digest` of those of the target.
 
         Raises:
             ConfigError: tensors are missing, unexpected or of the wrong shape; all of them are in one message.
         """
-        source = DraftWeights(self.entries, self.target)
+        source = DraftWeights(self.entries, self.target, digest or WeightsDigest(), target_digest or WeightsDigest())
         weights = draft_weights(source, dtype=dtype_name(self.raw), numerics=numerics, device=device)
         draft = _family(self.raw).build(files=DraftFiles(self.raw, weights, self.target))
         source.finish()
@@ -103,7 +107,8 @@ def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
     """
     raw = text_config(read_config_file(folder / "config.json"))
     checkpoint = open_checkpoint(folder)
-    return _describe(raw, _entries(raw, checkpoint), target, checkpoint.digest)
+    entries = _entries(raw, checkpoint)
+    return _describe(raw, entries, target, description_digest(raw, entries))
 
 
 def random_draft(config: dict[str, object], target: ModelDescription, *, numerics: Numerics) -> DraftModel:

@@ -14,8 +14,8 @@ from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
 from engine.contracts.model import ForwardContext
 from engine.core.batch import ForwardBatch
+from engine.core.draft_trees import CarriedKeys
 from engine.memory.layout import CacheSpec
-from engine.speculative.draft_model import CarriedKeys
 from models.blocks.config import RawConfig, dtype_name
 from models.blocks.embedding import embed
 from models.blocks.rotary import Rotary

@@ -14,6 +14,7 @@ from models.blocks.weights import RandomWeights, Weights, WeightSource
 from models.checkpoint import TensorEntry, read_tensor
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD
 from models.loader import ModelDescription, target_entry
+from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 
 
@@ -30,9 +31,12 @@ class DraftWeights:
     """A `WeightSource` over a draft's entries; `embed_tokens`, `lm_head` and (as `target_norm`) the final norm fall
     back on the target's."""
 
-    def __init__(self, entries: dict[str, TensorEntry] | None, target: ModelDescription) -> None:
+    def __init__(self, entries: dict[str, TensorEntry] | None, target: ModelDescription, digest: WeightsDigest,
+                 target_digest: WeightsDigest) -> None:
         """Without entries the draft's weights are random."""
         self._entries = entries
+        self._digest = digest
+        self._target_digest = target_digest
         self._target = target
         self._random = RandomWeights(seed=1)
         self._complaints: set[str] = set()
@@ -55,7 +59,7 @@ class DraftWeights:
         elif entry.shape != (tuple(out.shape) if item is None else (item[1], *out.shape)):
             self._complaints.add(f"{name} is {list(entry.shape)}, the config says {list(out.shape)}")
         else:
-            read_tensor(entry, out, item=None if item is None else item[0])
+            read_tensor(entry, out, name=name, digest=self._digest, item=None if item is None else item[0])
 
     def finish(self) -> None:
         """Raise one ConfigError about everything that did not fit."""
@@ -77,7 +81,7 @@ class DraftWeights:
             self._complaints.add(f"the target's {name} is {None if entry is None else list(entry.shape)}, the draft "
                                  f"wants {list(out.shape)}")
         else:
-            read_tensor(entry, out)
+            read_tensor(entry, out, name=name, digest=self._target_digest)
 
 
 def draft_weights(source: WeightSource, *, dtype: str, numerics: Numerics, device: torch.device = HOST) -> Weights:

@@ -2,8 +2,9 @@
 
 Two threads: the engine thread owns the batch channel and the model, the event loop owns the Join stream. The leader's
 life is heard on that stream: when it drops, every session is closed, the batch channel is left, and the stage joins
-again with patience. A stage whose engine meets an error drops the stream itself: its leader may not know of it. A stage
-that is told to stop says so on the stream and serves on until its leader lets it go.
+again: as soon as a leader is there, and with patience where one refuses. A stage whose engine meets an error drops the
+stream itself: its leader may not know of it. A stage that is told to stop says so on the stream and serves on until its
+leader lets it go.
 
 It joins again only when nothing of the time before can touch its memory: the step that ran is over and every transfer
 has drained. The leader relies on that (`pool.pipeline.group`): it has given those pages away.
@@ -13,8 +14,7 @@ import asyncio
 import logging
 import queue
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -23,23 +23,31 @@ import grpc
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
 from engine.sampling.sampler import RequestSampler
+from pool.pipeline.join_stream import JoinReports, JoinStream
+from pool.pipeline.membership import weights_to_proto
 from pool.pipeline.stage_channel import PoolChannel
 from pool.request.conversion import NO_GRAMMARS, grammar_from_proto
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.client import open_channel
-from runtime.errors import BatonError, DeadlineError, FieldViolation, InvalidRequestError, PeerLostError
+from runtime.client import ChannelOptions, open_channel
+from runtime.errors import (
+    BatonError,
+    DeadlineError,
+    FieldViolation,
+    IntegrityError,
+    InvalidRequestError,
+    PeerLostError,
+)
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from transfer.plan import codec
-from transfer.plan.handoff_terms import StageSessionEvent
 
-REJOIN_MIN_S, REJOIN_MAX_S = 0.2, 2.0
+REJOIN_MIN_S, REJOIN_MAX_S = 0.1, 2.0  # between two tries; the longer ones are for a leader that refuses
+RECONNECT_S = 0.25  # between two looks whether the leader is there; nothing waits longer for one that is
 SETTLE_S = 60.0  # for the longest step; transfers are cut much earlier
 GOODBYE_S = 3.0  # what a leader may take beyond the grace to hand requests back
-EVENT_LIMIT = 65536
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +59,9 @@ class FollowerEngine:
     """
 
     def __init__(self, stage: Stage, sampler: RequestSampler, channel: PoolChannel, *, rank: int, size: int,
-                 on_step: Callable[[float, ForwardBatch], None]) -> None:
+                 on_step: Callable[[float, ForwardBatch], None], frame_timeout_s: float = 10) -> None:
         self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, drafter=stage.drafter,
-                                       on_step=on_step)
+                                       on_step=on_step, frame_timeout_s=frame_timeout_s)
         self._sampler = sampler
         self._channel = channel
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
@@ -106,7 +114,7 @@ class FollowerEngine:
                 self._follower.step(1.0)
                 while not self._orders.empty():
                     self._orders.get_nowait()()
-            except PeerLostError as error:
+            except (PeerLostError, IntegrityError) as error:
                 logger.warning("the pool broke: %s", error)
                 self._break()
             except Exception:  # the edge of the thread: whatever it is, the pool must hear of it
@@ -119,34 +127,31 @@ class FollowerEngine:
 
 
 class Follower:
-    """Keeps the stage joined to its leader until cancelled."""
+    """Keeps the stage joined to its leader until cancelled. `reports` is what its transfer agent was built with."""
 
     def __init__(self, config: WorkerConfig, stage: Stage, engine: FollowerEngine, channel_address: bytes,
-                 security: ChannelSecurity) -> None:
+                 security: ChannelSecurity, reports: JoinReports) -> None:
         self._config = config
         self._security = security
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
-        self._window: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)  # None ends the stream
         self._checks: set[asyncio.Task[None]] = set()
+        self._reports = reports
+        self._was_formed = False  # since the last try to join
         self._is_leaving = False
+        self._pool_epoch = 0  # the highest that any leader gave; frames of it, or below, are old ones to a new pool
         self._has_parted = asyncio.Event()
-        self.joined = False
-
-    def on_stage_event(self, event: StageSessionEvent) -> None:
-        """Event loop's thread: a report of the transfer agent for the leader."""
-        if self.joined:
-            self._window.put_nowait(pb.JoinRequest(session=codec.event_to_proto(event)))
 
     async def leave(self, grace_s: float) -> None:
         """Serve on until the leader says goodbye, because nothing runs any more. Not longer than the grace, and not at
         all if the leader is gone."""
         self._is_leaving = True
-        if not self.joined:
+        stream = self._reports.stream
+        if stream is None or not stream.is_open:
             return
         logger.info("leaving: waiting for the leader's goodbye")
-        self._window.put_nowait(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
+        stream.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + GOODBYE_S):
                 await self._has_parted.wait()
@@ -160,51 +165,60 @@ class Follower:
         """
         events, delay = asyncio.get_running_loop(), REJOIN_MIN_S
         self._engine.on_broken = lambda: events.call_soon_threadsafe(self._drop)
-        async with open_channel(self._config.leader, security=self._security) as channel:
+        options = ChannelOptions(max_reconnect_backoff_s=RECONNECT_S)
+        async with open_channel(self._config.leader, options, security=self._security) as channel:
             stub = pipeline_pb2_grpc.PipelineStub(channel)
             while True:
-                began_s = time.monotonic()
-                try:
-                    async for command in stub.Join(self._requests()):
-                        self._obey(command, on_joined)
-                    logger.info("the leader %s closed the pool", self._config.leader)
-                except grpc.aio.AioRpcError as error:
-                    logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
-                finally:
-                    left = self._part(on_joined)
+                left = await self._join(stub, on_joined)
                 if self._is_leaving:
                     await events.create_future()  # nowhere to go but out
                 await self._settle(left)
-                delay = REJOIN_MIN_S if time.monotonic() - began_s > REJOIN_MAX_S else delay
+                delay = REJOIN_MIN_S if self._was_formed else min(delay * 2, REJOIN_MAX_S)
                 await asyncio.sleep(delay)
-                delay = min(delay * 2, REJOIN_MAX_S)
 
-    async def _requests(self) -> AsyncIterator[pb.JoinRequest]:
-        compatibility = self._stage.plan.compatibility
-        self._window = asyncio.Queue(EVENT_LIMIT)
-        yield pb.JoinRequest(hello=pb.StageHello(
+    async def _join(self, stub: "pipeline_pb2_grpc.PipelineAsyncStub",
+                    on_joined: Callable[[bool], None]) -> Future[None]:
+        """Wait for the leader, join it and serve until the stream ends. The result is done when the step that runs is
+        over."""
+        self._was_formed = False
+        logger.info("joining the leader %s", self._config.leader)
+        try:
+            async with JoinStream(stub.Join(wait_for_ready=True), self._hello()) as self._reports.stream:
+                self._has_parted.clear()
+                while (command := await self._reports.stream.receive()) is not None:
+                    self._obey(command, on_joined)
+            logger.info("the leader %s closed the pool", self._config.leader)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
+        except BatonError as error:
+            logger.warning("no pool with leader %s: %s", self._config.leader, error)
+        except Exception:  # whatever it is, the next try begins anew; the end of this process would help nobody
+            logger.exception("the stream with leader %s met an error it does not know", self._config.leader)
+        finally:
+            left = self._part(on_joined)
+        return left
+
+    def _hello(self) -> pb.StageHello:
+        return pb.StageHello(
             rank=self._config.rank, endpoint=codec.endpoint_to_proto(self._stage.agent.endpoint),
-            channel_address=self._channel_address, compatibility=compatibility.digest,
-            compatibility_text=compatibility.text))
-        self.joined = True
-        self._has_parted.clear()
-        while (request := await self._window.get()) is not None:
-            yield request
+            channel_address=self._channel_address, settings=self._stage.plan.settings,
+            weights=weights_to_proto(self._stage.weights), pool_epoch=self._pool_epoch)
 
     def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
         match command.WhichOneof("command"):
             case "formed":
+                self._pool_epoch = max(self._pool_epoch, command.formed.pool_epoch)
                 self._engine.form(list(command.formed.channel_addresses), command.formed.pool_epoch)
                 on_joined(True)  # noqa: FBT003
             case "open_session":
                 source = codec.source_from_proto(command.open_session.source)
                 destination = codec.destination_from_proto(command.open_session.destination)
-                if command.open_session.request_key:
+                if command.open_session.HasField("request_key"):
                     self._stage.agent.open_send(command.open_session.request_key, source, destination)
                 else:
                     self._stage.agent.open_receive(source, destination)
             case "close_session":
-                if command.close_session.request_key:
+                if command.close_session.HasField("request_key"):
                     self._stage.agent.close_request(command.close_session.request_key)
                 else:
                     self._stage.agent.close(command.close_session.session_id)
@@ -214,8 +228,8 @@ class Follower:
                 task.add_done_callback(self._checks.discard)
 
     async def _check_grammar(self, command: pb.CheckGrammar) -> None:
-        """Compile, and answer the leader that asked."""
-        window, answer = self._window, pb.GrammarChecked(check_id=command.check_id)
+        """Compile, and answer the leader that asked, if its stream is still open then."""
+        stream, answer = self._reports.stream, pb.GrammarChecked(check_id=command.check_id)
         grammar, grammars = grammar_from_proto(command.grammar), self._stage.grammars
         try:
             if grammars is None or grammar is None:
@@ -225,17 +239,17 @@ class Follower:
             answer.problem, answer.refused = error.violations[0].description, True
         except BatonError as error:
             answer.problem = str(error)
-        if self.joined and window is self._window:
-            window.put_nowait(pb.JoinRequest(grammar_checked=answer))
+        if stream is not None:
+            stream.send(pb.JoinRequest(grammar_checked=answer))
 
     def _drop(self) -> None:
         """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""
-        if self.joined:
-            self._window.put_nowait(None)
+        if self._reports.stream is not None:
+            self._reports.stream.end()
 
     def _part(self, on_joined: Callable[[bool], None]) -> Future[None]:
         """Stop all that goes on; done when the step that runs is over."""
-        self.joined = False
+        self._reports.stream = None
         on_joined(False)  # noqa: FBT003
         self._has_parted.set()
         self._stage.agent.close_all()

@@ -1,12 +1,19 @@
-"""All stages of a formed pool as one end of a handoff: the leader opens and closes a session on every stage at once.
+"""All stages of a formed pool as one end of a handoff: the leader opens and closes a session on every stage at once,
+and each stage's reports find the session they are about.
 
-Belongs to the event loop's thread. Reports of remote stages come over their Join streams, those of the leader's own
-stage from its transfer agent.
+A report takes five hops from the thread of the leader's own transfer agent to the request:
+
+    1  `transfer.agent`: the agent's thread calls `SessionReports.report`, the port it was built with
+    2  `report` hands it to the event loop's thread
+    3  `deliver` finds the session; a report of another stage enters here, from that stage's Join stream
+    4  `Session.on_stage_event` sums up what the stages have reported
+    5  `on_change` puts `SessionChanged` into the request's inbox, and `drained` wakes the reclaimer
 """
 
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pool.pipeline.membership import StageLink
 from pool.request.conversion import grammar_to_proto
@@ -22,14 +29,82 @@ from transfer.plan.handoff_terms import (
     StageSessionEvent,
     StageSessionState,
 )
+from transfer.session import ReceiveSession, SendSession
 
 GRAMMAR_TIMEOUT_S = 75.0  # for a stage that has yet to load its tokenizer; what it compiles, it ends by itself
 
-Listener = Callable[[int, StageSessionEvent], object]
+Session = ReceiveSession | SendSession
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """One epoch of an open session, who is told of its changes, and whether it has drained."""
+
+    session: Session
+    on_change: Callable[[], object]
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SessionReports:
+    """The port from the transfer agents of a pool to the sessions of its leader. Belongs to the event loop's thread,
+    but for `report`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        # By session and epoch: a source may be asked for a session again while its older epoch still drains here.
+        self._watched: dict[tuple[str, int], _Watched] = {}
+
+    @property
+    def num_watched(self) -> int:
+        return len(self._watched)
+
+    def report(self, event: StageSessionEvent) -> None:
+        """From the leader's own transfer agent; any thread."""
+        self._loop.call_soon_threadsafe(self.deliver, 0, event)
+
+    def deliver(self, rank: int, event: StageSessionEvent) -> None:
+        """From a stage of the pool. What is about a session that nobody watches is dropped."""
+        watched = self._watched.get((event.session_id, event.epoch))
+        if watched is None:
+            return
+        watched.session.on_stage_event(rank, event)
+        if watched.session.drained:
+            watched.drained.set()
+        watched.on_change()
+
+    def stage_lost(self, rank: int, what: str) -> None:
+        """Every session that is watched fails on this stage, for `what` became of it, and has nothing left there to
+        drain."""
+        error = PeerLostError(what)
+        for session_id, epoch in list(self._watched):
+            for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
+                self.deliver(rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error)))
+
+    def watch(self, session: Session, on_change: Callable[[], object]) -> None:
+        """From now to `forget`, reports of the session's present epoch reach it; `on_change` is called after each."""
+        self._watched[session.session_id, session.epoch] = _Watched(session, on_change)
+
+    def drained(self, session: Session) -> asyncio.Event:
+        """Set when every stage has reported the session's present epoch as drained."""
+        watched = self._watched.get((session.session_id, session.epoch))
+        event = asyncio.Event() if watched is None else watched.drained
+        if session.drained:
+            event.set()
+        return event
+
+    def forget(self, session_id: str, epoch: int) -> None:
+        """Nobody waits for this epoch of the session any more."""
+        self._watched.pop((session_id, epoch), None)
+
+    def forget_older(self, session: Session) -> None:
+        """The same of all earlier epochs of the session."""
+        for session_id, epoch in list(self._watched):
+            if session_id == session.session_id and epoch < session.epoch:
+                self.forget(session_id, epoch)
 
 
 class StageGroup:
-    """Opens, closes and hears sessions on all stages.
+    """Opens and closes sessions on all stages.
 
     A lost stage reports FAILED and DRAINED by our hand, and its pages (the same ids on all stages) go to others. Its
     process may live on, its transfers and its last step with it. But these touch only that process's memory, which
@@ -38,12 +113,11 @@ class StageGroup:
     opened here (`endpoints`).
     """
 
-    def __init__(self, agent: TransferAgent, size: int) -> None:
+    def __init__(self, agent: TransferAgent, size: int, reports: SessionReports) -> None:
         self._agent = agent
         self._size = size
+        self._reports = reports
         self._links: list[StageLink] = []
-        # By session and epoch: a source may be asked for a session again while its older epoch still drains here.
-        self._listeners: dict[tuple[str, int], Listener] = {}
         self._checks: dict[int, tuple[Grammar, asyncio.Future[None]]] = {}
         self._check_ids = itertools.count(1)
 
@@ -60,24 +134,17 @@ class StageGroup:
 
     @property
     def open_sessions(self) -> int:
-        return len(self._listeners)
+        return self._reports.num_watched
 
     def pool_formed(self, links: list[StageLink]) -> None:
         self._links = list(links)
 
-    def stage_lost(self, rank: int) -> None:
+    def stage_lost(self, rank: int, what: str) -> None:
+        """`what` became of it, as a sentence: the error of all sessions."""
         self._links = [link for link in self._links if link.rank != rank]
-        error = PeerLostError(f"stage {rank} of the pool died")
         if rank == self._size - 1:
-            self._fail_checks(UnavailableError(str(error)))
-        for session_id, epoch in list(self._listeners):
-            for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
-                self.stage_event(rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error)))
-
-    def stage_event(self, rank: int, event: StageSessionEvent) -> None:
-        listener = self._listeners.get((event.session_id, event.epoch))
-        if listener is not None:
-            listener(rank, event)
+            self._fail_checks(UnavailableError(what))
+        self._reports.stage_lost(rank, what)
 
     async def check(self, grammar: Grammar) -> None:
         """Have the last stage, which draws, compile it.
@@ -117,45 +184,37 @@ class StageGroup:
             if not checked.done():
                 checked.set_exception(error)
 
-    def open_receive(self, source: SourceTerms, destination: DestinationTerms, listener: Listener) -> None:
-        """Post receives for this epoch on every stage; an older epoch of the session is closed by that."""
-        for session_id, epoch in [key for key in self._listeners if key[0] == destination.session_id]:
-            self.forget(session_id, epoch)
-        self._listeners[destination.session_id, destination.epoch] = listener
-        self._send_open(0, source, destination)
+    def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
+                     on_change: Callable[[], object]) -> None:
+        """Post receives for the session's present epoch on every stage; an older one is closed by that. `on_change` is
+        called after each report, on the event loop's thread."""
+        self._reports.forget_older(session)
+        self._reports.watch(session, on_change)
+        self._send_open(None, source, destination)
         self._agent.open_receive(source, destination)
 
-    def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms,
-                  listener: Listener) -> None:
-        self._listeners[destination.session_id, destination.epoch] = listener
+    def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms, session: SendSession,
+                  on_change: Callable[[], object]) -> None:
+        self._reports.watch(session, on_change)
         self._send_open(request_key, source, destination)
         self._agent.open_send(request_key, source, destination)
 
     def close_receive(self, session_id: str) -> None:
         """Release or abort on every stage; DRAINED follows from each."""
-        self._send_close(session_id, 0)
+        self._send_close(session_id, None)
         self._agent.close(session_id)
 
-    def close_request(self, request_key: int, session_id: str) -> None:
-        """The sending side is done with this request; `session_id` is empty if no destination terms ever came."""
+    def close_request(self, request_key: int, session_id: str | None) -> None:
+        """The sending side is done with this request; `session_id` is None if no destination terms ever came."""
         self._send_close(session_id, request_key)
         self._agent.close_request(request_key)
 
-    def listen(self, session_id: str, epoch: int, listener: Listener) -> None:
-        """Send an open session's further reports of this epoch to somebody else."""
-        if (session_id, epoch) in self._listeners:
-            self._listeners[session_id, epoch] = listener
-
-    def forget(self, session_id: str, epoch: int) -> None:
-        """Nobody listens to this epoch of the session any more."""
-        self._listeners.pop((session_id, epoch), None)
-
-    def _send_open(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
+    def _send_open(self, request_key: int | None, source: SourceTerms, destination: DestinationTerms) -> None:
         message = pb.OpenSession(session_id=destination.session_id, source=codec.source_to_proto(source),
                                  destination=codec.destination_to_proto(destination), request_key=request_key)
         for link in self._links:
             link.send(open_session=message)
 
-    def _send_close(self, session_id: str, request_key: int) -> None:
+    def _send_close(self, session_id: str | None, request_key: int | None) -> None:
         for link in self._links:
             link.send(close_session=pb.CloseSession(session_id=session_id, request_key=request_key))

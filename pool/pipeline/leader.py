@@ -8,38 +8,47 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from engine.hang import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
 from engine.pipeline.stages import HeadStage, SingleStage
 from engine.sampling.sampler import RequestSampler
-from pool.pipeline.group import StageGroup
+from models.weights_digest import PoolWeights
+from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
 from pool.request.conversion import GrammarCheck
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
 from protos import pipeline_pb2 as pb
-from runtime.errors import BatonError, PeerLostError
+from runtime.clock import SystemClock
+from runtime.errors import BatonError, PeerLostError, UnavailableError
+from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
 
 ServingListener = Callable[[bool, str], None]
 WARM_UP_PAUSE_S = 1.0  # between two tries
+WATCH_S = 0.25  # between two looks at whether the engine goes on
+LINGER_S = 20.0  # with nothing left to do, for the count of broken invariants to be read before it goes
 
 
 class Leader:
-    """Ties a scheduler to the stages of its pool. Satisfies `pool.membership.MembershipObserver`.
+    """Ties a scheduler to the stages of its pool. Satisfies `pool.pipeline.membership.MembershipObserver`.
+
+    `reports` is what the stage's transfer agent was built with.
 
     `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty` lets requests
-    finish for some seconds and hands the rest back to their routers.
+    finish for some seconds and hands the rest back to their routers, `hand_back` all of them at once.
 
     When the engine finds the pipeline broken though no stage was lost, all stages are let go; they come back, and the
-    pool forms anew. A pool of one stage has nobody to do that with: `failure` says that the process has to end.
+    pool forms anew. A pool of one stage has nobody to do that with: `failure` says that the process has to end. The
+    same holds for a pool whose state cannot be trusted any more (`unhealthy`): it never serves again.
     """
 
     def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: RequestSampler, *,
-                 warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
-                 empty: Callable[[float], Awaitable[None]],
+                 reports: SessionReports, warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
+                 empty: Callable[[float], Awaitable[None]], hand_back: Callable[[BatonError], Awaitable[None]],
                  observer: LoopObserver | None = None,
                  on_frame: Callable[[int], object] = lambda num_bytes: None) -> None:
         self._config = config
@@ -48,23 +57,28 @@ class Leader:
         self._warm_up = warm_up
         self._on_serving = on_serving
         self._empty = empty
+        self._hand_back = hand_back
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._is_draining = False
         self._epoch = 0  # of the present forming
         self._dismissed: set[int] = set()
         self._failure: BatonError | None = None
-        self.group = StageGroup(stage.agent, config.world_size)
-        self.loop = EngineLoop(scheduler, observer=observer)
+        self._linger_s = 0.0
+        self._is_hung = False
+        self._reports = reports
+        self.group = StageGroup(stage.agent, config.world_size, reports)
+        self.loop = EngineLoop(scheduler, observer=observer, step_limit=StepLimit(config.step_limit_s))
         self._channel: PoolChannel | None = None
         self._warming: asyncio.Task[None] | None = None
         self.service: PipelineService | None = None
+        self._weights: PoolWeights | None = None  # known once all stages are there
         self.serving = False
         self.reason = "starting"
         if config.world_size > 1:
             self._channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
                                               on_sent=on_frame)
-            self.service = PipelineService(layers=stage.plan.ranges, compatibility=stage.plan.compatibility,
-                                           leader_channel=self._channel.address, observer=self,
+            self.service = PipelineService(layers=stage.plan.ranges, settings=stage.plan.settings,
+                                           counted=stage.counted, leader_channel=self._channel.address, observer=self,
                                            check_channels=check_channels)
 
     @property
@@ -77,10 +91,23 @@ class Leader:
         """What compiles grammars where tokens are drawn; None on a pool of one stage that has no tokenizer."""
         return self._stage.grammars if self._channel is None else self.group
 
+    @property
+    def weights(self) -> PoolWeights | None:
+        """What all stages have read together; None before the pool has formed for the first time."""
+        return self._weights
+
+    @property
+    def compatibility(self) -> Compatibility:
+        """What this pool and another one must have alike. Raises UnavailableError before it has formed."""
+        if self._weights is None:
+            raise UnavailableError("the pool has not formed yet")
+        return self._stage.plan.compatibility(self._weights)
+
     def start(self) -> None:
         """Start the engine; a pool of one stage begins to serve, a larger one waits for its stages."""
         self.loop.start()
         if self._channel is None:
+            self._know_weights([])
             single = SingleStage(self._stage.executor, self._sampler, self._stage.drafter)
             on_lost = self._when_lost(self._fail)
             self.loop.post(lambda: self.loop.attach(single, on_lost))
@@ -97,6 +124,8 @@ class Leader:
         for leaving in self._leaving.values():
             leaving.cancel()
         self._close("stopping")
+        if self._is_hung:
+            return  # its thread will not take the command, and is perhaps within the channel
         self.loop.stop()
         if self._channel is not None:
             self._channel.close()
@@ -105,10 +134,12 @@ class Leader:
         channel = self._channel
         assert channel is not None, "a pool of one stage has nobody to form with"
         self.group.pool_formed(links)
+        self._know_weights(links)
         self._epoch = epoch
         on_lost = self._when_lost(lambda error: self._form_anew(epoch, links, error))
         addresses = [channel.address, *(link.channel_address for link in links)]
-        head = HeadStage(self._stage.executor, channel, size=self._config.world_size)
+        head = HeadStage(self._stage.executor, channel, size=self._config.world_size,
+                         frame_timeout_s=self._config.frame_timeout_s)
 
         def attach() -> None:
             self.loop.attach(head, on_lost)  # first: a connection that cannot be made is a broken pipeline, too
@@ -119,6 +150,9 @@ class Leader:
 
     def grammar_checked(self, answer: pb.GrammarChecked) -> None:
         self.group.grammar_checked(answer)
+
+    def _know_weights(self, links: list[StageLink]) -> None:
+        self._weights = PoolWeights.of([self._stage.weights, *(link.weights for link in links)])
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
         self._close(f"stage {link.rank} of the pool is leaving")
@@ -139,18 +173,39 @@ class Leader:
         logger.log(logging.WARNING if died else logging.INFO, what)
         self._close(what)
         if self._channel is not None:
-            self._channel.fail(rank, f"stage {rank} left the pool")
-        error = PeerLostError(f"stage {rank} of the {self._config.world_size}-stage pool died")
+            self._channel.fail(rank, what)
+        error = PeerLostError(what)
         self.loop.post(lambda: self.loop.detach(error))
-        self.group.stage_lost(rank)
+        self.group.stage_lost(rank, what)
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None:
-        self.group.stage_event(rank, event)
+        self._reports.deliver(rank, event)
 
     def unhealthy(self, reason: str) -> None:
-        """An invariant broke: say so loudly and take no more requests."""
+        """An invariant broke: what this process holds cannot be trusted any more, and only its successor serves."""
         logger.error("the pool is unhealthy: %s", reason)
-        self._close(reason)
+        self._linger_s = LINGER_S
+        self._fail(UnavailableError(f"the pool is unhealthy: {reason}"))
+
+    async def until_failed(self) -> UnavailableError:
+        """Wait until this process can never serve again, and hand all requests back. The error that they end with; of
+        an unhealthy pool it comes some seconds later.
+
+        An engine that has been within one step for longer than its limit counts as hung: nobody else would end its
+        requests before their deadlines.
+        """
+        watch = HangWatch(SystemClock())
+        while self.failure is None:  # a thread's end has no event here
+            await asyncio.sleep(WATCH_S)
+            if watch.is_over(self.loop.busy_since_s, self.loop.step_limit.seconds):
+                self._is_hung = True
+                self._fail(UnavailableError(f"the engine has been within one step for more than "
+                                            f"{self.loop.step_limit.seconds:g} s"))
+        error = UnavailableError(f"this worker cannot go on: {self.failure}")
+        self._close(str(error))
+        await self._hand_back(error)
+        await asyncio.sleep(self._linger_s)
+        return error
 
     def _when_lost(self, then: Callable[[BatonError], None]) -> LostListener:
         """A listener for the engine's thread; `then` is called on the event loop's."""
@@ -167,8 +222,8 @@ class Leader:
             link.dismiss()
 
     def _fail(self, error: BatonError) -> None:
+        self._failure = self._failure or error  # the first one; what follows follows from it
         self._close(str(error))
-        self._failure = error
 
     def _close(self, reason: str) -> None:
         if self._warming is not None:
@@ -187,7 +242,7 @@ class Leader:
         self._set_serving(self._config.world_size, "")
 
     def _set_serving(self, stages: int | None, reason: str) -> None:
-        if stages and (self._is_draining or self._leaving):
+        if stages and (self._is_draining or self._leaving or self.failure is not None):
             return  # a stage that joins now comes too late, or too early: what is taken now is handed back soon
         self.serving, self.reason = stages is not None, reason
         logger.info("serving with %d stages", stages) if stages else logger.info("not serving: %s", reason)

@@ -1,15 +1,14 @@
 """Who is in a pool: stages 1..n-1 join stage 0 and stay joined as long as their stream lives.
 
 Leader side. A pool is *formed* when every rank has joined with the layers it should have; each forming gets a new
-epoch, and every stage reconnects its batch channel to it. A stage that is lost breaks the pool until it, or its
-successor, joins.
+epoch, above those that any of its stages has seen, and every stage reconnects its batch channel to it. A stage that is
+lost breaks the pool until it, or its successor, joins.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,42 +16,56 @@ import grpc
 from google.protobuf.message import Message
 
 from engine.core.layer_range import LayerRange
-from pool.request.inbox import Inbox
+from models.weights_digest import StageWeights, check_copies
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
+from runtime.server import first_message
 from transfer.plan import codec
-from transfer.plan.compatibility import Compatibility, check_same
+from transfer.plan.compatibility import check_settings
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
 HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+MAX_EPOCH = 1 << 47  # half of what tags of frames have room for; nobody gets there by forming
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class StageLink:
-    """A joined stage: what it said of itself, and the commands on their way to it."""
+    """A joined stage: what it said of itself, and the commands on their way to it.
+
+    No command of a stage that stays is lost: where one finds no place behind those that the stage has not read, the
+    stage is lost with it, and nothing touches its memory before it has joined again.
+    """
 
     rank: int
     endpoint: StageEndpoint
     channel_address: bytes
+    weights: StageWeights
     window: asyncio.Queue[pb.JoinResponse | None] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
+    on_overflow: Callable[[], object] = lambda: None
 
     def send(self, **command: Message) -> None:
-        """Queue one command. A stage that lets thousands pile up is as good as lost: asyncio.QueueFull says so."""
-        self.window.put_nowait(pb.JoinResponse(**command))  # type: ignore[arg-type]
+        """Queue one command. Never fails: a stage that lets thousands pile up is lost, as the membership will say."""
+        self._put(pb.JoinResponse(**command))  # type: ignore[arg-type]
 
     def dismiss(self) -> None:
         """Say goodbye: the stage's stream ends when all that was said before has gone out."""
-        self.window.put_nowait(None)
+        self._put(None)
 
     def wake(self) -> None:
         """Whoever waits for a command is to look whether the stream goes on."""
-        with suppress(asyncio.QueueFull):  # then nobody waits
-            self.dismiss()
+        self._put(None)
+
+    def _put(self, command: pb.JoinResponse | None) -> None:
+        try:
+            self.window.put_nowait(command)
+        except asyncio.QueueFull:
+            self.on_overflow()
 
 
 class MembershipObserver(Protocol):
@@ -72,18 +85,21 @@ class MembershipObserver(Protocol):
 
 
 class PipelineService(pipeline_pb2_grpc.PipelineServicer):
-    """The Join service of a leader. `layers` is what each rank must own; `compatibility` what it must run."""
+    """The Join service of a leader. `layers` is what each rank must own; `settings` what it must have alike; `counted`
+    the digests of tensors that it may have copies of."""
 
-    def __init__(self, *, layers: list[LayerRange], compatibility: Compatibility, leader_channel: bytes,
+    def __init__(self, *, layers: list[LayerRange], settings: Mapping[str, str], counted: Mapping[str, str],
+                 leader_channel: bytes,
                  observer: MembershipObserver, check_channels: Callable[[Sequence[bytes]], object]) -> None:
         """`check_channels` raises ConfigError for channel addresses, in rank order, that are not of one pool."""
         self._layers = layers
-        self._compatibility = compatibility
+        self._settings = settings
+        self._counted = counted
         self._leader_channel = leader_channel
         self._observer = observer
         self._check_channels = check_channels
         self._links: dict[int, StageLink] = {}
-        self._epoch = 0  # of the latest forming; above those of any earlier life of this leader, which stages remember
+        self._epoch = 0  # the highest that this leader has given or heard of; stages remember those of earlier leaders
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -91,7 +107,10 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
 
     async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
                    context: Context) -> AsyncIterator[pb.JoinResponse]:
-        link = self._welcome(await Inbox[pb.JoinRequest, None](request_iterator).first_message(HELLO_TIMEOUT_S))
+        link = self._welcome(await first_message(request_iterator, HELLO_TIMEOUT_S))
+        handler = asyncio.current_task()
+        assert handler is not None
+        link.on_overflow = handler.cancel  # it waits for the stage to read
         reader = asyncio.create_task(self._read(link, request_iterator))
         reader.add_done_callback(lambda ended: link.wake())
         try:
@@ -121,14 +140,19 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         if endpoint.layers != self._layers[hello.rank]:
             raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
                               f"{self._layers[hello.rank]}", field="partition")
-        check_same(self._compatibility, hello.compatibility, hello.compatibility_text)
+        check_settings(self._settings, hello.settings)
+        weights = weights_from_proto(hello.weights)
+        check_copies(self._counted, weights.copies, stage=hello.rank)
         others = {rank: link.channel_address for rank, link in self._links.items() if rank != hello.rank}
         joined = sorted({0: self._leader_channel, **others, hello.rank: hello.channel_address}.items())
         self._check_channels([address for _, address in joined])
+        if hello.pool_epoch > MAX_EPOCH:
+            raise ConfigError(f"pool_epoch must be at most {MAX_EPOCH}, got {hello.pool_epoch}", field="pool_epoch")
+        self._epoch = max(self._epoch, hello.pool_epoch)
         previous = self._links.pop(hello.rank, None)
         if previous is not None:
             self._observer.stage_lost(hello.rank)
-        link = StageLink(hello.rank, endpoint, hello.channel_address)
+        link = StageLink(hello.rank, endpoint, hello.channel_address, weights)
         self._links[hello.rank] = link
         logger.info("stage %d joined with layers %s", hello.rank, endpoint.layers)
         if not self.missing_ranks:
@@ -136,7 +160,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         return link
 
     def _form(self) -> None:
-        self._epoch = max(self._epoch + 1, int(time.time() * 1e3))
+        self._epoch += 1
         links = [self._links[rank] for rank in range(1, len(self._layers))]
         addresses = [self._leader_channel, *(link.channel_address for link in links)]
         for link in links:
@@ -147,3 +171,15 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         if self._links.get(link.rank) is link:
             del self._links[link.rank]
             self._observer.stage_lost(link.rank)
+
+
+def weights_to_proto(weights: StageWeights) -> pb.StageWeights:
+    return pb.StageWeights(total=weights.total, copies=weights.copies, draft_total=weights.draft_total)
+
+
+def weights_from_proto(message: pb.StageWeights) -> StageWeights:
+    """Raises InvalidRequestError for what is not a digest."""
+    for name, value in (("total", message.total), ("draft_total", message.draft_total or message.total)):
+        if not _DIGEST.fullmatch(value):
+            raise InvalidRequestError(FieldViolation(f"hello.weights.{name}", "must be 32 hexadecimal digits"))
+    return StageWeights(message.total, dict(message.copies), message.draft_total)

@@ -7,7 +7,7 @@ import json
 import logging
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -26,7 +26,8 @@ from transfer.ucx.stage_channel import UcxStageChannel
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
-BUNDLE_OVERHEAD = 1 << 12  # head and table of a packet's tensors
+MAX_ADDRESS_BYTES = 1 << 16
+FRAME_OVERHEAD = 1 << 12  # header, and table of the tensors
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,18 @@ class StageAddress:
         try:
             (length,) = _LENGTH.unpack_from(data, 0)
             end = _LENGTH.size + length
-            return cls(frames=data[end:], **json.loads(data[_LENGTH.size:end]))
-        except (struct.error, ValueError, TypeError) as error:
+            if end > min(len(data), MAX_ADDRESS_BYTES):
+                raise ValueError(f"{length} bytes of JSON")
+            made = cls(frames=data[end:], **json.loads(data[_LENGTH.size:end]))
+            for field in fields(made):
+                if type(getattr(made, field.name)) is not type(getattr(_ANY_ADDRESS, field.name)):
+                    raise TypeError(f"{field.name} is not of its type")
+            return made
+        except (struct.error, ValueError, TypeError, RecursionError) as error:
             raise PeerLostError(f"{len(data)} bytes that are not the address of a stage") from error
+
+
+_ANY_ADDRESS = StageAddress(0, b"")
 
 
 @dataclass(frozen=True)
@@ -166,7 +176,7 @@ def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: 
         ConfigError: UCX cannot work here, or NCCL is demanded and this stage cannot use it.
     """
     backend, why = _link_backend(config, device)
-    frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + BUNDLE_OVERHEAD,
+    frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + FRAME_OVERHEAD,
                              profile=TransportProfile(config.transport), binding=config.binding, on_sent=on_sent)
     host = parse_address(config.listen if config.rank == 0 else config.leader).host
     return PoolChannel(frames, rank=config.rank, max_bytes=max_bytes, backend=backend, why=why,

@@ -61,6 +61,14 @@ async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None
     await grammars.check(request.grammar)
 
 
+def in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids. Raises InvalidRequestError for one that the model does not have."""
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequestError(FieldViolation(
+            field, f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"))
+    return tuple(token_ids)
+
+
 def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:
     """The tokens of one step: several where drafted ones were accepted."""
     return pb.TokenChunk(token_ids=[token.token_id for token in tokens], logprobs=_logprobs_to_proto(tokens))

@@ -10,10 +10,13 @@ from typing import Generic, Self, TypeVar
 
 from google.protobuf.message import Message
 
-from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError
+from runtime.errors import DeadlineError
 
 MessageT = TypeVar("MessageT", bound=Message)
 EventT = TypeVar("EventT")
+
+
+MAX_UNREAD = 16
 
 
 @dataclass(frozen=True)
@@ -29,29 +32,16 @@ class SessionChanged:
 class Inbox(Generic[MessageT, EventT]):
     """Use as a context manager on the event loop's thread; leaving it stops the reader of the stream.
 
-    A request makes as many entries as it has tokens and stages, so the queue needs no bound of its own.
+    A request makes as many entries as it has tokens and stages, so these need no bound of their own. Of the caller's
+    messages no more than `MAX_UNREAD` are read ahead.
     """
 
     def __init__(self, stream: AsyncIterator[MessageT]) -> None:
         self._stream = stream
         self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionChanged] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MAX_UNREAD)
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Task[None] | None = None
-
-    async def first_message(self, timeout_s: float) -> MessageT:
-        """The message that opens the stream; before the context is entered.
-
-        Raises:
-            InvalidRequestError: the stream ended without one.
-            DeadlineError: none came in time.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await anext(self._stream)
-        except StopAsyncIteration:
-            raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
-        except TimeoutError:
-            raise DeadlineError(f"no request within {timeout_s} s of the stream's opening") from None
 
     def __enter__(self) -> Self:
         self._reader = asyncio.create_task(self._read())
@@ -64,6 +54,7 @@ class Inbox(Generic[MessageT, EventT]):
 
     async def _read(self) -> None:
         async for message in self._stream:
+            await self._room.acquire()
             self._queue.put_nowait(message)
         self._queue.put_nowait(StreamEnded())
 
@@ -84,6 +75,9 @@ class Inbox(Generic[MessageT, EventT]):
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that meets an item.
             async with asyncio.timeout(timeout_s):
-                return await self._queue.get()
+                item = await self._queue.get()
         except TimeoutError:
             raise DeadlineError(f"gave up waiting for {waiting_for}") from None
+        if isinstance(item, Message):
+            self._room.release()
+        return item

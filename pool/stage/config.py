@@ -35,6 +35,10 @@ class WorkerConfig(TlsConfig):
     max_running: int = Field(default=16, ge=1, le=4096, description="requests that hold memory at the same time")
     max_queued: int = Field(default=256, ge=1, le=65536, description="requests that may wait (prefill)")
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
+    step_limit_s: float = Field(
+        default=0, ge=0, le=86400, description="seconds a step may take; then the engine counts as hung, its requests "
+                                               "move elsewhere and the process ends; 0: 20 times the longest step of "
+                                               "late, at least 60")
     numerics: Literal["exact", "fast"] = Field(default="exact", description="exact: the same bits from every topology")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$",
                         description="what layers and cache memory are on: cpu, cuda or cuda:N (with numerics fast)")
@@ -49,6 +53,9 @@ class WorkerConfig(TlsConfig):
     stage_channel: StageChannelName = Field(
         default="auto", description="how tensors go from stage to stage: nccl between devices, ucx through host "
                                     "memory; auto: nccl when every stage has a device of its own")
+    frame_timeout_s: float = Field(
+        default=10.0, gt=0, le=3600, description="a stage that does not take a frame for so long is lost; grows to "
+                                                 "8 times the longest of the last 64 steps")
     draft: Path | None = Field(default=None, description="directory of a draft model; a decode pool then speculates")
     spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
     spec_steps: int = Field(default=3, ge=1, le=16, description="tokens drafted ahead at most")
@@ -56,6 +63,8 @@ class WorkerConfig(TlsConfig):
     spec_prompt: bool = Field(default=True, description="the draft's state of the prompt is handed over between pools "
                                                         "that both have --draft; no: it never is")
     spec_adaptive: bool = Field(default=True, description="shorten drafts, or draft nothing, while that yields more")
+    caller_stall_s: float = Field(default=120.0, gt=0, description="how long a router may leave a response unread; "
+                                                                   "above its client_stall_s")
     drain_s: float = Field(default=10.0, ge=0, description="how long SIGTERM lets running requests finish")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
     log_style: Literal["human", "json"] = Field(default="human", description="for people or for machines")

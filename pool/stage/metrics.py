@@ -2,18 +2,30 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 from prometheus_client import CollectorRegistry, Counter
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry, travelling
 from protos import worker_pb2 as pb
+from runtime.clock import Clock
 from runtime.errors import BatonError
 from runtime.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
 
 BUBBLE_WINDOW_S = 1.0
+
+
+@dataclass(frozen=True)
+class SchedulerLoad:
+    """What a scheduler has to do, and room for. `queued_tokens` of prompts that are not yet computed."""
+
+    queued_requests: int
+    running_requests: int
+    pages_free: int
+    slots_free: int
+    queued_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,52 @@ class PoolOccupancy:
     leases: Mapping[str, int]
     num_pages_held: int
     oldest_s: float
+
+
+class ReportingScheduler(Protocol):
+    """What a pool publishes of its scheduler. Engine thread."""
+
+    def load(self) -> SchedulerLoad: ...
+
+    def occupancy(self) -> PoolOccupancy: ...
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    load: SchedulerLoad
+    occupancy: PoolOccupancy
+    taken_s: float
+
+
+class LoadBoard:
+    """The latest state of a scheduler. Its thread puts it up between two steps; whoever reads waits for no step."""
+
+    def __init__(self, scheduler: ReportingScheduler, clock: Clock) -> None:
+        """Before the engine's thread starts."""
+        self._scheduler = scheduler
+        self._clock = clock
+        self._latest = self._take()
+
+    def publish(self) -> None:
+        """Engine thread."""
+        self._latest = self._take()
+
+    @property
+    def load(self) -> SchedulerLoad:
+        """Any thread."""
+        return self._latest.load
+
+    @property
+    def occupancy(self) -> PoolOccupancy:
+        """Any thread. Who waits has grown older since."""
+        latest = self._latest
+        oldest_s = latest.occupancy.oldest_s
+        if oldest_s:
+            oldest_s += self._clock.now() - latest.taken_s
+        return replace(latest.occupancy, oldest_s=oldest_s)
+
+    def _take(self) -> _Snapshot:
+        return _Snapshot(self._scheduler.load(), self._scheduler.occupancy(), self._clock.now())
 
 
 @dataclass(frozen=True)
@@ -75,7 +133,7 @@ class LeaderMeters:
     _window_began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, compatibility: str = "",
+    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry,
                counts: StageCounts | None = None) -> Self:
         stage = StageMeters(StageMetrics.create(registry), 0, counts or StageCounts())
         meters = cls(stage, LeaderMetrics.create(registry), PoolMetrics.create(registry),
@@ -85,7 +143,6 @@ class LeaderMeters:
         meters.pool.slots_total.set(num_slots)
         meters.pool.cache_config.info({"page_size": str(geometry.page_size), "num_pages": str(num_pages),
                                        "num_slots": str(num_slots)})
-        meters.pool.compat.info({"hash": compatibility})
         return meters
 
     def on_launch(self, seconds: float, batch: ForwardBatch) -> None:

@@ -21,6 +21,7 @@ from engine.speculative.eagle import EagleDrafter, PromptDrafter
 from engine.speculative.round_graphs import RoundGraphs
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import ModelDescription
+from models.weights_digest import WeightsDigest
 from pool.stage.config import WorkerConfig
 
 
@@ -86,9 +87,12 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
 
 
 def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
-                  capture: CaptureDraft = lambda model, attention: CapturedDraft()) -> EagleDrafter:
-    """Loads the draft. Its cache is that of the stage's extra layers, or its own of as many pages as the target's."""
-    model = plan.draft.load(numerics=backends.numerics, device=backends.device)
+                  capture: CaptureDraft = lambda model, attention: CapturedDraft(),
+                  target_digest: WeightsDigest | None = None, digest: WeightsDigest | None = None) -> EagleDrafter:
+    """Loads the draft; the digests take up what is read of the target and of the draft. Its cache is that of the
+    stage's extra layers, or its own of as many pages as the target's."""
+    model = plan.draft.load(numerics=backends.numerics, device=backends.device, digest=digest,
+                            target_digest=target_digest)
     geometry, device = pools.geometry, backends.device
     own: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
     for spec in model.cache_specs(geometry.page_size):

@@ -1,6 +1,6 @@
 """One stage as a process holds it: model, pools, backends and transfer agent, built for its layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,13 +17,16 @@ from engine.memory.pools import StagePools
 from engine.pipeline.executor import LayerObserver, StageExecutor
 from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter
+from models.decoder import EMBEDDING
 from models.loader import ModelDescription, read_model
+from models.weights_digest import PoolWeights, StageWeights, WeightsDigest
 from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs
 from pool.stage.handoff import build_agent, layer_mark
 from pool.stage.layer_observer import LayerMark
 from pool.stage.metrics import StageCounts
+from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
 from runtime.clock import SystemClock
@@ -36,6 +39,8 @@ from transfer.transport.device import Route
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
+COPIED = (EMBEDDING,)  # tensors that more than one stage may read
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -45,7 +50,7 @@ class StagePlan:
     description: ModelDescription
     ranges: list[LayerRange]
     geometry: PoolGeometry
-    compatibility: Compatibility
+    settings: Mapping[str, str]  # what all stages of a pool must have alike, by name
     max_context_tokens: int
     max_held: int  # requests that hold memory at the same time
     speculation: SpeculationPlan | None = None
@@ -58,6 +63,14 @@ class StagePlan:
     @property
     def num_draft_tokens(self) -> int:
         return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
+
+    def compatibility(self, weights: PoolWeights) -> Compatibility:
+        """What pools compare, once all stages have said what they read."""
+        draft = "" if self.speculation is None else self.speculation.draft.revision
+        return compatibility(
+            revision=weights.revision(self.description.facts.revision), specs=self.geometry.specs,
+            page_size=self.geometry.page_size, numerics=self.settings["numerics"],
+            arithmetic=self.settings["arithmetic"], draft_revision=weights.draft_revision(draft))
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False) -> StagePlan:
@@ -82,10 +95,9 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     sizes = _pool_sizes(config, facts, ranges, (*specs, *extra), held)
     geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
     context = min(facts.max_context_tokens, (sizes.num_pages - 1) * config.page_size)
-    return StagePlan(description, ranges, geometry,
-                     compatibility(revision=facts.revision, specs=specs, page_size=config.page_size,
-                                   draft_revision="" if speculation is None else speculation.draft.revision),
-                     context, held, speculation)
+    settings = stage_settings(config, description, ranges, sizes, max_held=held, max_context_tokens=context,
+                              speculation=speculation, speculates=speculates)
+    return StagePlan(description, ranges, geometry, settings, context, held, speculation)
 
 
 def _pool_sizes(config: WorkerConfig, facts: ModelFacts, ranges: list[LayerRange],
@@ -111,6 +123,8 @@ class Stage:
     counts: StageCounts = field(default_factory=StageCounts)
     grammars: Grammars | None = None  # on the last stage, which draws
     device: torch.device = HOST
+    weights: StageWeights = field(default_factory=StageWeights)
+    counted: Mapping[str, str] = field(default_factory=dict)  # digests of what stages behind this one copy, by name
 
 
 def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
@@ -123,7 +137,8 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
     pools = StagePools(plan.geometry, device=str(backends.device))
     speculation = plan.speculation
-    model, runs_on = _load_layers(plan, pools, backends, speculates=speculates)
+    digest, draft_digest = WeightsDigest(), WeightsDigest()
+    model, runs_on = _load_layers(plan, pools, backends, digest, speculates=speculates)
     profile = TransportProfile(config.transport)
     transport = UcxTransport(profile=profile, clock=SystemClock(), binding=config.binding)
     agent = build_agent(pools, backends.device, transport, incarnation=incarnation, on_event=on_event,
@@ -138,21 +153,28 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     reader: Drafter | None = None
     if speculation is not None and config.rank == config.world_size - 1:
         capture = partial(build_draft_graphs, config, runs_on.capturable if speculates else None, speculation)
-        drafter = reader = build_drafter(speculation, pools, backends, capture)
+        drafter = reader = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
         if not speculates:
             reader = prompt_drafter(speculation, drafter, observer)
     return Stage(plan, pools, executor, agent, reader, _counts(executor, drafter),
-                 _grammars(config, plan.description.facts), backends.device)
+                 _grammars(config, plan.description.facts), backends.device,
+                 _stage_weights(digest, draft_digest, is_first=config.rank == 0), digest.of(COPIED))
 
 
-def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, *,
+def _stage_weights(digest: WeightsDigest, draft_digest: WeightsDigest, *, is_first: bool) -> StageWeights:
+    """The embedding is counted where it is looked up, and copied where it is a head, too, or a draft's."""
+    copies = () if is_first else COPIED
+    return StageWeights(digest.total(without=copies), digest.of(copies), draft_digest.total())
+
+
+def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, digest: WeightsDigest, *,
                  speculates: bool) -> tuple[StageModel, StageBackends]:
     """The target's layers of this stage and what they run on, ready for every kind of batch."""
     description, page_size, speculation = plan.description, plan.geometry.page_size, plan.speculation
     capture_layers = speculation.capture_layers if speculation is not None else frozenset()
     max_nodes = speculation.config.max_nodes if speculation is not None and speculates else 0
     model = description.load_stage(plan.model_layers, numerics=backends.numerics, device=backends.device,
-                                   capture_layers=capture_layers)
+                                   capture_layers=capture_layers, digest=digest)
     runs_on = backends.of_stage(
         StageCaches.of_layers(pools, plan.model_layers), description.attention_geometry(page_size),
         description.latent_geometry(page_size), max_nodes=max_nodes)

@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import grpc
@@ -14,48 +14,64 @@ from router.api.load import RequestCounts, load_of
 from router.request.choices import choice_of, emit_into, run_together
 from router.request.flow import RequestFlow, Services
 from router.request.output import Output
+from router.request.priorities import PriorityLimits
 from router.request.response_queue import ResponseQueue
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest, admissible
 from router.text.model_facts import ModelLimits, ServedModel
+from runtime.access import ANYBODY, Caller
 from runtime.clock import Clock
-from runtime.errors import DuplicateRequestError
+from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
 from runtime.log import rebind
 from runtime.tracing import note
 
 Context = grpc.aio.ServicerContext[Any, Any]
+MAX_ABORT_IDS = 1024
+
+
+@dataclass(frozen=True)
+class RequestKey:
+    """Ids are a client's own: another one's may be the same, and cannot be guessed away."""
+
+    owner: str
+    request_id: str
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """`max_request_s` holds for clients that set no deadline; `client_stall_s` for those that stop reading."""
+    """`max_request_s` holds for clients that set no deadline; `client_stall_s` for those that stop reading;
+    `priorities` for those that push ahead."""
 
     max_request_s: float
     client_stall_s: float
+    priorities: PriorityLimits = field(default_factory=PriorityLimits)
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
     """The public API. `runtime.interceptor` turns the errors it raises into statuses."""
 
-    def __init__(self, model: ServedModel, services: Services, limits: RequestLimits, clock: Clock) -> None:
+    def __init__(self, model: ServedModel, services: Services, limits: RequestLimits, clock: Clock,
+                 caller_of: Callable[[Context], Caller] = lambda _: ANYBODY) -> None:
         self._model = model
+        self._caller_of = caller_of
         self._services = services
         self._limits = limits
         self._clock = clock
         self.counts = RequestCounts()
-        self._running: dict[str, tuple[RequestFlow, ...]] = {}  # a flow per choice
+        self._running: dict[RequestKey, tuple[RequestFlow, ...]] = {}  # a flow per choice
 
     async def Generate(self, request: generation_pb2.GenerateRequest,
                        context: Context) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         timeline = Timeline(self._clock, self._services.metrics)
         rebind(request_id=request.request_id)
-        checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed,
-                                   self._model.grammars)
+        caller = self._caller_of(context)
+        checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed, self._model.grammars,
+                                   most_urgent=self._limits.priorities.most_urgent(caller))
         responses = ResponseQueue(self._limits.client_stall_s)
-        request_id = self._register(checked, responses, timeline, context)
-        task = asyncio.create_task(run_together(self._running[request_id]))
+        key = self._register(checked, responses, timeline, context, caller)
+        task = asyncio.create_task(run_together(self._running[key]))
         # By callback, because this handler may be cancelled at any await, more than once.
-        task.add_done_callback(lambda ended: self._ended(request_id, responses, ended))
+        task.add_done_callback(lambda ended: self._ended(key, responses, ended))
         try:
             async for response in responses:
                 yield response
@@ -67,11 +83,16 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def Abort(self, request: generation_pb2.AbortRequest,
                     context: Context) -> generation_pb2.AbortResponse:
-        known = [request_id for request_id in dict.fromkeys(request.request_ids) if request_id in self._running]
-        for request_id in known:
-            for flow in self._running[request_id]:
+        if (count := len(request.request_ids)) > MAX_ABORT_IDS:
+            raise InvalidRequestError(FieldViolation("request_ids",
+                                                     f"has {count} entries, the limit is {MAX_ABORT_IDS}"))
+        owner = self._caller_of(context).identity
+        keys = [RequestKey(owner, request_id) for request_id in dict.fromkeys(request.request_ids)]
+        known = [key for key in keys if key in self._running]
+        for key in known:
+            for flow in self._running[key]:
                 flow.abort()
-        return generation_pb2.AbortResponse(aborted=known)
+        return generation_pb2.AbortResponse(aborted=[key.request_id for key in known])
 
     async def GetModelInfo(self, request: generation_pb2.GetModelInfoRequest,
                            context: Context) -> generation_pb2.GetModelInfoResponse:
@@ -96,8 +117,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return sum(len(flows) for flows in self._running.values())
 
     def problem(self) -> str:
-        """Why no request could be served now; empty if one could."""
-        return self._services.directory.pair_problem()
+        """Why no request could be served now, for clients; empty if one could."""
+        return self._services.directory.refusal()
 
     async def GetClusterStatus(self, request: generation_pb2.GetClusterStatusRequest,
                                context: Context) -> generation_pb2.GetClusterStatusResponse:
@@ -110,34 +131,35 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)
 
     def _register(self, checked: AdmissibleRequest, responses: ResponseQueue, timeline: Timeline,
-                  context: Context) -> str:
-        """Make a flow per choice; returns the id they run under."""
+                  context: Context, caller: Caller) -> RequestKey:
+        """Make a flow per choice; returns what they run under."""
         engine = checked.engine
         engine.request_id = engine.request_id or uuid.uuid4().hex
         rebind(request_id=engine.request_id)
         note(request_id=engine.request_id, prompt_tokens=len(engine.prompt_token_ids))
-        if engine.request_id in self._running:
+        key = RequestKey(caller.identity, engine.request_id)
+        if key in self._running:
             raise DuplicateRequestError(f"request_id: {engine.request_id!r} is running already")
         self._services.metrics.prompt_tokens.inc(checked.num_choices * len(engine.prompt_token_ids))
         remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
         limit_s = self._limits.max_request_s
         limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
         self.counts.accepted += 1
-        self._running[engine.request_id] = tuple(
+        self._running[key] = tuple(
             RequestFlow(choice_of(checked, index), self._output(checked),
                         emit_into(responses, engine.request_id, index),
                  timeline.sibling() if index else timeline, self._services, limit_s)
             for index in range(checked.num_choices))
-        return engine.request_id
+        return key
 
     def _output(self, checked: AdmissibleRequest) -> Output:
         tokeniser = self._model.tokeniser
         detokeniser = tokeniser.detokenisers.new() if tokeniser is not None and checked.wants_text else None
         return Output(checked.engine, checked.stop_strings, detokeniser)
 
-    def _ended(self, request_id: str, responses: ResponseQueue, task: "asyncio.Task[None]") -> None:
+    def _ended(self, key: RequestKey, responses: ResponseQueue, task: "asyncio.Task[None]") -> None:
         self.counts.failed += not task.cancelled() and task.exception() is not None
-        del self._running[request_id]
+        del self._running[key]
         responses.close()
 
 

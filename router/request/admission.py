@@ -1,8 +1,8 @@
 """Holds requests back until a pair of workers could take them soon.
 
 The queue is bounded and ordered by priority, then arrival; its head waits for everybody behind it, so nobody starves.
-When no pair is left at all, waiting has a short grace (a worker that restarts is back within it), then requests are
-refused at once.
+A request for which no worker that is alive is large enough is passed over. When no pair is left at all, waiting has a
+short grace (a worker that restarts is back within it), then requests are refused at once.
 """
 
 import asyncio
@@ -91,6 +91,8 @@ class Admission:
                 pair = await waiter.placed
             return pair
         except TimeoutError:
+            if not self._directory.can_hold(request.context_tokens):
+                raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable") from None
             raise CapacityError(f"no pair of workers had room for {self._limits.max_wait_s:g} s",
                                 resource="workers") from None
         finally:
@@ -107,7 +109,7 @@ class Admission:
             placed.result().release()
 
     def _enter(self, request: AdmissibleRequest) -> _Waiter:
-        problem = self._directory.pair_problem()
+        problem = self._directory.refusal()
         if problem and self._clock.now() - self._pairless_since_s >= self._limits.pairless_grace_s:
             raise UnavailableError(problem)
         if len(self._waiting) >= self._limits.max_waiting:
@@ -120,11 +122,14 @@ class Admission:
         return waiter
 
     def _pump(self) -> None:
-        while self._waiting:
-            pair = self._directory.place(self._waiting[0].request.engine.prompt_token_ids)
+        for waiter in tuple(self._waiting):
+            request = waiter.request
+            pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens)
+            if pair is None and not self._directory.can_hold(request.context_tokens):
+                continue  # the workers that are large enough are away: nobody behind it waits for them
             if pair is None:
                 break
-            waiter = self._waiting.pop(0)
+            self._waiting.remove(waiter)
             if waiter.placed.done():  # cancelled, and has not run since
                 pair.release()
             else:
@@ -132,7 +137,7 @@ class Admission:
         self._note_depth()
 
     def _fail_all(self) -> None:
-        problem = self._directory.pair_problem()
+        problem = self._directory.refusal()
         for waiter in self._waiting:
             if not waiter.placed.done():
                 waiter.placed.set_exception(UnavailableError(problem))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
 from router.request.parts import RETRY_PAUSE_S, FlowParts, cancel, may_retry, search, suspect
@@ -62,7 +63,7 @@ class DecodeStream:
             self._expect_destination()
         elif self._search is None or self._search.done():
             if self._booking.is_outlived:
-                raise PeerLostError(f"decode worker {self.address} started anew while the request queued")
+                raise PeerLostError("the decode worker started anew while the request queued")
             self._open(source)
 
     def source_lost(self) -> None:
@@ -120,7 +121,7 @@ class DecodeStream:
     def overdue(self) -> BatonError:
         """What it means that `due_at` has passed."""
         missing = "commit a handoff that was sent" if self.has_reserved else "answer a reservation"
-        return PeerLostError(f"decode worker {self.address} did not {missing} in time")
+        return PeerLostError(f"the decode worker did not {missing} in time")
 
     def move_on(self, error: BatonError) -> None:
         """Ask the next pool. When all have refused, ask again until one takes it or patience ends.
@@ -150,15 +151,15 @@ class DecodeStream:
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
         directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
-        booking = directory.book_decode(prompt, compatibility, tried=self._tried)
+        book = partial(directory.book_decode, prompt, compatibility, context_tokens=self._parts.context_tokens)
+        booking = book(tried=self._tried)
         if booking is None:
             patience_s = self._patience_s(error, compatibility)
             if patience_s <= 0:
                 raise error
             await self._pause()
             self._tried = frozenset()
-            booking = await search(
-                directory, lambda: directory.book_decode(prompt, compatibility, tried=frozenset()), patience_s, error)
+            booking = await search(directory, lambda: book(tried=frozenset()), patience_s, error)
         self._booking.release()
         self._booking = booking
         if self._source is not None:
@@ -192,7 +193,8 @@ class DecodeStream:
         """What is left of it since the first refusal: more where pools live and are only full."""
         now = asyncio.get_running_loop().time()
         self._refused_since = now if self._refused_since is None else self._refused_since
-        is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(compatibility)
+        is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(
+            compatibility, self._parts.context_tokens)
         patience_s = self._parts.limits.capacity_wait_s if is_full else self._parts.limits.peer_wait_s
         return self._refused_since + patience_s - now
 

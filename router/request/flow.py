@@ -5,10 +5,9 @@ Life of a request:
  1. `Admission` holds it back until a compatible pair could take it soon, and books both workers.
  2. `Prefill.Run` opens. The worker queues the request; `started` says that its turn has come, with the terms of what
     it will send.
- 3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with a `DestinationTerms`,
- or refuses
-    and the next pool is asked; when all refuse, they are asked again while prefill computes.
- 4. The destination terms goes to prefill, which starts to send.
+ 3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with `DestinationTerms`, or
+    refuses and the next pool is asked; when all refuse, they are asked again while prefill computes.
+ 4. The destination terms go to prefill, which starts to send.
  5. `first_token` comes from prefill and goes to the client at once, and to decode.
  6. `committed` comes from decode when everything landed and was checked: the prefill stream is half-closed and its
     worker lets go.
@@ -149,8 +148,7 @@ class RequestFlow:
     async def _serve(self, pair: WorkerPair) -> None:
         async with task_group() as group:
             self._parts = FlowParts(self._request.engine, self._services.directory, self._services.limits, self._inbox,
-                                    group,
-                            self._ends_at)
+                                    group, self._ends_at)
             self._start(pair)
             try:
                 while self._finish is None:
@@ -231,7 +229,7 @@ class RequestFlow:
     def _prefill_ended(self, error: BatonError | None) -> None:
         if self._is_committed and self._first_token is not None:
             return  # its part was done
-        error = error or PeerLostError(f"prefill worker {self._prefill.address} ended its stream too early")
+        error = error or PeerLostError("the prefill worker ended its stream too early")
         if self._is_committed:
             raise error  # nothing to hand over any more, but nobody can say the first token
         self._decode.source_lost()
@@ -258,7 +256,7 @@ class RequestFlow:
                 self._finished(response.finished)
 
     async def _decode_ended(self, error: BatonError | None) -> None:
-        error = error or PeerLostError(f"decode worker {self._decode.address} ended its stream too early")
+        error = error or PeerLostError("the decode worker ended its stream too early")
         if self._decode.has_reserved:
             await self._decode_lost(error)
         else:
@@ -270,7 +268,8 @@ class RequestFlow:
         self._prefill.close()
         self._decode.close()
         self._start(await self._migrations.another_pair(self._decode.booking, error,
-                                                        self._request.engine.prompt_token_ids))
+                                                        self._request.engine.prompt_token_ids,
+                                                        self._request.context_tokens))
 
     def _let_prefill_go(self) -> None:
         if not self._is_committed or self._first_token is None:

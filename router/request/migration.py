@@ -36,7 +36,8 @@ class Migrations:
     num_lost: int = 0
     _under_way: MoveReason | None = None
 
-    async def another_pair(self, lost: Booking, error: BatonError, prompt_token_ids: Sequence[int]) -> WorkerPair:
+    async def another_pair(self, lost: Booking, error: BatonError, prompt_token_ids: Sequence[int],
+                           context_tokens: int = 0) -> WorkerPair:
         """A pair in place of the one whose pool is gone, rather not with the same pool.
 
         Raises:
@@ -51,7 +52,7 @@ class Migrations:
         if self.num_lost <= self.limits.migrations:
             lost.lost(str(error))  # it gets nothing until it reports again
             await asyncio.sleep(RETRY_PAUSE_S)
-            pair = await self._search(lost, prompt_token_ids)
+            pair = await self._search(lost, prompt_token_ids, context_tokens)
         if pair is None:
             raise PeerLostError(str(error))
         return pair
@@ -69,15 +70,17 @@ class Migrations:
             self.metrics.migrations.labels(self._under_way.value, outcome).inc()
         self._under_way = None
 
-    async def _search(self, lost: Booking, prompt_token_ids: Sequence[int]) -> WorkerPair | None:
+    async def _search(self, lost: Booking, prompt_token_ids: Sequence[int],
+                      context_tokens: int) -> WorkerPair | None:
         """Longer while there is a pair that is only full."""
         loop, compatibility = asyncio.get_running_loop(), lost.compatibility
         began = loop.time()
         while True:
-            pair = self.directory.place_again(prompt_token_ids, compatibility, lost.worker.address)
+            pair = self.directory.place_again(prompt_token_ids, compatibility, lost.worker.address,
+                                              context_tokens)
             if pair is not None:
                 return pair
-            is_full = self.directory.has_pair(compatibility)
+            is_full = self.directory.has_pair(compatibility, context_tokens)
             patience_s = self.limits.capacity_wait_s if is_full else self.limits.peer_wait_s
             if loop.time() >= began + patience_s:
                 return None

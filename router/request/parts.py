@@ -50,6 +50,11 @@ class FlowParts:
     group: asyncio.TaskGroup
     ends_at: float
 
+    @property
+    def context_tokens(self) -> int:
+        """What the request may come to, prompt plus completion."""
+        return len(self.request.prompt_token_ids) + self.request.max_tokens
+
     def time_left_s(self) -> float:
         return max(0.0, self.ends_at - asyncio.get_running_loop().time())
 

@@ -44,7 +44,7 @@ class PrefillStream:
 
     def overdue(self) -> BatonError:
         """What it means that everything was sent and nothing said."""
-        return PeerLostError(f"prefill worker {self.address} sent a handoff and did not say the first token in time")
+        return PeerLostError("the prefill worker sent a handoff and did not say the first token in time")
 
     def move_on(self, error: BatonError, compatibility: str) -> None:
         """Run the prompt on another worker, or on the same one once it is back if there is no other.
@@ -69,7 +69,8 @@ class PrefillStream:
         await asyncio.sleep(RETRY_PAUSE_S)
         directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
         self._booking = await search(
-            directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried),
+            directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried,
+                                                      context_tokens=self._parts.context_tokens),
             self._parts.limits.peer_wait_s, error)
         self._attempts += 1
         self.has_first_token = False

@@ -64,11 +64,17 @@ class AdmissibleRequest:
     wants_text: bool
     num_choices: int = 1
 
+    @property
+    def context_tokens(self) -> int:
+        """What it may come to, prompt plus completion."""
+        return len(self.engine.prompt_token_ids) + self.engine.max_tokens
+
 
 async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None,
-                     draw_seed: Callable[[], int], grammars: Grammars | None = None) -> AdmissibleRequest:
+                     draw_seed: Callable[[], int], grammars: Grammars | None = None, *,
+                     most_urgent: int = -MAX_PRIORITY) -> AdmissibleRequest:
     """The request in the workers' terms. `draw_seed` gives the seed of a request that brings none; without `grammars`
-    structured output cannot be had.
+    structured output cannot be had; `most_urgent` is the smallest priority its client may use.
 
     Raises:
         UnknownModelError: it asks for another model.
@@ -77,8 +83,8 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
     """
     if request.model not in ("", facts.name):
         raise UnknownModelError(FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is"))
-    violations = [*_identity(request), *_prompt(request, facts, tokeniser), *_sampling(request.sampling, facts),
-                  *_stop(request, facts, tokeniser), *_structured_output(request)]
+    violations = [*_identity(request, most_urgent), *_prompt(request, facts, tokeniser),
+                  *_sampling(request.sampling, facts), *_stop(request, facts, tokeniser), *_structured_output(request)]
     if violations:
         raise InvalidRequestError(*violations)
     if (grammar := grammar_of(request)) is not None:
@@ -92,12 +98,15 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
     return _resolve(request, facts, prompt, draw_seed)
 
 
-def _identity(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolation]:
+def _identity(request: generation_pb2.GenerateRequest, most_urgent: int) -> Iterable[FieldViolation]:
     size = len(request.request_id.encode())
     if size > MAX_REQUEST_ID_BYTES:
         yield FieldViolation("request_id", f"has {size} bytes, the limit is {MAX_REQUEST_ID_BYTES}")
-    if abs(request.priority) > MAX_PRIORITY:
-        yield FieldViolation("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {request.priority}")
+    elif not request.request_id.isprintable():
+        yield FieldViolation("request_id", "must consist of printable characters")
+    if not most_urgent <= request.priority <= MAX_PRIORITY:
+        yield FieldViolation("priority", f"must be between {most_urgent} and {MAX_PRIORITY} for this client, "
+                                         f"got {request.priority}")
     for name in ("num_top_logprobs", "num_prompt_logprobs"):
         if (count := getattr(request, name)) > MAX_TOP_LOGPROBS:
             yield FieldViolation(name, f"must be at most {MAX_TOP_LOGPROBS}, got {count}")

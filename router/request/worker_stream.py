@@ -5,6 +5,7 @@ message is needed. What arrives of a closed stream is never delivered.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
@@ -16,6 +17,8 @@ from router.workers.worker import Worker
 from runtime.errors import BatonError, PeerLostError
 from runtime.status import DETAILS_KEY, error_from_rpc
 from runtime.tracing import outgoing
+
+logger = logging.getLogger(__name__)
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -94,23 +97,29 @@ class WorkerStream(Generic[Request, Response]):
             async for message in self._call:
                 await self._deliver(Received(self, message))
         except grpc.aio.AioRpcError as rpc_error:
-            error = _error_of(rpc_error, self._worker.address)
+            error = _error_of(rpc_error, self._worker)
         except grpc.aio.UsageError as closed:  # the channel of a worker that is gone for good
-            error = PeerLostError(f"worker {self._worker.address} was lost: {closed}")
+            error = _lost(self._worker, str(closed))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # gRPC cancels a call itself when sending on it fails before its status is known.
-            error = PeerLostError(f"worker {self._worker.address} was lost: a message could not be sent")
+            error = _lost(self._worker, "a message could not be sent")
         finally:
             self.has_ended = True
         await self._deliver(Ended(self, error))
 
 
-def _error_of(error: grpc.aio.AioRpcError, address: str) -> BatonError:
+def _lost(worker: Worker, reason: str) -> PeerLostError:
+    """For the client, who has no use for addresses of this cluster's inside; the log has them."""
+    logger.info("stream lost", extra={"worker": worker.address, "reason": reason})
+    return PeerLostError(f"the {worker.role} worker was lost")
+
+
+def _error_of(error: grpc.aio.AioRpcError, worker: Worker) -> BatonError:
     """The worker's own error, or PeerLostError if it did not live to say one."""
     answered = any(key == DETAILS_KEY for key, _ in error.trailing_metadata())
     if error.code() in _TRANSPORT_CODES and not answered:
-        return PeerLostError(f"worker {address} was lost: {error.details() or error.code().name}")
+        return _lost(worker, error.details() or error.code().name)
     return error_from_rpc(error)

@@ -7,6 +7,7 @@ from typing import Any
 from router.text.tokenise import Tokeniser, load_tokeniser, read_json
 from runtime.errors import ConfigError
 from runtime.grammar import Grammars, load_grammars
+from runtime.tokenizer_files import tokenizer_digest
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class ModelLimits:
     max_context_tokens: int
     num_layers: int
     eos_token_ids: tuple[int, ...]
+    tokenizer_digest: str = ""  # of `runtime.tokenizer_files`
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
         max_context_tokens=_positive(text_config, "max_position_embeddings"),
         num_layers=_positive(text_config, "num_hidden_layers"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+        tokenizer_digest=tokenizer_digest(model_dir),
     )
     return ServedModel(facts, load_tokeniser(model_dir), 
                        load_grammars(model_dir, facts.eos_token_ids, computes_masks=False))

@@ -17,13 +17,13 @@ from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Draw, Policy, choose
-from router.workers.watch import watch_worker
+from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.access import PeerRole
-from runtime.client import open_channel
+from runtime.client import ChannelOptions, open_channel
 from runtime.metrics import RouterMetrics
-from runtime.pairing import may_pair
+from runtime.pairing import may_pair, named_difference
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class WorkerPair:
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """Targets (`router.discovery`), and how often workers report."""
+    """Targets (`router.workers.discovery`), and how often workers report."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -90,7 +90,8 @@ class Directory:
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
-        channel = open_channel(address, security=self._options.security.to(PeerRole(role.value)))
+        channel = open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
+                               security=self._options.security.to(PeerRole(role.value)))
         return Worker(role, address, channel, self._on_change, self._options.decode_lookahead)
 
     def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
@@ -108,9 +109,14 @@ class Directory:
 
     @property
     def max_context_tokens(self) -> int:
-        """What every worker of this model that was heard of so far can hold, prompt plus completion."""
-        stated = [worker.max_context_tokens for worker in self.workers]
-        return min([self._facts.max_context_tokens, *(limit for limit in stated if limit is not None)])
+        """What the largest pair of workers heard of so far can hold, prompt plus completion: one that is away now may
+        come back. Smaller ones get what they can hold."""
+        prefill, decode = ([worker for worker in self.workers if worker.role is role and
+                            worker.max_context_tokens is not None] for role in WorkerRole)
+        pairs = [min(source.max_context_tokens or 0, pool.max_context_tokens or 0) for source in prefill
+                 for pool in decode if may_pair(source.compatibility, pool.compatibility)]
+        alone = [max(worker.max_context_tokens or 0 for worker in known) for known in (prefill, decode) if known]
+        return min([self._facts.max_context_tokens, *([max(pairs)] if pairs else alone)])
 
     @property
     def revision(self) -> str:
@@ -118,8 +124,17 @@ class Directory:
         pair = self.pair_problem() == ""
         return next((w.info.revision for w in self._usable(WorkerRole.DECODE) if pair and w.info is not None), "")
 
+    def refusal(self) -> str:
+        """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
+        for role in WorkerRole:
+            if self.pair_problem() and not self._usable(role):
+                # What follows a colon is the cause, which may name hosts.
+                reasons = dict.fromkeys(w.problem.partition(":")[0] for w in self.workers if w.role is role)
+                return f"no {role} worker is usable ({'; '.join(filter(None, reasons)) or 'none found'})"
+        return self.pair_problem()
+
     def pair_problem(self) -> str:
-        """Why no prefill and decode worker can serve together; empty if some can."""
+        """Why no prefill and decode worker can serve together, for operators; empty if some can."""
         for role in WorkerRole:
             if not self._usable(role):
                 reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
@@ -129,45 +144,55 @@ class Directory:
         prefill, decode = (next(iter(self._usable(role))).info for role in WorkerRole)
         assert prefill is not None
         assert decode is not None
-        return ("prefill and decode workers do not fit together: prefill has "
-                f"{prefill.compatibility_text or prefill.compatibility}, decode has "
-                f"{decode.compatibility_text or decode.compatibility}")
+        here, there = (info.compatibility_text or info.compatibility for info in (prefill, decode))
+        return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
+                f"has {here}, decode has {there}")
 
-    def place(self, prompt_token_ids: Sequence[int]) -> WorkerPair | None:
-        """Book a compatible pair that could take the request now or soon; None if there is none."""
+    def place(self, prompt_token_ids: Sequence[int], context_tokens: int = 0) -> WorkerPair | None:
+        """Book a compatible pair that could take the request now or soon; None if there is none. `context_tokens`, here
+        and below, is what the request may come to, prompt plus completion: smaller workers are passed over."""
         num_tokens = len(prompt_token_ids)
-        pools = [worker for worker in self._usable(WorkerRole.DECODE) if worker.as_candidate(num_tokens).has_room]
-        return self._book_pair(self._usable(WorkerRole.PREFILL), pools, prompt_token_ids)
+        pools = [worker for worker in self._usable(WorkerRole.DECODE, context_tokens)
+                 if worker.as_candidate(num_tokens).has_room]
+        return self._book_pair(self._usable(WorkerRole.PREFILL, context_tokens), pools, prompt_token_ids)
 
     def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
-                     tried: frozenset[str]) -> Booking | None:
+                     tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A prefill worker for a request that lost its own; one that was tried only if there is no other."""
-        fitting = self._fitting(WorkerRole.PREFILL, compatibility)
+        fitting = self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
         others = [worker for worker in fitting if worker.address not in tried]
         chosen = self._choose(others or fitting, prompt_token_ids)
         return None if chosen is None else self._book(chosen, prompt_token_ids)
 
     def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
-                    tried: frozenset[str]) -> Booking | None:
+                    tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
-        chosen = self._choose(self._fitting(WorkerRole.DECODE, compatibility), prompt_token_ids, tried, Room.ANY)
+        fitting = self._fitting(WorkerRole.DECODE, compatibility, context_tokens)
+        chosen = self._choose(fitting, prompt_token_ids, tried, Room.ANY)
         return None if chosen is None else self._book(chosen, prompt_token_ids)
 
-    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str) -> WorkerPair | None:
+    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str,
+                    context_tokens: int = 0) -> WorkerPair | None:
         """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
         again and there is no other."""
-        sources, pools = self._fitting(WorkerRole.PREFILL, compatibility), self._usable(WorkerRole.DECODE)
+        sources = self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
+        pools = self._usable(WorkerRole.DECODE, context_tokens)
         others = [worker for worker in pools if worker.address != lost]
         return (self._book_pair(sources, others, prompt_token_ids)
                 or self._book_pair(sources, pools, prompt_token_ids))
 
-    def has_pair(self, compatibility: str) -> bool:
+    def has_pair(self, compatibility: str, context_tokens: int = 0) -> bool:
         """Whether workers of both roles that fit are alive, with room or without."""
-        return self._fits(compatibility, WorkerRole.PREFILL) and self._fits(compatibility, WorkerRole.DECODE)
+        return all(self._fitting(role, compatibility, context_tokens) for role in WorkerRole)
 
-    def has_decode(self, compatibility: str) -> bool:
+    def has_decode(self, compatibility: str, context_tokens: int = 0) -> bool:
         """Whether a decode pool that fits is alive, with room or without."""
-        return self._fits(compatibility, WorkerRole.DECODE)
+        return bool(self._fitting(WorkerRole.DECODE, compatibility, context_tokens))
+
+    def can_hold(self, context_tokens: int) -> bool:
+        """Whether some pair that is alive is large enough, with room or without."""
+        sources = {worker.compatibility for worker in self._usable(WorkerRole.PREFILL, context_tokens)}
+        return any(self._fitting(WorkerRole.DECODE, digest, context_tokens) for digest in sources)
 
     def status(self) -> list[generation_pb2.WorkerStatus]:
         """Every worker, for people."""
@@ -210,11 +235,13 @@ class Directory:
             return None
         return by_address[chosen.address]
 
-    def _fitting(self, role: WorkerRole, compatibility: str) -> list[Worker]:
-        return [worker for worker in self._usable(role) if may_pair(worker.compatibility, compatibility)]
+    def _fitting(self, role: WorkerRole, compatibility: str, context_tokens: int = 0) -> list[Worker]:
+        return [worker for worker in self._usable(role, context_tokens)
+                if may_pair(worker.compatibility, compatibility)]
 
-    def _usable(self, role: WorkerRole) -> list[Worker]:
-        return [worker for worker in self.workers if worker.role is role and worker.is_usable]
+    def _usable(self, role: WorkerRole, context_tokens: int = 0) -> list[Worker]:
+        return [worker for worker in self.workers
+                if worker.role is role and worker.is_usable and worker.can_hold(context_tokens)]
 
     def _digests(self, role: WorkerRole) -> set[str]:
         return {worker.compatibility for worker in self._usable(role)}

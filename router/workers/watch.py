@@ -15,7 +15,7 @@ from router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4  # a worker that is back is found in less than half a second
 MIN_SILENCE_S = 2.0  # a worker that owes reports for this long, and for this many intervals, is lost
 SILENT_INTERVALS = 5
 _LOOKS = 8  # how often a silence is looked at before it is over

@@ -137,6 +137,11 @@ class Worker:
             return None
         return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
 
+    def can_hold(self, context_tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits when it is empty, as far as it has said."""
+        limit = self.max_context_tokens
+        return limit is None or context_tokens <= limit
+
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
         """Its facts arrived. Claims on an earlier incarnation died with it."""
         if info.incarnation != self.incarnation:
@@ -219,4 +224,7 @@ def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits)
     for name, value in expected.items():
         if getattr(info, name) != value:
             return f"it serves another model: {name} is {getattr(info, name)}, the router's is {value}"
+    digests = info.tokenizer_digest, facts.tokenizer_digest
+    if all(digests) and digests[0] != digests[1]:  # one that has no tokenizer cannot misread a prompt
+        return f"it has another tokenizer: the digest of its tokenizer.json is {digests[0]}, the router's {digests[1]}"
     return ""

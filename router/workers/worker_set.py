@@ -18,6 +18,8 @@ from router.workers.worker import Worker, WorkerRole
 
 logger = logging.getLogger(__name__)
 
+_PLACE = {role: place for place, role in enumerate(WorkerRole)}
+
 Make = Callable[[WorkerRole, str], Worker]
 Watch = Callable[[Worker], Coroutine[None, None, None]]
 
@@ -48,7 +50,7 @@ class WorkerSet:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """Prefill first, then by address in order of appearance."""
-        return tuple(sorted(self._workers.values(), key=lambda worker: list(WorkerRole).index(worker.role)))
+        return tuple(sorted(self._workers.values(), key=lambda worker: _PLACE[worker.role]))
 
     async def run(self) -> None:
         """Follow every source and watch every worker, until cancelled."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster
-from baton.process import ProcessSpec
+from baton.process import ProcessSpec, RoleProcess
 from baton.values import Query
 from runtime.announce import Announcement
 from runtime.errors import ConfigError, UnavailableError
@@ -40,7 +41,8 @@ def model(folder: Path, name: str = "good") -> Path:
 
 
 def config(folder: Path, name: str = "good") -> ClusterConfig:
-    return ClusterConfig(model=model(folder, name), listen="127.0.0.1:0", decode_pp=2, ready_timeout_s=120)
+    return ClusterConfig(model=model(folder, name), listen="127.0.0.1:0", decode_pp=2, ready_timeout_s=120,
+                         forks_workers=False)
 
 
 class Log:
@@ -109,6 +111,47 @@ async def test_a_killed_process_comes_back_under_its_address(cluster: LocalClust
     assert again.address in process.spec.announce.read_text()
 
 
+async def pauses(folder: Path, log: Log, serves: Callable[[], bool]) -> list[str]:
+    """Between the deaths of a process that is killed three times: each time when it serves, or says where it listens
+    and does not."""
+    async def until_serving(announcement: Announcement) -> None:
+        if not serves():
+            raise UnavailableError("it does not")
+
+    spec = ProcessSpec("prefill-0", "prefill", ("--model", str(model(folder))), "127.0.0.1:0", None,
+                       folder / "announced.json", leads=True)
+    process = RoleProcess(spec, log, until_serving)
+    life = asyncio.create_task(process.run())
+    for count in range(1, 4):
+        await eventually(lambda count=count: process.num_starts == count and spec.announce.exists())  # type: ignore[misc]
+        await eventually(lambda: process._has_served == serves())
+        process.settle()
+        process.kill()
+    await eventually(lambda: process.num_starts == 4)
+    await process.stop(grace_s=5)
+    await life
+    return [line.rpartition(" in ")[2] for line in log.lines if "starting again" in line]
+
+
+async def test_a_process_that_had_served_is_started_again_without_a_long_pause(tmp_path: Path, log: Log) -> None:
+    assert await pauses(tmp_path, log, lambda: True) == ["0.1 s"] * 3
+
+
+async def test_pauses_grow_where_a_process_dies_before_it_serves(tmp_path: Path, log: Log) -> None:
+    assert await pauses(tmp_path, log, lambda: False) == ["0.1 s", "0.2 s", "0.4 s"]
+
+
+async def test_the_supervisor_says_when(cluster: LocalCluster, log: Log) -> None:
+    process = cluster.processes["prefill-0"]
+    await eventually(lambda: process._has_served)  # asked of its health
+    process.kill()
+    await eventually(lambda: process.num_starts == 2)
+    (line,) = (line for line in log.lines if "starting again" in line)
+    stamp = r"\d\d:\d\d:\d\d\.\d{3}"
+    assert re.fullmatch(rf"prefill-0: {stamp} warning was ended by SIGKILL, starting again in .* s", line)
+    assert all(re.match(rf"baton: {stamp} info ", line) for line in log.lines if line.startswith("baton:"))
+
+
 async def test_stop_leaves_no_process(tmp_path: Path, log: Log) -> None:
     async with LocalCluster(config(tmp_path), sink=log) as running:
         pids = [process.pid for process in running.processes.values()]
@@ -166,8 +209,9 @@ def test_bad_counts_are_refused_before_anything_starts(tmp_path: Path, log: Log,
 
 
 def up(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "baton", "up", "--model", str(model(folder)), "--listen",
-                             "127.0.0.1:0", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "baton", "up", "--model", str(model(folder)), "--listen", "127.0.0.1:0"]
+    return subprocess.Popen([*command, "--no-preload", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True)
 
 
 def read_until(child: subprocess.Popen[str], word: str) -> list[str]:

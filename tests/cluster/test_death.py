@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster import demo_model
 from baton.values import Completion
 from engine.core.request import Request
 from runtime.errors import BatonError
@@ -15,6 +16,8 @@ from tests.support.clusters import RunningCluster, running_cluster
 from tests.support.questions import as_query, make_questions, shown
 
 STATUS_WITHIN_S = 30.0  # of the 60 that a client has
+BACK_WITHIN_S = 3.0  # the demo model, on a machine that has cores to spare
+TRIES = 4  # where it has none, one of so many
 
 
 def long_questions(count: int) -> list[Request]:
@@ -68,3 +71,25 @@ async def test_a_prefill_that_dies_before_the_first_token_is_replaced(checkpoint
         assert [shown(result) if isinstance(result, Completion) else result for result in results] == expected
         await running.cluster.wait_serving(timeout_s=60)
         await running.until_clean(timeout_s=60)
+
+
+async def seconds_until_back(running: RunningCluster, victim: str) -> float:
+    """From its death until every worker serves again, as the router sees it."""
+    before = running.cluster.processes[victim].num_starts
+    began_s = time.monotonic()
+    running.cluster.processes[victim].kill()
+    while running.cluster.processes[victim].num_starts == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await running.until(lambda status: not all(worker.serving for worker in status.workers), "the loss is noticed")
+    await running.until(lambda status: all(worker.serving for worker in status.workers), "all serve again")
+    return time.monotonic() - began_s
+
+
+async def test_a_killed_worker_serves_again_within_three_seconds() -> None:
+    """Supervisor, start, rejoining, warm-up and the router's look at it, together."""
+    async with running_cluster(demo_model(), decode_pp=2) as running:
+        for victim in ("prefill-0", "decode-0.0", "decode-0.1"):
+            waits_s: list[float] = []
+            while not waits_s or (min(waits_s) > BACK_WITHIN_S and len(waits_s) < TRIES):
+                waits_s.append(await seconds_until_back(running, victim))
+            assert min(waits_s) <= BACK_WITHIN_S, f"{victim} was away for {waits_s} s"

@@ -51,7 +51,7 @@ def eagle_drafter(model: DraftModel, shape: Shape, num_pages: int) -> tuple[Eagl
     pools = {0: torch.full((num_pages, *spec.record_shape), float("nan"))}
     geometry = model.attention_geometry(PAGE_SIZE)
     assert isinstance(geometry, AttentionGeometry)
-    paged = CpuAttention(kv_pools=pools, geometry=geometry, numerics=Numerics.EXACT)
+    paged = CpuAttention(kv_pools=pools, geometry=geometry)
     steps = MultiStepAttention(kv_pools=pools, geometry=geometry)
     drafter = EagleDrafter(model=model, attention=DraftAttention.over_kv(paged, steps), topk=shape.width,
                            steps=shape.depth)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.entry import Drawn, Event, Failed, Finished
+from decode.entry import Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.steps import DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -13,6 +13,7 @@ from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
+from pool.request.entry import Failed
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
 
@@ -181,7 +182,7 @@ def test_nothing_new_is_admitted_while_a_preempted_request_waits() -> None:
     scheduler = make(num_pages=7)
     joined(scheduler, request(max_tokens=9))
     joined(scheduler, request(max_tokens=9))
-    while scheduler.load().waiting_requests == 0:
+    while scheduler.load().queued_requests == 0:
         run(scheduler, 1)
     with pytest.raises(CapacityError, match="preempted"):
         scheduler.reserve(request(prompt=1, max_tokens=1), lambda event: None)
@@ -218,7 +219,7 @@ def test_a_failed_step_fails_its_rows_and_leaves_the_memory_to_their_owners() ->
 def test_a_lost_pipeline_fails_reserved_running_and_waiting_requests_alike() -> None:
     scheduler = make(num_pages=7)
     clients = [joined(scheduler, request(max_tokens=16)) for _ in range(2)]
-    while scheduler.load().waiting_requests == 0:
+    while scheduler.load().queued_requests == 0:
         run(scheduler, 1)
     batch = scheduler.next_batch()
     assert batch is not None

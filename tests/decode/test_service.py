@@ -177,7 +177,7 @@ async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and
     stream.send(first_token())
     assert (await stream.next()).WhichOneof("event") == "committed"
     others = pools.scheduler.pages.alloc(pools.scheduler.pages.num_free, owner="others")
-    while pools.scheduler.load().waiting_requests == 0:
+    while pools.scheduler.load().queued_requests == 0:
         run_step(pools)
     assert pools.scheduler.slots.num_free == pools.scheduler.slots.num_total
     assert pools.scheduler.pages.num_free == pools.scheduler.pages.num_total - others.num_pages
@@ -185,7 +185,7 @@ async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and
     assert occupancy.leases == {"landing": 0, "running": 0}
     assert occupancy.oldest_s > 0
     others.end()
-    while pools.scheduler.load().running_requests or pools.scheduler.load().waiting_requests:
+    while pools.scheduler.load().running_requests or pools.scheduler.load().queued_requests:
         run_step(pools)
     await stream.ended()
     assert pools.metric("baton_preemptions_total") == 1

@@ -51,7 +51,8 @@ def test_label_values_in_rules_are_those_of_the_code() -> None:
     text = (ALERTS / "rules.yaml").read_text()
     assert set(re.findall(r'state="(\w+)"', text)) == {"usable"}
     assert set(re.findall(r'outcome="(\w+)"', text)) == {"failed"}
-    flow, directory = ((DEPLOY.parent / "router" / name).read_text() for name in ("flow.py", "directory.py"))
+    router = DEPLOY.parent / "router"
+    flow, directory = ((router / name).read_text() for name in ("request/flow.py", "workers/directory.py"))
     assert '.ended("failed")' in flow
     assert '"usable"' in directory
 

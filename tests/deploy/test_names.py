@@ -15,8 +15,8 @@ from pool.pipeline.follower import GOODBYE_S
 from pool.process import PIPELINE_SERVICE
 from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
-from router.__main__ import app as router_app
 from router.api.readiness import SERVICE as ROUTER_SERVICE
+from router.command import app as router_app
 from router.config import RouterConfig
 from router.workers.discovery import ServiceTarget, parse_target
 from runtime.config import leader_from_environment, parse_address

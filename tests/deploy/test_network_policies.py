@@ -1,8 +1,11 @@
 """Who can reach whom: the policies are evaluated as a network plugin does it, and must give exactly these edges."""
 
-import pytest
+import ipaddress
 
-from tests.deploy.manifests import OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
+import pytest
+import yaml
+
+from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
 
 GRPC, METRICS, UCX = (7000, 7000), (9090, 9090), (7300, 7363)
 Edge = tuple[str, str, tuple[int, int]]
@@ -67,3 +70,49 @@ def test_the_outside_reaches_routers_and_metrics_only(overlay: str) -> None:
                if any("namespaceSelector" in peer for peer in rule["from"])}
     scraped = {(pod.name, METRICS[0]) for pod in pod_kinds(documents)} if of_kind(documents, "PodMonitor") else set()
     assert outside == {("router", GRPC[0])} | scraped
+
+
+# What is no pod: NodeLocal DNSCache's own address, and an API server by either family.
+NODE_LOCAL_DNS = "169.254.20.10"
+API_SERVERS = ("10.96.0.1", "192.0.2.7", "fd00:10:96::1", "2001:db8::7")
+ROLES = {"router", "prefill", "decode-leader", "decode-worker"}
+
+
+def _reaches(policies: list[Document], pod: PodKind, address: str, port: int) -> bool:
+    """Whether a policy opens this address outside the pods to `pod`."""
+    return any(ipaddress.ip_address(address) in ipaddress.ip_network(peer["ipBlock"]["cidr"])
+               for policy in policies if selects(policy["spec"]["podSelector"], pod.labels)
+               for rule in policy["spec"].get("egress", []) if port in {other["port"] for other in rule["ports"]}
+               for peer in rule["to"] if "ipBlock" in peer)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_dns_cache_on_the_node_is_reached_by_whoever_looks_up_names(overlay: str) -> None:
+    documents = load(overlay)
+    policies = of_kind(documents, "NetworkPolicy")
+    assert {pod.name for pod in pod_kinds(documents) if _reaches(policies, pod, NODE_LOCAL_DNS, 53)} \
+        == {"decode-leader", "decode-worker"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("address", API_SERVERS)
+def test_routers_reach_api_servers_of_both_families(overlay: str, address: str) -> None:
+    documents = load(overlay)
+    policies = of_kind(documents, "NetworkPolicy")
+    for port in (443, 6443):
+        assert {pod.name for pod in pod_kinds(documents) if _reaches(policies, pod, address, port)} == {"router"}
+
+
+def test_traces_reach_their_collector_and_its_name_is_found_by_all() -> None:
+    """The component's policy on the pods of an overlay, as nobody's overlay has a collector."""
+    folder = DEPLOY / "components" / "tracing"
+    policy = yaml.safe_load((folder / "network-policy.yaml").read_text())
+    pods = pod_kinds(load("single-node"))
+    assert {pod.name for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)} == ROLES
+    collector, dns = policy["spec"]["egress"]
+    assert [port["port"] for port in collector["ports"]] == [4317]
+    (base,) = [other for other in of_kind(load("single-node"), "NetworkPolicy") if other["metadata"]["name"] == "dns"]
+    assert dns == base["spec"]["egress"][0], "the same name servers as stages have"
+    component = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    flags = [step["value"] for patch in component["patches"] for step in yaml.safe_load(patch["patch"])]
+    assert flags == ["--otel-endpoint", "http://collector.tracing:4317"] * 3, "deployments, leaders, stages"

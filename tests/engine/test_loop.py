@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine import loop as loop_module
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import Row, build_batch
+from engine.hang import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver
 from engine.pipeline.stages import StepFailed, StepResult
-from runtime.errors import BatonError, InternalError, PeerLostError
+from runtime.clock import ManualClock
+from runtime.errors import BatonError, CapacityError, InternalError, PeerLostError, UnavailableError
 
 
 class ScriptedScheduler:
@@ -178,6 +181,74 @@ async def test_a_leak_found_when_idle_is_told(running: list[EngineLoop]) -> None
     await loop.submit(lambda: None)
     assert set(told) == {"page 3 is lost"}
     assert scheduler.log == ["result 1 ok"], "a leak breaks no pipeline"
+
+
+def test_the_limit_of_a_step_follows_those_that_were_measured_from_a_floor_up() -> None:
+    limit = StepLimit()
+    assert limit.seconds == 600, "the first step may compile"
+    limit.observe(0.02)
+    assert limit.seconds == 60
+    limit.observe(8.0)
+    assert limit.seconds == 160
+    for _ in range(3000):
+        limit.observe(0.02)
+    assert limit.seconds == 60, "one long step is no excuse for ever"
+    limit = StepLimit(5.0)
+    assert limit.seconds == 600
+    limit.observe(0.02)
+    assert limit.seconds == 5
+
+
+def test_only_one_step_that_lasts_is_a_hung_engine() -> None:
+    clock = ManualClock()
+    watch = HangWatch(clock)
+    looks = []
+    for busy_since_s in (1.0, 1.0, None, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0):  # a step a second, then one that lasts
+        clock.advance(1.0)
+        looks.append(watch.is_over(busy_since_s, 3.0))
+    assert looks == [False] * 9 + [True]
+
+
+def test_a_process_that_was_held_up_is_not_a_hung_engine() -> None:
+    clock = ManualClock()
+    watch = HangWatch(clock)
+    assert not watch.is_over(1.0, 3.0)
+    clock.advance(600)  # stopped, and going on
+    assert not watch.is_over(1.0, 3.0)
+
+
+async def test_what_gives_memory_back_is_taken_however_many_commands_wait(
+        running: list[EngineLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "MAX_COMMANDS", 2)
+    loop = start(running, ScriptedScheduler())
+    began, gate, released = threading.Event(), threading.Event(), list[str]()
+
+    def hold() -> None:
+        began.set()
+        gate.wait(30)
+
+    loop.post(hold)
+    assert await asyncio.to_thread(began.wait, 30)
+    waiting = [asyncio.create_task(loop.submit(lambda: None)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError, match="2 commands queued"):
+        await loop.submit(lambda: None)
+    loop.post(lambda: released.append("a page"))
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert await loop.submit(lambda: released) == ["a page"]
+
+
+async def test_an_engine_that_has_ended_refuses_instead_of_keeping_its_callers(running: list[EngineLoop]) -> None:
+    class Broken(ScriptedScheduler):
+        def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+            raise KeyError("lost count")
+
+    loop = start(running, Broken(work=1))
+    loop.post(lambda: loop.attach(ScriptedPipeline(1, dies_at=1)))
+    await asyncio.to_thread(loop._thread.join, 30)
+    with pytest.raises(UnavailableError, match="the engine has ended"):
+        await loop.submit(lambda: None)
 
 
 async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: list[EngineLoop]) -> None:

@@ -6,11 +6,10 @@ from torch import Tensor
 
 from engine.backends.cuda.flashinfer import FlashInferAttention
 from engine.backends.cuda.wrappers import FlashInferWrappers
-from engine.backends.visibility import TreeMask
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardMode
 from runtime.errors import StalePlanError
-from tests.support.attention import LAYER, Prompt, dense, make_prompt
+from tests.support.attention import LAYER, Prompt, dense, make_prompt, tree_info
 from tests.support.batches import Row, make_batch
 
 # Products of bf16 with fp32 sums: three decimal places of values around one.
@@ -29,9 +28,9 @@ def build(device: torch.device, geometry: AttentionGeometry = GEOMETRY) -> tuple
 
 
 def feed(backend: FlashInferAttention, mode: ForwardMode, device: torch.device, *parts: tuple[Prompt, int],
-         visible: tuple[Tensor, ...] | None = None) -> None:
+         trees: tuple[tuple[int, ...], ...] | None = None) -> None:
     rows = [Row(count, prompt.fed, prompt.pages) for prompt, count in parts]
-    batch = make_batch(mode, rows, spec_info=None if visible is None else TreeMask(visible))
+    batch = make_batch(mode, rows, spec_info=None if trees is None else tree_info(*trees))
     backend.plan(batch)
     q, k, v = (torch.cat([getattr(prompt, name)[prompt.fed : prompt.fed + count] for prompt, count in parts]).to(device)
                for name in ("q", "k", "v"))
@@ -69,7 +68,7 @@ def test_a_tree_sees_its_ancestors(device: torch.device) -> None:
     tree = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]).bool()
     prompt, other = prompts(66, 40)
     feed(backend, ForwardMode.PREFILL, device, (prompt, 61), (other, 35))
-    feed(backend, ForwardMode.VERIFY, device, (prompt, 5), (other, 5), visible=(tree, tree))
+    feed(backend, ForwardMode.VERIFY, device, (prompt, 5), (other, 5), trees=((-1, 0, 0, 1, 2),) * 2)
     for each in (prompt, other):
         visible = torch.ones(len(each.q), len(each.q), dtype=torch.bool).tril()
         visible[-5:, -5:] = tree

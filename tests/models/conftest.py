@@ -1,5 +1,6 @@
 """Tiny checkpoints, written once per test session."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,3 +16,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointMaker:
     """`checkpoint("llama")` is the folder of that family's tiny checkpoint; options as in `make_checkpoint`."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return lambda name, **options: make_checkpoint(folder, name, **options)
+
+
+@pytest.fixture
+def broken(checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
+    """A private copy of a checkpoint, to damage."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))

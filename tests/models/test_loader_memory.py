@@ -21,13 +21,17 @@ LAYER_BYTES = 2 * sum(rows * columns for rows, columns in MATRICES.values())
 MEASURE = """
 import re, sys
 from pathlib import Path
-from engine.numerics import Numerics
-from engine.stages import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.layer_range import LayerRange
+from engine.kernels.host.product import PackedWeight
+from engine.kernels.host.team import Team
 from models.loader import read_model
+import torch
 
 def memory_kib(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
+PackedWeight(torch.ones(1, 1).bfloat16(), None, Team())  # what kernels need themselves
 model = read_model(Path(sys.argv[1]))
 before = memory_kib("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # start the peak anew

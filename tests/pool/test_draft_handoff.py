@@ -16,6 +16,7 @@ from engine.core.request import Request, SamplingParams
 from engine.memory.layout import CacheKind
 from models.drafts.loader import DraftDescription
 from models.loader import read_model
+from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
 from runtime.errors import IncompatiblePeerError
@@ -97,7 +98,8 @@ async def test_only_one_side_has_a_draft(checkpoint: Path, draft: Path, answer: 
 
 
 def compatibility_of(checkpoint: Path, draft: Path | None, **shape: int) -> Compatibility:
-    return plan_stage(WorkerConfig.model_validate({"model": checkpoint, "draft": draft, **shape})).compatibility
+    return plan_stage(WorkerConfig.model_validate({"model": checkpoint, "draft": draft, **shape})).compatibility(
+        PoolWeights("0" * 32))
 
 
 def test_widths_that_differ_are_refused_naming_both(checkpoint: Path, draft: Path) -> None:

@@ -1,6 +1,7 @@
 """The prefill scheduler with hand-made results: chunks, packing, order, bounds, memory."""
 
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 
@@ -9,7 +10,8 @@ from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
-from prefill.scheduler import Event, Failed, FirstToken, PrefillLimits, PrefillScheduler, Scored, Started
+from pool.request.entry import Failed
+from prefill.scheduler import Event, FirstToken, PrefillLimits, PrefillScheduler, Scored, Started
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
 
@@ -98,7 +100,7 @@ def test_only_what_runs_has_started() -> None:
     last, _ = submit(scheduler, 1, priority=-1)  # ends within a grid, so one token of budget is enough for it
     batch = scheduler.next_batch()
     assert batch is not None
-    assert spans(batch) == [(2, 4, 11), (last, 0, 1)]
+    assert spans(batch) == [(last, 0, 1), (2, 4, 11)]
 
 
 def test_the_most_urgent_starts_first_and_memory_is_leased_then() -> None:
@@ -111,6 +113,110 @@ def test_the_most_urgent_starts_first_and_memory_is_leased_then() -> None:
     assert late_client.events == []
     scheduler.release(urgent)
     assert drain(scheduler) == [[(late, 0, 4)]]
+
+
+def long_beside(*, grid: int = 64, chunk_tokens: int = 512) -> tuple[PrefillScheduler, int]:
+    """A prompt of 100,000 tokens that has begun."""
+    scheduler = make(num_pages=100_000, chunk_tokens=chunk_tokens, grid=grid, max_running=16, max_queued=64)
+    key, _ = submit(scheduler, 100_000)
+    step(scheduler)
+    return scheduler, key
+
+
+def step(scheduler: PrefillScheduler) -> dict[int, int]:
+    """Run one batch: tokens by key."""
+    batch = scheduler.next_batch()
+    assert batch is not None
+    answer(scheduler, batch)
+    return dict(zip(batch.request_keys, batch.query_lens, strict=True))
+
+
+def test_an_urgent_prompt_runs_in_the_next_batch_whatever_has_begun() -> None:
+    """It used to wait for 192 batches, until the long one was done."""
+    scheduler, long = long_beside()
+    urgent, client = submit(scheduler, 32, priority=-100)
+    assert step(scheduler) == {urgent: 32, long: 448}
+    assert client.kinds() == ["Started", "FirstToken"]
+
+
+def test_an_urgent_long_prompt_takes_the_chunks_of_one_that_has_begun() -> None:
+    scheduler, long = long_beside()
+    urgent, _ = submit(scheduler, 1000, priority=-1)
+    assert [step(scheduler) for _ in range(2)] == [{urgent: 512}, {urgent: 488}]
+    assert step(scheduler) == {long: 512}
+
+
+def test_short_prompts_have_a_share_beside_a_long_one_of_their_priority_and_no_more() -> None:
+    scheduler, long = long_beside()
+    clients = [submit(scheduler, 60)[1] for _ in range(8)]
+    less_urgent, waiting = submit(scheduler, 10, priority=1)
+    seen = [step(scheduler) for _ in range(8)]
+    assert all(client.kinds() == ["Started", "FirstToken"] for client in clients)
+    assert waiting.events == []
+    assert sum(tokens.get(long, 0) for tokens in seen) >= 8 * 512 * 3 // 4 - 512  # a chunk of the share was saved
+    assert less_urgent not in {key for tokens in seen for key in tokens}
+
+
+def test_a_stream_of_short_prompts_leaves_a_long_one_its_share() -> None:
+    scheduler, long = long_beside(chunk_tokens=64)  # one chunk of the grid: it is one or the other
+    progress = 0
+    for _ in range(200):
+        while scheduler.load().queued_requests < 4:
+            submit(scheduler, 30)
+        tokens = step(scheduler)
+        progress += tokens.get(long, 0)
+        for key in set(tokens) - {long}:
+            scheduler.release(key)
+    assert 200 * 64 * 0.7 <= progress < 200 * 64 * 0.8
+
+
+@pytest.mark.parametrize(("grid", "chunk_tokens"), [(1, 8), (4, 8), (64, 64), (64, 512)])
+def test_every_chunk_ends_on_the_grid_or_with_its_prompt_in_any_order(grid: int, chunk_tokens: int) -> None:
+    """What makes the order free: a chunk's bits depend on where it is cut, and on nothing that is beside it."""
+    scheduler = make(num_pages=10_000, chunk_tokens=chunk_tokens, grid=grid, max_running=8, max_queued=64)
+    rng = Random(3)
+    lengths: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for _ in range(400):
+        if rng.random() < 0.3 and scheduler.load().queued_requests < 60:
+            length = rng.choice([1, 30, 64, 100, 700, 3000])
+            lengths[submit(scheduler, length, priority=rng.choice([-1, 0, 0, 1]))[0]] = length
+        batch = scheduler.next_batch()
+        if batch is None:
+            continue
+        answer(scheduler, batch)
+        assert sum(batch.query_lens) <= chunk_tokens
+        for key, start, end in spans(batch):
+            assert start == ends.get(key, 0)
+            assert end % grid == 0 or end == lengths[key]
+            ends[key] = end
+            if end == lengths[key]:
+                scheduler.release(key)
+    assert any(ends.get(key) == length for key, length in lengths.items() if length == 3000) or chunk_tokens == 8
+    scheduler.on_idle()
+
+
+def test_a_short_prompt_takes_no_memory_from_the_one_whose_turn_it_is() -> None:
+    scheduler = make(num_pages=61, chunk_tokens=8, grid=4, max_running=4)
+    long, _ = submit(scheduler, 160)  # 40 of 60 pages
+    step(scheduler)
+    _, blocked_client = submit(scheduler, 100)  # 25 pages, where 20 are left
+    _, short_client = submit(scheduler, 4)
+    for _ in range(8):
+        assert set(step(scheduler)) == {long}
+    assert blocked_client.events == short_client.events == []
+
+
+def test_a_released_prompt_runs_no_further_though_a_batch_is_on_its_way() -> None:
+    """With as many batches in flight as there are stages it would be computed to its end for nobody."""
+    scheduler = make()
+    key, _ = submit(scheduler, 40)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    scheduler.release(key)
+    assert scheduler.next_batch() is None
+    answer(scheduler, batch)
+    assert scheduler.pages.num_free == scheduler.pages.num_total
 
 
 def test_chunks_of_one_prompt_may_be_in_flight_together() -> None:

@@ -4,7 +4,7 @@ on."""
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
@@ -15,14 +15,16 @@ from engine.loop import EngineLoop
 from engine.memory.layout import PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
-from pool.pipeline.group import StageGroup
+from models.weights_digest import StageWeights
+from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
-from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.request.reclaimer import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
+from prefill.active_request import PrefillParts
 from prefill.scheduler import PrefillLimits, PrefillScheduler
-from prefill.service import PrefillParts, PrefillService
+from prefill.service import PrefillService
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
@@ -44,6 +46,7 @@ class _Leader:
     group: StageGroup
     serving: bool = True
     reason: str = ""
+    compatibility: Compatibility = field(default_factory=lambda: Compatibility("c", "text"))
 
 
 @dataclass
@@ -65,11 +68,14 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
     network, event_loop, complaints = MemoryNetwork(), asyncio.get_running_loop(), list[str]()
 
     def on_report(rank: int, event: StageSessionEvent) -> None:
-        event_loop.call_soon_threadsafe(lambda: group.stage_event(rank, event))
+        event_loop.call_soon_threadsafe(reports.deliver, rank, event)
+
+    reports = SessionReports(event_loop)
 
     source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs(), listener=on_report)
     dest = Pool("decode", [network.transport(SystemClock())], specs())
-    group, second = StageGroup(source.stages[0].agent, 2), StageLink(1, source.stages[1].agent.endpoint, b"")
+    group = StageGroup(source.stages[0].agent, 2, reports)
+    second = StageLink(1, source.stages[1].agent.endpoint, b"", StageWeights())
     group.pool_formed([second])
     scheduler = PrefillScheduler(
         pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS), clock=SystemClock(),
@@ -78,10 +84,10 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
     loop.start()
     ranges = [get_pp_indices(NUM_LAYERS, rank, 2) for rank in range(2)]
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, ranges[0], specs())
-    reclaimer = MemoryReclaimer(group, loop, complaints.append)
+    reclaimer = MemoryReclaimer(reports, loop, complaints.append)
     service = PrefillService(PrefillParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
-        plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64, max_held=8),
+        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, max_context_tokens=64, max_held=8),
         reclaimer=reclaimer, meters=LeaderMeters.create(CollectorRegistry(), geometry), chunk_tokens=8))
     try:
         yield SendingPool(service, scheduler, loop, group, second, reclaimer, dest, complaints)
@@ -92,11 +98,11 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
 
 
 def lost(pools: SendingPool) -> None:
-    pools.group.stage_lost(1)
+    pools.group.stage_lost(1, "stage 1 of the pool died")
 
 
 def lost_and_replaced(pools: SendingPool) -> None:
-    pools.group.stage_lost(1)
+    pools.group.stage_lost(1, "stage 1 of the pool died")
     successor = replace(pools.second.endpoint, incarnation="another life")
     pools.group.pool_formed([replace(pools.second, endpoint=successor)])
 

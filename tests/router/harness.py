@@ -21,6 +21,7 @@ from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
 from router.request.parts import FlowLimits
 from router.request.prefill_rate import PrefillRateEstimate
+from router.request.priorities import PriorityLimits
 from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenise import ChatTemplate, Tokeniser
 from router.workers.directory import Directory, DirectoryOptions
@@ -30,6 +31,7 @@ from router.workers.worker import WorkerRole
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
 from runtime.metrics import RouterMetrics, RpcMetrics
+from runtime.security import OPEN_SERVER, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
 from tests.support.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
@@ -180,12 +182,16 @@ class Discovered:
     options: DiscoveryOptions
 
 
+REQUEST_LIMITS = RequestLimits(60.0, 30.0, PriorityLimits.parse(["*=-100"]))
+
+
 @asynccontextmanager
 async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
                          admission: AdmissionLimits = ADMISSION_LIMITS, policy: Policy = Policy.LEAST_LOAD,
                          model: ServedModel | None = None, decode_lookahead: int = 2,
                          start_workers: bool = True, warms_up: bool = False,
-                         discovered: Discovered | None = None) -> AsyncIterator[RouterHarness]:
+                         discovered: Discovered | None = None, security: ServerSecurity = OPEN_SERVER,
+                         limits: RequestLimits = REQUEST_LIMITS) -> AsyncIterator[RouterHarness]:
     """Start the fakes and a router in front of them; it is paired when the block begins, if the workers fit."""
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -203,8 +209,8 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
         services = Services(Admission(directory, admission, metrics, clock), directory, flow, metrics,
                             PrefillRateEstimate(clock))
         server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
-                            metrics=RpcMetrics.create(registry))
-        service = GenerationService(model, services, RequestLimits(60.0, 30.0), clock)
+                            metrics=RpcMetrics.create(registry), security=security)
+        service = GenerationService(model, services, limits, clock, security.caller)
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
         address = await server.start()
         stack.push_async_callback(server.grpc.stop, grace=0)

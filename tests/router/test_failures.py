@@ -1,6 +1,7 @@
 """Workers that die, refuse, stall or lie: every request ends in one state, and nothing is left anywhere."""
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 
@@ -37,6 +38,11 @@ def workers() -> Workers:
 
 
 
+def lost_streams(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """The workers that the log says were lost."""
+    return {vars(record)["worker"] for record in caplog.records if record.getMessage() == "stream lost"}
+
+
 @pytest.mark.parametrize("point", PREFILL_POINTS)
 async def test_another_prefill_worker_takes_over(workers: Workers, point: Point) -> None:
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
@@ -64,12 +70,15 @@ async def test_the_only_prefill_worker_serves_again_when_it_is_back(workers: Wor
 
 
 @pytest.mark.parametrize("point", PREFILL_POINTS)
-async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, point: Point) -> None:
+async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, point: Point,
+                                                             caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
         workers.p0.die_at(point)
         error = await router.failure(token_request(PROMPT))
         assert isinstance(error, PeerLostError)
-        assert workers.p0.address in str(error)
+        assert str(error) == "the prefill worker was lost", "which one is for the log"
+        assert workers.p0.address in lost_streams(caplog)
         await router.assert_nothing_left()
 
 
@@ -160,12 +169,15 @@ async def test_a_pool_that_dies_before_it_landed_is_replaced(workers: Workers) -
 
 
 @pytest.mark.parametrize("point", [Point.LANDED, Point.COMMIT, Point.TOKEN, Point.FINISH])
-async def test_the_only_decode_pool_lost_is_one_clear_status(workers: Workers, point: Point) -> None:
+async def test_the_only_decode_pool_lost_is_one_clear_status(workers: Workers, point: Point,
+                                                            caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
         workers.d0.die_at(point)
         error = await router.failure(token_request(PROMPT))
         assert isinstance(error, PeerLostError)
-        assert workers.d0.address in str(error)
+        assert str(error) == "the decode worker was lost", "which one is for the log"
+        assert workers.d0.address in lost_streams(caplog)
         await router.assert_nothing_left()
         await workers.d0.start()
         await eventually(lambda: not router.directory.pair_problem(), "the pool's return")

@@ -18,7 +18,7 @@ def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None
     flags = {"model": "here", "num_pages": 16, "listen": None}
     config = load(Sample, section="prefill", flags=flags, file=file)
     assert config == Sample(model=Path("here"), listen="127.0.0.1:7", num_pages=16)
-    assert describe(config).splitlines() == ["model = here", "listen = 127.0.0.1:7", "num_pages = 16"]
+    assert describe(config) == {"model": "here", "listen": "127.0.0.1:7", "num_pages": 16}
 
 
 @pytest.mark.parametrize(("text", "field", "says"), [

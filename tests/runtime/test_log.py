@@ -2,12 +2,27 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
 
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.log import LogStyle, bind, bound_ids, configure, rebind
+from runtime.log import (
+    MAX_MESSAGE_CHARACTERS,
+    MAX_TRACEBACK_CHARACTERS,
+    MAX_TRACEBACK_LINES,
+    MAX_VALUE_CHARACTERS,
+    LogStyle,
+    bind,
+    bound_ids,
+    configure,
+    rebind,
+    shown,
+)
+
+FORGED = "x\n12:00:00.000 error   forged\r\x1b[31m\u2028\x85end"
+STYLES = list(LogStyle)
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +68,68 @@ async def test_ids_belong_to_one_task() -> None:
 def test_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="log level"):
         configure(level="loud", style=LogStyle.JSON, role="x")
+
+
+def logged(style: LogStyle, log: Callable[[logging.Logger], None]) -> str:
+    stream = io.StringIO()
+    configure(level="info", style=style, role="router", stream=stream)
+    copy_context().run(log, logging.getLogger("x"))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_no_value_makes_a_second_line_or_reaches_a_terminal(style: LogStyle) -> None:
+    def log(logger: logging.Logger) -> None:
+        with bind(request_id=FORGED):
+            logger.info("call of %s refused", FORGED, extra={"reason": FORGED, "several": [FORGED], "last": 1})
+
+    text = logged(style, log)
+    assert len(text.splitlines()) == 1, "splitlines knows every character that any reader takes for the end of a line"
+    assert text.endswith("\n")
+    assert text[:-1].isprintable()
+    assert text.count("forged") == 4, "shown, but in its place"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_megabyte_of_anything_makes_a_short_line(style: LogStyle) -> None:
+    long = "x" * (8 << 20)
+
+    def log(logger: logging.Logger) -> None:
+        rebind(request_id=long)
+        logger.info("call of %s refused for %d s: %s", long, 3, "why", extra={"reason": long})
+        logger.info(long)
+        assert len(bound_ids()["request_id"]) == MAX_VALUE_CHARACTERS, "what is kept while the request runs"
+
+    text = logged(style, log)
+    assert len(text) < 3 * (MAX_VALUE_CHARACTERS + 100) + MAX_MESSAGE_CHARACTERS + 1000
+    assert "for 3 s: why" in text, "a long argument hides no other"
+    assert f"({8 << 20} characters)" in text
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_traceback_is_bounded_and_indented(style: LogStyle) -> None:
+    def log(logger: logging.Logger) -> None:
+        error = ValueError(FORGED + "\n" + "y" * (8 << 20) + "\n" * 10_000 + "the end")
+        logger.error("broke", exc_info=error)
+
+    text = logged(style, log)
+    assert len(text) < MAX_TRACEBACK_LINES * (MAX_TRACEBACK_CHARACTERS + 100)
+    assert "the end" in text
+    lines = text.splitlines() if style is LogStyle.HUMAN else json.loads(text)["exception"].splitlines()
+    assert all(line.startswith("    ") for line in lines[style is LogStyle.HUMAN:])
+
+
+def test_a_value_cannot_pose_as_another_field() -> None:
+    def log(logger: logging.Logger) -> None:
+        logger.info("said", extra={"reason": "none code=OK", "time_s": 1})
+
+    assert logged(LogStyle.HUMAN, log).endswith(' said  reason="none code=OK" time_s=1\n')
+    line = json.loads(logged(LogStyle.JSON, lambda logger: logger.info("said", extra={"level": "debug"})))
+    assert line["level"] == "info"
+
+
+def test_shown_is_the_text_itself_where_it_can_be() -> None:
+    assert shown("grüße 你好") == "grüße 你好"
+    assert shown("a\tb\\") == "a\\tb\\"
+    assert shown("abc", 2) == "ab... (3 characters)"
+    assert shown("\udc80") == "\\udc80"

@@ -21,9 +21,9 @@ from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.slots import SlotAllocator
-from pool.pipeline.group import Listener, StageGroup
+from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
-from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.request.reclaimer import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb
@@ -38,6 +38,7 @@ from tests.support.tiny_models import HYBRID, tiny
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent
+from transfer.session import ReceiveSession
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_LAYERS = 4, 32, 8, 6
 PROMPT = list(range(1, 19))
@@ -56,41 +57,32 @@ def state_bytes(layer_id: int) -> int:
 
 
 class _Group:
-    """What a service needs of `pool.group.StageGroup`, with every stage in this process."""
+    """What a service needs of `pool.pipeline.group.StageGroup`, with every stage in this process."""
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
         self._loop = asyncio.get_running_loop()
-        self._listeners: dict[tuple[str, int], Listener] = {}
+        self.reports = SessionReports(self._loop)
 
     def on_report(self, rank: int, event: StageSessionEvent) -> None:
         """From the agents' threads."""
-        self._loop.call_soon_threadsafe(self._deliver, rank, event)
-
-    def _deliver(self, rank: int, event: StageSessionEvent) -> None:
-        if (event.session_id, event.epoch) in self._listeners:
-            self._listeners[event.session_id, event.epoch](rank, event)
+        self._loop.call_soon_threadsafe(self.reports.deliver, rank, event)
 
     @property
     def endpoints(self) -> tuple[StageEndpoint, ...]:
         assert self.pool is not None
         return tuple(stage.agent.endpoint for stage in self.pool.stages)
 
-    def open_receive(self, source: SourceTerms, destination: DestinationTerms, listener: Listener) -> None:
+    def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
+                     on_change: Callable[[], object]) -> None:
         assert self.pool is not None
-        self.listen(destination.session_id, destination.epoch, listener)
+        self.reports.watch(session, on_change)
         for stage in self.pool.stages:
             stage.agent.open_receive(source, destination)
 
     def close_receive(self, session_id: str) -> None:
         assert self.pool is not None
         self.pool.close(session_id)
-
-    def listen(self, session_id: str, epoch: int, listener: Listener) -> None:
-        self._listeners[session_id, epoch] = listener
-
-    def forget(self, session_id: str, epoch: int) -> None:
-        self._listeners.pop((session_id, epoch), None)
 
 
 @dataclass
@@ -99,6 +91,7 @@ class _Leader:
     group: _Group
     serving: bool = True
     reason: str = ""
+    compatibility: Compatibility = field(default_factory=lambda: Compatibility("c", "text"))
 
 
 DecodeStream = Stream[pb.DecodeRequest, pb.DecodeResponse]
@@ -192,8 +185,8 @@ async def arrivals() -> AsyncIterator[Arrivals]:
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LayerRange(0, 2), specs())
     parts = DecodeParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
-        plan=StagePlan(tiny(HYBRID), ranges, geometry, Compatibility("c", "text"), max_context_tokens=64, max_held=8),
-        reclaimer=MemoryReclaimer(cast(StageGroup, group), loop, complaints.append),
+        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, max_context_tokens=64, max_held=8),
+        reclaimer=MemoryReclaimer(group.reports, loop, complaints.append),
         meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry))
     try:
         yield Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints, registry)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.backends.visibility import TreeMask
 from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.core.batch import ForwardMode
+from engine.core.draft_trees import SpecInfo, SpecRow
 from tests.support.batches import Row, make_batch
 
 LAYER = 3
@@ -40,10 +40,11 @@ def make_prompt(num_tokens: int, geometry: AttentionGeometry, *, pages: Sequence
 
 
 def feed(backend: AttentionBackend, mode: ForwardMode, *parts: tuple[Prompt, int], table_width: int = 0,
-         visible: Sequence[Tensor] | None = None) -> Tensor:
-    """One forward: the next tokens of each prompt, as many as stated. Outputs are also kept on the prompts."""
+         trees: Sequence[tuple[int, ...]] | None = None) -> Tensor:
+    """One forward: the next tokens of each prompt, as many as stated; `trees`: their parents. Outputs are also kept on
+    the prompts."""
     rows = [Row(count, prompt.fed, prompt.pages) for prompt, count in parts]
-    spec_info = None if visible is None else TreeMask(tuple(visible))
+    spec_info = None if trees is None else tree_info(*trees)
     batch = make_batch(mode, rows, table_width=table_width, spec_info=spec_info)
     backend.plan(batch)
     q, k, v = (torch.cat([getattr(prompt, name)[prompt.fed : prompt.fed + count] for prompt, count in parts])
@@ -53,6 +54,11 @@ def feed(backend: AttentionBackend, mode: ForwardMode, *parts: tuple[Prompt, int
         prompt.fed += count
         prompt.out.append(piece)
     return out
+
+
+def tree_info(*trees: tuple[int, ...]) -> SpecInfo:
+    """A batch's trees, by the parents of each row's nodes."""
+    return SpecInfo(torch.zeros(sum(map(len, trees)), dtype=torch.long), tuple(SpecRow(parents) for parents in trees))
 
 
 def dense(prompt: Prompt, geometry: AttentionGeometry, *, visible: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Row:
     slot: int = 0
 
 
-def make_batch(mode: ForwardMode, rows: Sequence[Row], *, spec_info: object | None = None,
+def make_batch(mode: ForwardMode, rows: Sequence[Row], *, spec_info: SpecInfo | None = None,
                table_width: int = 0) -> ForwardBatch:
     """A batch of these rows; page tables are padded with the null page to `table_width` or the longest row."""
     width = max([table_width, 1, *(len(row.pages) for row in rows)])

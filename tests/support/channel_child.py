@@ -49,7 +49,7 @@ def main() -> None:
 def pass_on(channel: PoolChannel, packet: Packet, rank: int) -> None:
     """Tensors have no way back to stage 0: their sums go in the frame."""
     sums = b"".join(b" %d" % int(tensor.sum()) for tensor in packet.tensors)
-    sent = Packet(bytes(packet.frame) + sums) if rank == 0 else Packet(bytes(packet.frame), packet.tensors)
+    sent = Packet(bytes(packet.record) + sums) if rank == 0 else Packet(bytes(packet.record), packet.tensors)
     channel.send(rank, sent, timeout_s=60.0)
 
 

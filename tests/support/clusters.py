@@ -1,21 +1,35 @@
 """Real clusters for tests: real processes, real gRPC, real UCX, checkpoints from disk."""
 
 import asyncio
+import atexit
 import os
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster
+from baton.nursery import Nursery
 from baton.values import ClusterStatus, WorkerStatus
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 READY_TIMEOUT_S = 120.0
+
+
+@cache
+def shared_nursery() -> Nursery:
+    """Of all clusters that this process starts, until it ends: torch is loaded once for all of them."""
+    folder = tempfile.TemporaryDirectory(prefix="nursery-")
+    nursery = Nursery(Path(folder.name))
+    atexit.register(folder.cleanup)
+    atexit.register(nursery.close)
+    return nursery
 
 
 @dataclass
@@ -79,7 +93,7 @@ async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, pre
         model=model, prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0",
         worker_flags=worker_flags, router_flags=router_flags, ready_timeout_s=ready_timeout_s, stop_grace_s=5,
-        security=security)
+        security=security, nursery=shared_nursery())
     try:
         async with (LocalCluster(config, sink=lambda name, line: lines.append(f"{name:12} {line}")) as cluster,
                     AsyncBatonClient(cluster.address, security=client_security) as client):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.visibility import TreeMask
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
+from engine.core.draft_trees import SpecInfo, ancestors
 from runtime.errors import InternalError, StalePlanError
 
 
@@ -63,13 +63,8 @@ class DenseAttention:
 
     @staticmethod
     def _sees(batch: ForwardBatch, row: int, token: int, key: int) -> bool:
-        query_len, num_keys = batch.query_lens[row], batch.query_lens[row] + batch.context_lens[row]
-        if not isinstance(batch.spec_info, TreeMask):
+        node = key - batch.context_lens[row]
+        info = batch.spec_info
+        if node < 0 or not isinstance(info, SpecInfo):
             return key <= batch.context_lens[row] + token
-        visible = batch.spec_info.visible[row]
-        if visible.shape[0] != query_len or not query_len <= visible.shape[1] <= num_keys:
-            raise InternalError(f"tree mask of row {row} has the wrong shape")
-        if not visible.diagonal(visible.shape[1] - query_len).all():
-            raise InternalError("a token does not see itself")
-        column = key - (num_keys - visible.shape[1])
-        return column < 0 or bool(visible[token, column])
+        return node in ancestors(info.rows[row].parents, token)

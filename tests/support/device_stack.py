@@ -4,7 +4,7 @@ With the device's backends on CPU tensors (wrappers computed by hand, kernels in
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -22,7 +22,7 @@ from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
 from engine.pipeline.executor import StageExecutor
-from engine.pipeline.frames import pack_batch, unpack, unpack_batch
+from engine.pipeline.records import pack_batch, unpack_batch
 from models.loader import ModelDescription
 from tests.support.flashinfer import FakeWrappers
 from tests.support.flashinfer_latent import FakeLatentWrappers
@@ -91,7 +91,7 @@ def logits_of(stages: Sequence[StageExecutor], step: Step) -> Tensor:
     for rank, stage in enumerate(stages):
         if rank:
             packet = pack_batch(1, batch, output)
-            received = unpack_batch(unpack(packet.frame), tuple(tensor.to(HOST) for tensor in packet.tensors))
+            received = unpack_batch(replace(packet, tensors=tuple(tensor.to(HOST) for tensor in packet.tensors)))
             batch, output = received.batch, received.incoming
         output = stage.run(batch, output)
     assert output.logits is not None

@@ -102,6 +102,8 @@ class FakeWorker:
         self.compatibility = compatibility
         self.max_running = max_running
         self.num_pages = num_pages
+        self.max_context_tokens = 256
+        self.tokenizer_digest = ""
         self.serving = True
         self.queued_tokens = 0  # what it says that waits
         self.reports = True  # whether the watch stream says anything after its facts
@@ -160,6 +162,13 @@ class FakeWorker:
     def register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
 
+    def check_length(self, request: types_pb2.EngineRequest) -> None:
+        """As pool.request.conversion does."""
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        if num_tokens > self.max_context_tokens:
+            raise InvalidRequestError(FieldViolation("prompt_token_ids", f"{num_tokens} tokens are over the context "
+                                                                         f"limit of {self.max_context_tokens}"))
+
     async def reached(self, point: Point, request: types_pb2.EngineRequest) -> None:
         if point in self._hooks:
             await self._hooks[point](request)
@@ -178,7 +187,8 @@ class FakeWorker:
         yield worker_pb2.WatchResponse(info=worker_pb2.WorkerInfo(
             role=self.role, incarnation=self.incarnation, model="tiny", architecture="Tiny", revision="r1",
             compatibility=self.compatibility, compatibility_text=f"text of {self.compatibility}",
-            vocab_size=VOCAB_SIZE, max_context_tokens=256, num_layers=4, page_size=16, pages_total=self.num_pages,
+            vocab_size=VOCAB_SIZE, max_context_tokens=self.max_context_tokens, num_layers=4,
+            tokenizer_digest=self.tokenizer_digest, page_size=16, pages_total=self.num_pages,
             max_running_requests=self.max_running, max_queued_requests=1000, stages=["0-2", "2-4"]))
         while True:
             if self.reports:
@@ -258,6 +268,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                        context: Context) -> AsyncIterator[decode_pb2.DecodeResponse]:
         pending = (await anext(request_iterator)).open
         request = pending.request
+        self.check_length(request)
         await self.reached(Point.RESERVE, request)
         if len(self.open_requests) >= self.max_running:
             self.refused[request.request_id] += 1

@@ -16,6 +16,7 @@ from decode.worker import DecodeRole
 from engine.core.request import Request, SamplingParams
 from engine.memory.layout import Buffer
 from pool import process as process_module
+from pool.pipeline import leader as leader_module
 from pool.pipeline.leader import Leader
 from pool.process import PoolRole, run_worker
 from pool.stage import stage as stage_module
@@ -129,6 +130,7 @@ async def laboratory(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyP
             super().start()
 
     monkeypatch.setattr(process_module, "Leader", SeenLeader)
+    monkeypatch.setattr(leader_module, "LINGER_S", 600.0)  # a test ends it
     monkeypatch.setattr(stage_module, "UcxTransport", DamagingUcx)
     try:
         await made.start_worker("prefill", PrefillRole())

@@ -2,20 +2,19 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decode.entry import Drawn, Event, Failed, Finished
+from decode.entry import Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
 from decode.steps import DecodeLimits
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.latent import CpuLatentAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
-from engine.backends.cpu.tree import TreeAttention
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange, get_pp_indices
@@ -26,14 +25,16 @@ from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pages import PageAllocator
 from engine.memory.pools import StagePools
 from engine.memory.slots import SlotAllocator
+from engine.pipeline.channel import FrameChannel
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
 from engine.pipeline.tensor_channel import TensorChannel
 from engine.sampling.guided import GuidedSampler
 from engine.speculative.drafter import Drafter
 from models.loader import ModelDescription
+from pool.request.entry import Failed
 from runtime.clock import SystemClock
-from runtime.errors import PeerLostError
+from runtime.errors import IntegrityError, PeerLostError
 from testing.inprocess_channel import InProcessChannel
 
 
@@ -59,15 +60,12 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
     latent = None if latent_geometry is None else CpuLatentAttention(
         latent_pools=pools.of_kind(CacheKind.LATENT), index_pools=pools.of_kind(CacheKind.INDEX_KEY),
         geometry=latent_geometry)
-    attention = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry, numerics=exact)
+    attention = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry)
     recurrent = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact)
     if speculation is None:
         model = description.load_stage(layers, numerics=exact)
         return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=recurrent), pools
     model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers)
-    trees = None if attention is None or geometry is None else TreeAttention(
-        paged=attention, kv_pools=kv, page_size=page_size,
-        backend_over=lambda over: CpuAttention(kv_pools=over, geometry=geometry, numerics=exact))
     leftovers = Leftovers(pools, speculation.num_draft_tokens + 1)
 
     def over_nodes(convs: Mapping[int, Tensor], states: Mapping[int, Tensor]) -> CpuRecurrent:
@@ -76,8 +74,8 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
 
     states = TreeRecurrent(slots=recurrent, conv_pools=conv, state_pools=state,
                            max_nodes=speculation.num_draft_tokens + 1, backend_over=over_nodes)
-    found = (trees, latent, states, leftovers if speculation.poisons_leftovers else None)
-    return StageExecutor(model=model, attention=trees, latent_attention=latent, recurrent=states,
+    found = (attention, latent, states, leftovers if speculation.poisons_leftovers else None)
+    return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=states,
                          caches=[cache for cache in found if cache is not None]), pools
 
 
@@ -110,7 +108,8 @@ class Leftovers:
 
 @contextmanager
 def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pages: int, num_slots: int,
-             partition: str | None = None, speculation: Speculation | None = None) -> Iterator[Pipeline]:
+             partition: str | None = None, speculation: Speculation | None = None,
+             connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool) -> Iterator[Pipeline]:
     """A pipeline of `size` stages; those behind the head run in threads of their own."""
     ranges = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
     executors = [build_executor(description, layers, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
@@ -120,10 +119,11 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
     if size == 1:
         yield SingleStage(executors[0], GuidedSampler(None), drafter)
         return
-    channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in InProcessChannel.pool(size)]
+    channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in connected(size)]
     followers = [FollowerStage(executors[rank], GuidedSampler(None), channels[rank], rank=rank, size=size,
                                drafter=drafter if rank == size - 1 else None) for rank in range(1, size)]
-    threads = [threading.Thread(target=_serve, args=(follower,), daemon=True) for follower in followers]
+    threads = [threading.Thread(target=_serve, args=(follower, channel), daemon=True)
+               for follower, channel in zip(followers, channels[1:], strict=True)]
     for thread in threads:
         thread.start()
     try:
@@ -135,12 +135,13 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
             thread.join(60)
 
 
-def _serve(follower: FollowerStage) -> None:
+def _serve(follower: FollowerStage, channel: TensorChannel) -> None:
+    """Until the pool breaks, which the others then learn, as they do from the membership."""
     try:
         while True:
             follower.step(5)
-    except PeerLostError:
-        return
+    except (PeerLostError, IntegrityError):
+        channel.close()
 
 
 @dataclass
@@ -194,7 +195,8 @@ class LocalPool:
 @contextmanager
 def local_pool(description: ModelDescription, size: int = 1, *, page_size: int = 16, num_pages: int = 64,
                max_running: int = 8, chunk_tokens: int = 128, partition: str | None = None,
-               speculation: Speculation | None = None) -> Iterator[LocalPool]:
+               speculation: Speculation | None = None,
+               connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool) -> Iterator[LocalPool]:
     """Generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
@@ -210,7 +212,7 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
         scheduler.draft_length = speculation.draft_length
     loop = EngineLoop(scheduler)
     with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-                  partition=partition, speculation=speculation) as stages:
+                  partition=partition, speculation=speculation, connected=connected) as stages:
         loop.start()
         loop.post(lambda: loop.attach(stages))
         try:

@@ -1,15 +1,15 @@
 """Which pools may be paired: a digest of everything that must be equal, and the same as text for people."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 from engine.memory.layout import CacheSpec, travelling
 from runtime.errors import IncompatiblePeerError
-from runtime.pairing import may_pair, pairing_digest
+from runtime.pairing import may_pair, named_difference, pairing_digest
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised whenever the copy plan, the tags, the trailer or the digests change."""
 
 
@@ -21,30 +21,36 @@ class Compatibility:
     text: str
 
 
-def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int,
-                  draft_revision: str = "") -> Compatibility:
+def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, numerics: str = "exact",
+                  arithmetic: str = "any", draft_revision: str = "") -> Compatibility:
     """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model; caches that
-    do not travel are a pool's own affair."""
+    do not travel are a pool's own affair. `arithmetic` names the kernels and the class of instructions that bits depend
+    on, where bits are promised."""
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     model = [spec for spec in ordered if not spec.of_draft]
     draft = [spec for spec in ordered if spec.of_draft]
-    header = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"page_size={page_size}"]
+    header = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"numerics={numerics}", f"arithmetic={arithmetic}",
+              f"page_size={page_size}"]
     digest = pairing_digest(_digest([*header, *_lines(model)]),
                             _digest([draft_revision, *_lines(draft)]) if draft else "")
-    text = f"schema {SCHEMA_VERSION}, weights {revision[:12]}, page size {page_size}, {_describe(model)}"
+    text = (f"schema {SCHEMA_VERSION}, weights {revision[:12]}, numerics {numerics}, arithmetic {arithmetic}, "
+            f"page size {page_size}, {_describe(model)}")
     return Compatibility(digest, f"{text}, and of draft {draft_revision[:12]} {_describe(draft)}" if draft else text)
 
 
 def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
     """Raises IncompatiblePeerError showing both sides when they must not be paired."""
     if not may_pair(mine.digest, peer_digest):
-        raise IncompatiblePeerError(f"the pools differ: here {mine.text}; there {peer_text}")
+        raise IncompatiblePeerError(f"the pools differ{named_difference(mine.text, peer_text)}: here {mine.text}; "
+                                    f"there {peer_text}")
 
 
-def check_same(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
-    """Raises IncompatiblePeerError showing both when these are not stages of one pool."""
-    if mine.digest != peer_digest:
-        raise IncompatiblePeerError(f"the stages differ: here {mine.text}; there {peer_text}")
+def check_settings(mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Raises IncompatiblePeerError naming each setting in which two stages of one pool differ, and both values."""
+    differing = [f"{name} is {mine.get(name, 'not set')} here, {theirs.get(name, 'not set')} there"
+                 for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+    if differing:
+        raise IncompatiblePeerError(f"the stages differ: {'; '.join(differing)}")
 
 
 def _lines(specs: Iterable[CacheSpec]) -> list[str]:

@@ -16,7 +16,6 @@ from engine.memory.layout import Buffer
 from runtime.errors import BatonError, InternalError
 
 TAG_OFFSET_BITS = 24
-TAG_LIMIT = 1 << 64
 NO_BYTES = memoryview(b"")
 
 

@@ -12,7 +12,9 @@ class Wakeup:
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_set = False
-        self._lock = threading.Lock()  # so that `set` never writes to a descriptor that was closed and reused
+        # The flag and the descriptor change together: were the flag down and the descriptor readable, every `sleep`
+        # would return at once, for ever. And `set` never writes to a descriptor that was closed and reused.
+        self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 
@@ -35,9 +37,9 @@ class Wakeup:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with self._lock, contextlib.suppress(BlockingIOError):
+            self._is_set = False
             os.eventfd_read(self._fd)
-        self._is_set = False
 
     def sleep(self, timeout_s: float) -> None:
         """Until set, a watched descriptor is readable or the time is up."""

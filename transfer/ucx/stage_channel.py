@@ -1,8 +1,11 @@
 """Frames between the stages of a pool over UCX: the `FrameChannel` between processes.
 
-Frames are sent eagerly, whatever their size: `send` returns when the bytes are in UCX's queues, so a stage that goes on
-to compute (and does not progress UCX meanwhile) does not hold up the one that waits for its frame. Only when the queues
-are full does `send` wait for the receiver.
+Frames are sent eagerly, whatever their size: `send` gives the frame to UCX and returns, so a stage that goes on to
+compute (and does not progress UCX meanwhile) does not hold up the one that waits for its frame. What does not fit into
+the queues between the two goes on beside (`pending_sends.py`); only when many large frames wait does `send` wait, too.
+
+A frame is waited for awake as long as such waits have recently been short: batches are in flight then, and to be woken
+costs more than the wait. A stage that waits for longer sleeps.
 
 Tags carry the pool epoch and the sender's rank. Frames of an older epoch are thrown away; those of a newer one (a peer
 was told of it earlier) wait until this stage is told, too.
@@ -19,12 +22,17 @@ from transfer.transport.wakeup import Wakeup
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding
+from transfer.ucx.pending_sends import PendingSend, PendingSends
 from transfer.ucx.settings import STAGE_CHANNEL_OPTIONS, TransportProfile, close_endpoint, create_worker
 
 SPIN_S = 50e-6
+BUSY_SPIN_S = 2e-3  # while frames follow each other so closely
+SHARED_CORE_S = 30e-6  # a core that comes back so late is needed by others: who sleeps there is woken sooner
+SHARED_FOR_S = 0.1
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
 RECEIVE_WAIT_S = 0.1  # between looks at the peers' health
 MAX_QUEUED_FRAMES = 1024
+PENDING_BYTES = 64 << 20  # of frames on their way, or two of the largest
 _RANK_BITS = 16
 _EPOCH_LIMIT = 1 << (64 - _RANK_BITS)
 
@@ -33,15 +41,17 @@ class UcxStageChannel:
     """See `engine.pipeline.channel.FrameChannel`. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
 
     def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile,
-                 binding: UcxBinding = ANYWHERE, spin_s: float = SPIN_S,
+                 binding: UcxBinding = ANYWHERE,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
         """`on_sent` hears of the bytes of each frame that left. Raises ConfigError when UCX cannot work here."""
         self._rank = rank
         self._on_sent = on_sent
         self._max_frame_bytes = max_frame_bytes
-        self._spin_s = spin_s
+        self._spin_s = SPIN_S
+        self._shared_until_s = 0.0
         self._ucx = UcxLibrary()
         self._context, self._worker = create_worker(self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS, binding)
+        self._pending = PendingSends(self._worker, max_bytes=max(PENDING_BYTES, 2 * max_frame_bytes))
         self.address = frame_address(self._worker.address.tobytes())
         self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
         self._epoch = 0
@@ -65,6 +75,11 @@ class UcxStageChannel:
         """
         if not self._epoch < pool_epoch < _EPOCH_LIMIT:
             raise InternalError(f"pool epoch must be above {self._epoch}, got {pool_epoch}")
+        with self._pending.using:
+            self._form(addresses, pool_epoch)
+
+    def _form(self, addresses: Sequence[bytes], pool_epoch: int) -> None:
+        self._pending.abandon()
         self._dispatch()
         for frames in self._inboxes.values():
             self._discard(frames)
@@ -83,56 +98,65 @@ class UcxStageChannel:
             self._sort(epoch, rank, frame)
 
     def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-        """Returns when the frame may be reused. Raises PeerLostError when the peer is gone, DeadlineError on time (the
-        connection is cut then, so that nobody reads the frame any more), InternalError for a frame over the limit."""
+        """Takes the frame over: it must not be changed any more. Raises PeerLostError when the peer is gone,
+        InternalError for a frame over the limit; DeadlineError, now or in a later call, when the peer did not take a
+        frame within its `timeout_s` (the connection is cut then, so that nobody reads the frame any more)."""
         if len(frame) > self._max_frame_bytes:
             raise InternalError(f"a frame of {len(frame)} bytes to stage {rank}; the limit is {self._max_frame_bytes}")
-        self._check(rank)
         deadline_s = time.monotonic() + timeout_s
-        tag = self._ucx.tag(self._epoch << _RANK_BITS | self._rank)
-        request = self._endpoints[rank][1].tag_send(self._ucx.array(frame), tag)
-        spin_until_s = time.monotonic() + self._spin_s
-        while not request.completed:
-            if self._worker.progress_once():
-                continue
-            now = time.monotonic()
-            if now >= deadline_s:
-                self._lose(rank, f"stage {rank} took no frame for {timeout_s:g} s")
-                raise DeadlineError(f"stage {rank} did not take a frame of {len(frame)} bytes within {timeout_s:g} s")
-            if now < spin_until_s:
-                os.sched_yield()
-            else:
-                time.sleep(SEND_WAIT_S)
+        with self._pending.using:
+            self._check(rank)
+            while not self._pending.has_room(len(frame)):
+                self._dispatch()
                 self._check(rank)
-        self._check_request(rank, request)
+                self._pause(deadline_s)
+            tag = self._ucx.tag(self._epoch << _RANK_BITS | self._rank)
+            request = self._endpoints[rank][1].tag_send(self._ucx.array(frame), tag)
+            spin_until_s = time.monotonic() + SPIN_S
+            while not request.completed and (self._worker.progress_once() or time.monotonic() < spin_until_s):
+                pass
+            if request.completed:
+                self._check_request(rank, request)
+            else:
+                self._pending.add(PendingSend(rank, request, frame, deadline_s, timeout_s))
         self._on_sent(len(frame))
 
     def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
         """The next frame from `rank`, valid until the next call; None when none came in time or `wake` was called.
-        Raises PeerLostError; frames that came before the loss are still handed out."""
-        now = time.monotonic()
-        deadline_s, spin_until_s = now + timeout_s, now + self._spin_s
-        while True:
-            self._dispatch()
-            if self._inboxes.get(rank):
-                return self._take(rank, self._inboxes[rank].popleft())
-            self._check(rank)
-            now = time.monotonic()
-            if self._wakeup.is_set:
-                self._wakeup.clear()
+        Raises PeerLostError (frames that came before the loss are still handed out), DeadlineError as `send`."""
+        with self._pending.using:
+            began_s = time.monotonic()
+            spin_until_s = began_s + self._spin_s
+            while not self._inboxes.get(rank):
+                self._dispatch()
+                if self._inboxes.get(rank):
+                    break
                 self._check(rank)
-                return None
-            if now >= deadline_s:
-                return None
-            if now < spin_until_s:
-                os.sched_yield()
-            elif self._worker.arm():
-                self._wakeup.sleep(min(RECEIVE_WAIT_S, deadline_s - now))
+                now = time.monotonic()
+                if self._wakeup.is_set:
+                    self._wakeup.clear()
+                    self._check(rank)
+                    return None
+                if now >= began_s + timeout_s:
+                    self._spin_s = SPIN_S
+                    return None
+                if self._shared_until_s < now < spin_until_s:
+                    os.sched_yield()
+                    if time.monotonic() - now > SHARED_CORE_S:
+                        self._shared_until_s = now + SHARED_FOR_S
+                elif self._pending.any:
+                    self._wakeup.sleep(min(SEND_WAIT_S, began_s + timeout_s - now))
+                elif self._worker.arm():
+                    self._wakeup.sleep(min(RECEIVE_WAIT_S, began_s + timeout_s - now))
+            waited_s = time.monotonic() - began_s
+            self._spin_s = max(SPIN_S, 2 * waited_s) if waited_s < BUSY_SPIN_S else SPIN_S
+            return self._take(rank, self._inboxes[rank].popleft())
 
     def check(self, rank: int) -> None:
         """Raises PeerLostError when this stage is known to be gone; what has arrived from it still waits."""
-        self._dispatch()
-        self._check(rank)
+        with self._pending.using:
+            self._dispatch()
+            self._check(rank)
 
     def wake(self) -> None:
         """Make a `receive` that waits in the owner's thread return early. From any thread."""
@@ -145,6 +169,7 @@ class UcxStageChannel:
         self._wakeup.set()
 
     def close(self) -> None:
+        self._pending.close()
         for _, endpoint in self._endpoints.values():
             close_endpoint(endpoint)
         self._endpoints.clear()
@@ -170,6 +195,25 @@ class UcxStageChannel:
             self._sort(tag >> _RANK_BITS, tag & ((1 << _RANK_BITS) - 1), frame)
         if self._discards:
             self._discards = [request for request in self._discards if not request.completed]
+        if self._pending.any:
+            self._look_at_sends()
+
+    def _look_at_sends(self) -> None:
+        """Raises PeerLostError when one failed, DeadlineError when one was not taken in time."""
+        for send in self._pending.take_completed():
+            self._check_request(send.rank, send.request)
+        overdue = self._pending.overdue()
+        if overdue is not None:
+            text = f"stage {overdue.rank} did not take a frame of {len(overdue.frame)} bytes within " \
+                   f"{overdue.timeout_s:g} s"
+            self._lose(overdue.rank, text)
+            raise DeadlineError(text)
+
+    def _pause(self, deadline_s: float) -> None:
+        """Raises DeadlineError when it is over."""
+        if time.monotonic() >= deadline_s:
+            raise DeadlineError("too many frames wait for the stages to take them")
+        time.sleep(SEND_WAIT_S)
 
     def _sort(self, epoch: int, rank: int, frame: UcxProbe) -> None:
         inbox = self._inboxes.get(rank)
@@ -213,6 +257,7 @@ class UcxStageChannel:
             self._lost.setdefault(rank, reason)
         if rank in self._endpoints:
             close_endpoint(self._endpoints.pop(rank)[1])
+        self._pending.abandon(rank)
 
     def _check(self, rank: int) -> None:
         """Raises PeerLostError when this stage is known to be gone."""

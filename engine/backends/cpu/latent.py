@@ -1,48 +1,52 @@
-"""MLA and DSA on the CPU in plain torch, bit-exact under any batching.
+"""MLA and DSA on the CPU, bit-exact under any batching: in code compiled for the machine, where there is any for the
+type, else in plain torch.
 
-Each token gathers its own keys in position order into blocks of a fixed size; products have a fixed inner shape and
-blocks are added in order. So a token's bits depend on its own keys only, and a choice of keys costs what it reads.
-A node of a draft tree gathers the committed keys, its ancestors and itself side by side: the bits of plain decoding.
+A node of a draft tree sees the committed keys, its ancestors and itself side by side: the bits of plain decoding.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.commit import commit_entries
+from engine.backends.cpu.latent_plain import PlainLatents, plan_plainly
 from engine.backends.plan import storage_positions
-from engine.backends.selection import best_positions, true_positions
+from engine.backends.selection import true_positions
 from engine.backends.visibility import tree_visibility
 from engine.contracts.latent import LatentGeometry, check_covered, check_pages, checked_selection, entries_of
 from engine.core.batch import ForwardBatch
-from engine.core.numerics import padded_rows
-from runtime.errors import StalePlanError
+from engine.kernels.host.compiled import has_kernels
+from engine.kernels.host.index_scores import select_keys
+from engine.kernels.host.latent import attend_latent
+from engine.kernels.host.team import Team
+from engine.kernels.latent_rows import LatentRows
+from runtime.errors import InternalError, StalePlanError
 
-_BLOCK = 64  # keys per product
-_TILE_ELEMENTS = 1 << 24  # bounds the memory of one step: tokens are taken a few at a time
+_BLOCK = 64  # choices are as wide as the longest row in multiples of this, or `max_selected`
 
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """What `select` and `run` need of a batch. R rows, T tokens, K keys of the longest row, whole blocks.
+    """What `select` and `run` need of a batch. R rows, T tokens.
 
-    token_rows     [T] int64
     own_slots      [T] int64, where the token's entry is written: page * page_size + offset
-    key_slots      [R, K] int64, where the row's keys are
-    hidden         [T, K] bool, True where the token must not see the key
-    visible        [T, K] int32, the other keys, ascending, then -1; only where no layer selects its own
+    own_positions  [T] int64, the same in storage order
+    most_keys      of a row
+    rows           what compiled code is given, or
+    plain          what plain torch is given
     """
 
     num_rows: int
     num_tokens: int
-    token_rows: Tensor
     own_slots: Tensor
-    key_slots: Tensor
-    hidden: Tensor
-    visible: Tensor | None
+    own_positions: Tensor
+    most_keys: int
+    rows: LatentRows | None
+    plain: PlainLatents | None
 
 
 class CpuLatentAttention:
@@ -55,11 +59,19 @@ class CpuLatentAttention:
         self._latent_pools = dict(latent_pools)
         self._index_pools = dict(index_pools)
         self._geometry = geometry
+        pools = (*latent_pools.values(), *index_pools.values())
+        self._is_compiled = has_kernels(*(pool.dtype for pool in pools))
+        self._num_pages = min((len(pool) for pool in pools), default=0)
+        self._team = Team()
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Prepare key tables and masks and mark the batch."""
-        plan = _build_plan(batch, self._geometry)
+        """Prepare key tables and masks and mark the batch.
+
+        Raises:
+            InternalError: a page that the pools have not, or too few pages for a row's keys.
+        """
+        plan = self._build_plan(batch)
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
@@ -68,56 +80,53 @@ class CpuLatentAttention:
         plan = self._checked_plan(q, batch)
         keys = entries_of(self._index_pools, layer_id, "index keys")
         keys[plan.own_slots] = k
-        num_heads, head_dim = q.shape[1:]
-        num_keys = plan.key_slots.shape[1]
-        width = min(self._geometry.max_selected, num_keys)
-        chosen = [torch.empty(0, width, dtype=torch.int32)]
-        for row, tokens in _row_tiles(plan, elements_per_token=num_heads * num_keys):
-            blocks = keys[plan.key_slots[row]].view(-1, _BLOCK, head_dim)
-            scores, hidden = _index_scores(q[tokens].float(), blocks.float(), weights[tokens]), plan.hidden[tokens]
-            chosen.append(best_positions(scores.masked_fill(hidden, float("-inf")), hidden, width))
-        return torch.cat(chosen)
+        width = min(self._geometry.max_selected, -(-plan.most_keys // _BLOCK) * _BLOCK)
+        if plan.plain is not None:
+            return plan.plain.select(keys, q, weights, width)
+        if plan.rows is None or not plan.num_tokens:
+            return torch.empty(plan.num_tokens, width, dtype=torch.int32)
+        return select_keys(self._index_pools[layer_id], q.float().contiguous(), weights.contiguous(), plan.rows,
+                           count=width, team=self._team)
 
     def run(self, layer_id: int, q: Tensor, entries: Tensor, selected: Tensor | None, batch: ForwardBatch) -> Tensor:
-        """See `LatentAttentionBackend.run`."""
+        """See `LatentAttentionBackend.run`.
+
+        Raises:
+            InternalError: also when a token was given a key that is not before its own.
+        """
         plan = self._checked_plan(q, batch)
         cached = entries_of(self._latent_pools, layer_id, "latent pages")
         cached[plan.own_slots] = entries
         given = checked_selection(selected, layer_id, plan.num_tokens, self._geometry)
-        selected = plan.visible if given is None else given
-        assert selected is not None, "a model that does not choose is planned with what its tokens see"
-        selected = F.pad(selected, (0, -selected.shape[1] % _BLOCK), value=-1).long()
-        hidden = selected < 0
-        # A place without a key reads the token's own entry: it is always written, and it is masked.
-        slots = plan.key_slots[plan.token_rows[:, None], selected.clamp(min=0)]
-        slots = torch.where(hidden, plan.own_slots[:, None], slots)
-        out = q.new_empty(*q.shape[:2], self._geometry.latent_dim)
-        step = max(1, _TILE_ELEMENTS // max(1, slots.shape[1] * self._geometry.entry_dim))
-        for start in range(0, plan.num_tokens, step):
-            tokens = slice(start, start + step)
-            out[tokens] = self._attend(q[tokens], cached[slots[tokens]], hidden[tokens])
-        return out
+        if plan.plain is not None:
+            return plan.plain.attend(cached, q, given, self._geometry)
+        if plan.rows is None or not plan.num_tokens:
+            return q.new_empty(*q.shape[:2], self._geometry.latent_dim)
+        rows = plan.rows if given is None else _seeing(plan, plan.rows, given, layer_id)
+        return attend_latent(self._latent_pools[layer_id], q.contiguous(), rows, latent_dim=self._geometry.latent_dim,
+                             scale=self._geometry.scale, team=self._team)
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the entries of accepted nodes to where plain decoding would have stored them."""
         commit_entries((*self._latent_pools.values(), *self._index_pools.values()), batch, self._geometry.page_size)
 
-    def _attend(self, q: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
-        """q: [M, heads, entry]; keys: [M, K, entry]; hidden: [M, K]. Returns [M, heads, latent]."""
-        geometry = self._geometry
-        num_tokens, num_heads = q.shape[:2]
-        rows = padded_rows(num_heads, q.dtype)
-        blocks = keys.view(num_tokens, -1, _BLOCK, geometry.entry_dim)
-        queries = F.pad(q, (0, 0, 0, rows - num_heads))[:, None].expand(-1, blocks.shape[1], -1, -1).flatten(0, 1)
-        blocks = blocks.flatten(0, 1)  # [M * blocks, 64, entry]
-        scores = torch.bmm(queries, blocks.transpose(1, 2)).float() * geometry.scale
-        scores.masked_fill_(hidden.view(-1, 1, _BLOCK), float("-inf"))
-        scores = scores.view(num_tokens, -1, rows, _BLOCK)
-        weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
-        parts = torch.bmm(weights.to(q.dtype).flatten(0, 1), blocks[..., :geometry.latent_dim])
-        total = _sum_in_order(parts.float().view(num_tokens, -1, rows, geometry.latent_dim))
-        total = total / _sum_in_order(weights.sum(-1))[..., None]
-        return total[:, :num_heads].to(q.dtype)
+    def _build_plan(self, batch: ForwardBatch) -> LatentPlan:
+        size = self._geometry.page_size
+        token_rows, positions = storage_positions(batch)
+        lengths = [context + query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
+        tables, most_keys = batch.page_tables.int().contiguous(), max(lengths, default=0)
+        if most_keys > tables.shape[1] * size:
+            raise InternalError(f"a row of {most_keys} keys has {tables.shape[1]} pages of {size}")
+        if self._is_compiled and tables.numel() and not 0 <= tables.min() <= tables.max() < self._num_pages:
+            raise InternalError(f"the pools have {self._num_pages} pages, the page tables name {tables.tolist()}")
+        slots = tables[token_rows, positions // size].long() * size + positions % size
+        rows, plain = None, None
+        if self._is_compiled:
+            rows = _latent_rows(batch, lengths, tables, token_rows, positions)
+        else:
+            plain = plan_plainly(batch, self._geometry, token_rows, positions, slots)
+        return LatentPlan(num_rows=batch.num_rows, num_tokens=len(positions), own_slots=slots, own_positions=positions,
+                          most_keys=most_keys, rows=rows, plain=plain)
 
     def _checked_plan(self, q: Tensor, batch: ForwardBatch) -> LatentPlan:
         plan = batch.forward_metadata_plan
@@ -127,51 +136,25 @@ class CpuLatentAttention:
         return plan
 
 
-def _build_plan(batch: ForwardBatch, geometry: LatentGeometry) -> LatentPlan:
-    page_size = geometry.page_size
-    rows, positions = storage_positions(batch)
-    lengths = [context + query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
-    key_ids = torch.arange(-(-max(lengths, default=0) // _BLOCK) * _BLOCK)
-    tables = batch.page_tables.long()
-    missing = -(-len(key_ids) // page_size) - tables.shape[1]
-    tables = F.pad(tables, (0, max(0, missing)))
-    slots = tables[:, key_ids // page_size] * page_size + key_ids % page_size
-    hidden = key_ids[None, :] > positions[:, None]
-    start = 0
-    for visible, length in zip(tree_visibility(batch), lengths, strict=False):
-        num_tokens, width = visible.shape
-        hidden[start:start + num_tokens] = key_ids >= length
-        hidden[start:start + num_tokens, length - width:length] = ~visible
-        start += num_tokens
-    return LatentPlan(num_rows=batch.num_rows, num_tokens=len(positions), token_rows=rows,
-                      own_slots=slots[rows, positions], key_slots=slots, hidden=hidden,
-                      visible=None if geometry.max_selected else true_positions(~hidden, hidden.shape[1]))
+def _latent_rows(batch: ForwardBatch, lengths: list[int], tables: Tensor, token_rows: Tensor,
+                 positions: Tensor) -> LatentRows:
+    num_common, listed = positions + 1, torch.empty(len(positions), 0, dtype=torch.int32)
+    visibility = tree_visibility(batch)
+    if visibility:
+        firsts = torch.tensor([length - visible.shape[1] for length, visible in zip(lengths, visibility, strict=True)])
+        num_common = firsts[token_rows]
+        widest = max(visible.shape[1] for visible in visibility)
+        parts = [true_positions(visible, visible.shape[1]) for visible in visibility]
+        listed = torch.cat([F.pad(part, (0, widest - part.shape[1]), value=-1) for part in parts])
+        listed = torch.where(listed < 0, listed, listed + num_common[:, None].int()).contiguous()
+    return LatentRows(starts=torch.tensor([0, *accumulate(batch.query_lens)]),
+                      contexts=torch.tensor(batch.context_lens, dtype=torch.long), tables=tables,
+                      token_rows=token_rows, num_common=num_common, listed=listed)
 
 
-def _row_tiles(plan: LatentPlan, *, elements_per_token: int) -> Iterator[tuple[int, slice]]:
-    """Runs of tokens of one row, short enough to bound memory."""
-    step = max(1, _TILE_ELEMENTS // max(1, elements_per_token))
-    start = 0
-    for row, count in enumerate(torch.bincount(plan.token_rows, minlength=plan.num_rows).tolist()):
-        for first in range(start, start + count, step):
-            yield row, slice(first, min(first + step, start + count))
-        start += count
-
-
-def _index_scores(q: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
-    """q: [M, heads, dim]; blocks: [B, 64, dim]; weights: [M, heads]; all fp32. Returns [M, B * 64]."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_rows = num_tokens * num_heads
-    rows = F.pad(q.flatten(0, 1), (0, 0, 0, padded_rows(num_rows, q.dtype) - num_rows))
-    products = torch.bmm(rows.expand(len(blocks), -1, -1), blocks.transpose(1, 2))[:, :num_rows]
-    products = F.relu(products * head_dim**-0.5).view(-1, num_tokens, num_heads, _BLOCK)
-    weighted = products * weights[:, :, None]
-    return _sum_in_order(weighted.transpose(1, 2)).transpose(0, 1).flatten(1)
-
-
-def _sum_in_order(x: Tensor) -> Tensor:
-    """Sum over axis 1, first to last: library sums choose their own order by shape."""
-    total = x[:, 0].clone()
-    for index in range(1, x.shape[1]):
-        total += x[:, index]
-    return total
+def _seeing(plan: LatentPlan, rows: LatentRows, selected: Tensor, layer_id: int) -> LatentRows:
+    """The rows, of which tokens see what was selected. Compiled code would read whatever it is given."""
+    if (selected > plan.own_positions[:, None]).any() or (selected < 0).all(1).any():
+        raise InternalError(f"layer {layer_id}: a token was given no key, or one behind its own")
+    return LatentRows(starts=rows.starts, contexts=rows.contexts, tables=rows.tables, token_rows=rows.token_rows,
+                      num_common=torch.zeros_like(rows.num_common), listed=selected.int().contiguous())

@@ -1,4 +1,7 @@
-"""Recurrent layers on the CPU: state slots, ragged batches and the two forms of the gated delta rule."""
+"""Recurrent layers on the CPU: state slots, ragged batches and the two forms of the gated delta rule.
+
+In code compiled for the machine, where there is any for the type, else in plain torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +11,15 @@ from torch import Tensor
 
 from engine.backends.gated_delta import chunked, normalise_heads, recurrent_step
 from engine.backends.recurrent_checks import check_mode, pool_of
+from engine.backends.recurrent_inputs import delta_inputs, recurrent_rows
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics, silu
 from engine.kernels.delta_rule import CHUNK
+from engine.kernels.host.causal_conv import causal_conv
+from engine.kernels.host.compiled import dense_tokens, has_kernels
+from engine.kernels.host.delta_rule import delta_chunks, delta_steps
+from engine.kernels.host.team import Team
+from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from runtime.errors import InternalError
 
 
@@ -48,31 +57,19 @@ class CpuRecurrent:
         self._conv_pools = dict(conv_pools)
         self._state_pools = dict(state_pools)
         self._numerics = numerics
+        self._team = Team()
+        self._taps: dict[int, tuple[Tensor, Tensor]] = {}  # a layer's weight, and the same as the kernel reads it
+        self._planned: tuple[ForwardBatch, RecurrentRows] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
-        """Depthwise causal convolution, then SiLU; see `RecurrentBackend.causal_conv`.
-
-        An explicit sum of kernel-many products in fp32, because library convolutions change bits with the length.
-        """
+        """Depthwise causal convolution, then SiLU; see `RecurrentBackend.causal_conv`."""
         check_mode(batch)
         pool = pool_of(self._conv_pools, layer_id, "conv")
         if not x.shape[0]:
             return x
-        history = _load(pool, batch)
-        kernel = weight.shape[1]
-        taps = weight.float().t()
-        if batch.mode is ForwardMode.DECODE:
-            window = torch.cat([history, x[:, None]], 1)
-            pool[batch.slot_ids.long()] = window[:, 1:]
-            return _convolve(window.float().unbind(1), taps).to(x.dtype)
-        layout = _row_layout(batch, kernel)
-        inputs = x.new_empty(len(x) + layout.history_at.numel(), x.shape[1])
-        inputs[layout.history_at.flatten()] = history.flatten(0, 1)
-        inputs[layout.window_at] = x
-        pool[batch.slot_ids.long()] = inputs[layout.latest_at]
-        wide, length = inputs.float(), len(inputs) - kernel + 1
-        out = _convolve([wide[tap : tap + length] for tap in range(kernel)], taps)
-        return out[layout.window_at - (kernel - 1)].to(x.dtype)
+        if x.dtype == pool.dtype and has_kernels(x.dtype):
+            return causal_conv(dense_tokens(x), self._taps_of(layer_id, weight), pool, self._rows(batch), self._team)
+        return _plain_conv(x, weight, pool, batch)
 
     def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                          batch: ForwardBatch) -> Tensor:
@@ -81,17 +78,60 @@ class CpuRecurrent:
         pool = pool_of(self._state_pools, layer_id, "state")
         if not v.shape[0]:
             return v.float()
-        q, k = normalise_heads(q, k, v.shape[1])
-        v, state = v.float(), _load(pool, batch)
+        if not has_kernels(v.dtype):
+            return _plain_delta_rule(q, k, v, g, beta, pool, batch)
+        inputs, rows = delta_inputs(q, k, v, g, beta), self._rows(batch)
         if batch.mode is ForwardMode.DECODE:
-            out, state = recurrent_step(q, k, v, g, beta, state)
-        else:
-            layout = _row_layout(batch, 1)
-            parts = [_to_chunks(part, layout) for part in (q, k, v, g[..., None], beta[..., None])]
-            out, state = chunked(parts[0], parts[1], parts[2], parts[3][..., 0], parts[4][..., 0], state, layout.counts)
-            out = out.transpose(1, 2).flatten(0, 1)[layout.token_at]
-        pool[batch.slot_ids.long()] = state
-        return out
+            steps = StateSteps(parents=torch.full_like(rows.slots, -1), targets=rows.slots)
+            return delta_steps(inputs, rows, steps, pool, pool, self._team)
+        return delta_chunks(inputs, rows, pool, self._team)
+
+    def _rows(self, batch: ForwardBatch) -> RecurrentRows:
+        """Made at the first recurrent layer of a forward, used by all."""
+        if self._planned is None or self._planned[0] is not batch:
+            pools = (*self._conv_pools.values(), *self._state_pools.values())
+            self._planned = (batch, recurrent_rows(batch, min(len(pool) for pool in pools)))
+        return self._planned[1]
+
+    def _taps_of(self, layer_id: int, weight: Tensor) -> Tensor:
+        known = self._taps.get(layer_id)
+        if known is None or known[0] is not weight:
+            known = self._taps[layer_id] = (weight, weight.float().t().contiguous())
+        return known[1]
+
+
+def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) -> Tensor:
+    """An explicit sum of kernel-many products in fp32, because library convolutions change bits with the length."""
+    history = _load(pool, batch)
+    kernel = weight.shape[1]
+    taps = weight.float().t()
+    if batch.mode is ForwardMode.DECODE:
+        window = torch.cat([history, x[:, None]], 1)
+        pool[batch.slot_ids.long()] = window[:, 1:]
+        return _convolve(window.float().unbind(1), taps).to(x.dtype)
+    layout = _row_layout(batch, kernel)
+    inputs = x.new_empty(len(x) + layout.history_at.numel(), x.shape[1])
+    inputs[layout.history_at.flatten()] = history.flatten(0, 1)
+    inputs[layout.window_at] = x
+    pool[batch.slot_ids.long()] = inputs[layout.latest_at]
+    wide, length = inputs.float(), len(inputs) - kernel + 1
+    out = _convolve([wide[tap : tap + length] for tap in range(kernel)], taps)
+    return out[layout.window_at - (kernel - 1)].to(x.dtype)
+
+
+def _plain_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor,
+                      batch: ForwardBatch) -> Tensor:
+    q, k = normalise_heads(q, k, v.shape[1])
+    v, state = v.float(), _load(pool, batch)
+    if batch.mode is ForwardMode.DECODE:
+        out, state = recurrent_step(q, k, v, g, beta, state)
+    else:
+        layout = _row_layout(batch, 1)
+        parts = [_to_chunks(part, layout) for part in (q, k, v, g[..., None], beta[..., None])]
+        out, state = chunked(parts[0], parts[1], parts[2], parts[3][..., 0], parts[4][..., 0], state, layout.counts)
+        out = out.transpose(1, 2).flatten(0, 1)[layout.token_at]
+    pool[batch.slot_ids.long()] = state
+    return out
 
 
 def _load(pool: Tensor, batch: ForwardBatch) -> Tensor:

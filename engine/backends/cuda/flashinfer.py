@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.backends.commit import commit_kv
 from engine.backends.cuda.wrappers import DecodeWrapper, GraphSizes, RaggedWrapper, Slot, WrapperFactory, partial_bytes
-from engine.backends.plan import checked_width, storage_positions
+from engine.backends.plan import storage_positions
 from engine.backends.visibility import tree_visibility, visible_in_trees
 from engine.contracts.attention import AttentionGeometry, check_covered
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
@@ -68,8 +68,7 @@ class _Keys:
 class FlashInferAttention:
     """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size, head_dim], one per layer.
 
-    Trees are verified through the custom mask, whether the batch brings a `TreeMask` or its trees; `commit` moves what
-    a verification accepted.
+    Trees are verified through the custom mask; `commit` moves what a verification accepted.
     """
 
     def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry, wrappers: WrapperFactory,
@@ -111,7 +110,7 @@ class FlashInferAttention:
         """Give the batch a wrapper's schedule and mark it.
 
         Raises:
-            InternalError: a tree mask that does not fit its row, or a bucket that nothing was reserved for.
+            InternalError: a tree of another size than its row, or a bucket that nothing was reserved for.
         """
         rows, positions = storage_positions(batch)
         page_size = self._geometry.page_size
@@ -243,13 +242,8 @@ def _visible(batch: ForwardBatch) -> tuple[Tensor, ...]:
     """Per row who sees which of its last keys; nothing where plain causal order is the answer."""
     bucket, info = batch.graph_bucket, batch.spec_info
     if bucket is not None and bucket.is_masked and isinstance(info, SpecInfo):
-        visible = visible_in_trees(info)  # a captured forward with a mask has one also where chains need none
-    else:
-        visible = tree_visibility(batch)
-    for row, mask in enumerate(visible):
-        if batch.query_lens[row]:
-            checked_width(mask, row, batch.query_lens[row], batch.context_lens[row])
-    return visible
+        return visible_in_trees(info, batch.query_lens)  # a captured mask is needed for chains, too
+    return tree_visibility(batch)
 
 
 def _flat_mask(visible: tuple[Tensor, ...], rows: tuple[int, ...], batch: ForwardBatch) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.backends.commit import commit_entries
 from engine.backends.cuda.latent_wrappers import LatentWrapper, LatentWrapperFactory
 from engine.backends.cuda.wrappers import Slot
-from engine.backends.plan import checked_width, storage_positions
+from engine.backends.plan import storage_positions
 from engine.backends.selection import best_positions, true_positions
 from engine.backends.visibility import tree_visibility
 from engine.contracts.latent import LatentGeometry, check_covered, check_pages, checked_selection, entries_of
@@ -30,7 +30,7 @@ _SCORE_ELEMENTS = 1 << 26  # bounds the memory of index scores: tokens are taken
 
 
 class LatentKernels(Protocol):
-    """What `engine.kernels.latent` offers; that module needs Triton."""
+    """What `engine.kernels.device.latent` offers; that module needs Triton."""
 
     @property
     def listed_attention(self) -> Callable[..., Tensor]: ...
@@ -87,7 +87,7 @@ class DeviceLatentAttention:
         """Lay out where keys are, give the batch a wrapper's schedule or lists of keys, and mark it.
 
         Raises:
-            InternalError: a tree mask that does not fit its row.
+            InternalError: a tree of another size than its row.
         """
         size, device = self._geometry.page_size, self._device
         rows, positions = storage_positions(batch)
@@ -197,8 +197,8 @@ def _visible(batch: ForwardBatch, masks: tuple[Tensor, ...], positions: Tensor, 
         return key_ids <= positions[:, None]
     width = max(mask.shape[1] for mask in masks)
     firsts = []  # of the keys that a token's row of a mask speaks about
-    for row, (mask, query_len, context_len) in enumerate(zip(masks, batch.query_lens, batch.context_lens, strict=True)):
-        firsts += [context_len + query_len - checked_width(mask, row, query_len, context_len)] * query_len
+    for query_len, context_len in zip(batch.query_lens, batch.context_lens, strict=True):
+        firsts += [context_len] * query_len
     spoken = torch.cat([F.pad(mask, (0, width - mask.shape[1])) for mask in masks]).to(device)
     places = key_ids - torch.tensor(firsts, device=device)[:, None]
     seen = spoken.gather(1, places.clamp(0, width - 1))

@@ -41,7 +41,7 @@ class _Wrapper:
         self._schedule: _Schedule | None = None
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
-        """See `engine.attention.wrappers.RaggedWrapper.run`."""
+        """See `engine.backends.cuda.wrappers.RaggedWrapper.run`."""
         planned = self._schedule
         if planned is None:
             raise InternalError("an attention wrapper was run before it was planned")

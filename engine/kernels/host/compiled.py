@@ -4,6 +4,8 @@ A kernel is a C function of one argument, the address of a record of sizes and a
 it, and they share the work by counting items up. It cannot raise, so it also counts what is done.
 """
 
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numba
@@ -21,6 +23,9 @@ NUMBERS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "n
 # Functions that kernels call become part of them. A called one would be a symbol that a process which has just compiled
 # it, and one that has loaded the kernel, resolve to code of different bits.
 PART = {**NUMBERS, "inline": "always"}
+# Operations in the order in which they are written, one rounding each: for kernels whose sums have an order (`dot.py`).
+STRICT = {"error_model": "numpy"}
+STRICT_PART = {**STRICT, "inline": "always"}
 NEXT, DONE = 0, 1  # the places of these fields in every record
 
 
@@ -42,12 +47,18 @@ def record(*integers: str, **others: type) -> np.dtype:
     return np.dtype([*((name, np.int64) for name in ("next", "done", "num_items", *integers)), *others.items()])
 
 
-def compile_kernel(work, arguments: np.dtype, name: str, source: str):
+def load_numba() -> None:
+    """What numba loads before its first kernel: a third of a second, which no request need wait for."""
+    cfunc(types.int64(types.int64))(lambda number: number)
+
+
+def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers: Mapping[str, object] = NUMBERS):
     """The C function that `work`, a function made for this call, compiles to. Its code is kept for later processes by
-    the name and a digest of the file `source` and this one: nothing finds another version's."""
-    digest = xxh3_64_hexdigest(Path(source).read_bytes() + Path(__file__).read_bytes())
-    work.__qualname__ = f"{name}_{digest}"
-    options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **NUMBERS}
+    the name and a digest of the files `sources` (its own, and those whose functions are part of it) and this one:
+    nothing finds another version's. `numbers`: NUMBERS or STRICT."""
+    files = [Path(source).read_bytes() for source in (*sources, __file__)]
+    work.__qualname__ = f"{name}_{xxh3_64_hexdigest(b''.join(files))}"
+    options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **numbers}
     try:
         return cfunc(**options, cache=True)(work)
     except Exception:  # noqa: BLE001 - nowhere to keep it, a full disk, a damaged file: a fault of the code comes again
@@ -61,6 +72,14 @@ def launch(kernel, arguments: np.ndarray, team: Team) -> None:
     done, wanted = int(arguments["done"][0]), int(arguments["num_items"][0])
     if done != wanted:
         raise InternalError(f"a kernel ended after {done} of {wanted} parts")
+
+
+def launch_integers(kernel, integers: Sequence[int], team: Team) -> None:
+    """`launch` for a record that has nothing but integers, given from `num_items` on: much less work to fill."""
+    arguments, wanted = array("q", (0, 0, *integers)), integers[0]
+    team.run(kernel.address, arguments.buffer_info()[0], num_parts=wanted)
+    if arguments[DONE] != wanted:
+        raise InternalError(f"a kernel ended after {arguments[DONE]} of {wanted} parts")
 
 
 def wide(x):

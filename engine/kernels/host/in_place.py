@@ -1,41 +1,53 @@
-"""Attention of few new tokens on the host, over pages where they lie. Compiled by numba, kept for the next process.
+"""Attention on the host, over pages where they lie. Compiled by numba, kept for the next process.
 
-torch multiplies tensors, so a row's keys must be gathered before: each byte is read, written and read again. Here it is
-read once. A token's bits depend on its row's keys and on nothing else: not on the batch, not on how many tokens its row
-brings, not on the number of threads.
+Keys are taken in blocks of 64 at absolute positions, whatever the page size. A block is packed for the products of
+`dot.py`, multiplied with all queries of a tile (of a few tokens the heads that share a kv head), weighed by one step of
+an online softmax (`blocks.py`) and added up. Every sum has one order: a score's is that of the channels, a token's
+output takes its keys by position. So a token's bits depend on its own keys and on nothing else: not on what it was
+computed with, not on whether it was read, drawn or verified, not on the number of threads.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numba import carray, njit
 from torch import Tensor
 
+from engine.kernels.host import amx, blocks, dot
+from engine.kernels.host.amx import TILE_ROWS, TILE_STEP_BYTES, has_tiles, load_tile_shapes, release_tiles, tile_block
+from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES, fetch, put_in_pairs, soften_for, turn
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
-    PART,
     STORED_AS,
+    STRICT,
+    STRICT_PART,
     compile_kernel,
     count_up,
     launch,
     pointer_to,
     record,
-    wide,
+    rounded,
 )
+from engine.kernels.host.dot import LANES, Form, dot_block
 from engine.kernels.host.team import Team
 from engine.kernels.rows_in_place import RowsInPlace
 
-_ARGUMENTS = record("num_rows", "num_tokens", "num_kv_heads", "share", "head_dim", "page_size", "num_pages",
-                    "table_width", "pages", "queries", "starts", "contexts", "tables", "out")
+_ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
+                    "page_size", "table_width", "path_width", "pages", "queries", "tables", "tiles", "positions",
+                    "num_in_order", "paths", "out", unit=np.float32)
+_STATE_BYTES = 2 * VECTOR_BYTES
+_STATE_FLOATS = _STATE_BYTES // 4
+_LOG2_E = 1.4426950408889634
 
 
-def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, team: Team) -> Tensor:
-    """Softmax attention, causal within each row.
+def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: float, team: Team) -> Tensor:
+    """Softmax attention of new tokens whose keys are written.
 
-    pages: [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous; queries: [T, num_kv_heads, heads per kv
-    head, D] fp32, scaled, contiguous. Returns fp32 in the queries' shape.
+    pages: [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous; queries: [T, num_heads, D] of the same
+    type, contiguous; scale: more than 0. Returns [T, num_heads, D] of that type.
 
     Raises:
         InternalError: not all of it was computed, because there was no memory for the scores.
@@ -44,94 +56,380 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, team: Tea
     arguments = np.zeros(1, _ARGUMENTS)
     a = arguments[0]
     a["num_rows"], a["table_width"] = rows.tables.shape
-    a["num_tokens"], a["num_kv_heads"], a["share"], a["head_dim"] = queries.shape
-    a["num_items"] = a["num_rows"] * a["num_kv_heads"]
-    a["num_pages"], a["page_size"] = pages.shape[0], pages.shape[3]
+    a["num_tiles"], a["path_width"], a["num_tokens"] = len(rows.tiles), rows.paths.shape[1], len(queries)
+    a["num_kv_heads"], a["page_size"], a["head_dim"], a["itemsize"] = *pages.shape[2:], pages.itemsize
+    a["share"] = queries.shape[1] // pages.shape[2]
+    a["tile_rows"] = a["share"] * (int(rows.tiles[:, 2].max()) if len(rows.tiles) else 0)
+    a["num_items"] = a["num_tiles"] * a["num_kv_heads"]
+    a["unit"] = scale * _LOG2_E
     a["pages"], a["queries"], a["out"] = pages.data_ptr(), queries.data_ptr(), out.data_ptr()
-    a["starts"], a["contexts"], a["tables"] = rows.starts.data_ptr(), rows.contexts.data_ptr(), rows.tables.data_ptr()
-    launch(compiled_for(pages.dtype), arguments, team)
+    for name in ("tables", "tiles", "positions", "num_in_order", "paths"):
+        a[name] = getattr(rows, name).data_ptr()
+    launch(compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), arguments, team)
     return out
 
 
 @cache
-def compiled_for(dtype: torch.dtype):
-    """The kernel for pages of this type."""
+def compiled_for(dtype: torch.dtype, *, tiled: bool):
+    """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`."""
     stored = STORED_AS[dtype]
+    form = Form.FP32 if dtype is torch.float32 else Form.BF16
+    if tiled:
+        score, add_up, shape_tiles, end_tiles = _tiled(adds=False), _tiled(adds=True), _shape_tiles, _release_tiles
+    else:
+        score, add_up = _product(form, block_counts=(4,), adds=False), _product(form, block_counts=(4, 1), adds=True)
+        shape_tiles, end_tiles = _no_tiles, _no_tiles_to_release
+    soften = soften_for(rounds=dtype is not torch.float32)
+    fill_values = _copy_values if dtype is torch.float32 else _pair_values
 
     def work(pointer):
-        _take_rows(pointer, stored)
+        _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles)
+        end_tiles()
 
-    return compile_kernel(work, _ARGUMENTS, f"attend_{stored.__name__}", __file__)
+    name = f"attend_{stored.__name__}_{'tiled' if tiled else 'plain'}"
+    return compile_kernel(work, _ARGUMENTS, name, __file__, blocks.__file__, dot.__file__, amx.__file__, numbers=STRICT)
 
 
-@njit(**PART)
-def _take_rows(pointer, stored):
-    """One thread's part: a row's heads of one kv head at a time, until none is left."""
+def _tiled(*, adds):
+    """As `_product`, by the matrix unit, after `_shape_tiles` for as many rows."""
+    whole_pair, whole_one = (tile_block(count, whole=True, adds=adds) for count in (2, 1))
+    rest_pair, rest_one = (tile_block(count, whole=False, adds=adds) for count in (2, 1))
+
+    @njit(**STRICT_PART)
+    def multiply(x, x_row, w, w_block, y, y_row, words, rows, blocks):
+        steps = -(-words * 4 // TILE_STEP_BYTES)
+        for block in range(0, blocks, 2):
+            weights, sums = w + block * w_block, y + block * VECTOR_BYTES
+            for row in range(0, rows // TILE_ROWS * TILE_ROWS, TILE_ROWS):
+                if block + 1 < blocks:
+                    whole_pair(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+                else:
+                    whole_one(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+            row = rows // TILE_ROWS * TILE_ROWS
+            if row < rows:
+                if block + 1 < blocks:
+                    rest_pair(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+                else:
+                    rest_one(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+
+    return multiply
+
+
+@njit(**STRICT_PART)
+def _shape_tiles(shapes, rows):
+    """All tiles have 16 rows of 64 bytes, but those for what is left over of so many rows."""
+    rest = rows % TILE_ROWS
+    if not rest:
+        rest = TILE_ROWS
+    if carray(pointer_to(shapes, np.uint8), 64)[52] == rest:
+        return
+    bytes_ = carray(pointer_to(shapes, np.uint8), 64)
+    bytes_[0] = 1
+    for tile in range(8):
+        bytes_[16 + 2 * tile] = TILE_STEP_BYTES
+        bytes_[48 + tile] = rest if 4 <= tile < 7 else TILE_ROWS
+    load_tile_shapes(shapes)
+
+
+@njit(**STRICT_PART)
+def _release_tiles():
+    release_tiles()
+
+
+@njit(**STRICT_PART)
+def _no_tiles(shapes, rows):
+    pass
+
+
+@njit(**STRICT_PART)
+def _no_tiles_to_release():
+    pass
+
+
+def _product(form, block_counts, adds):
+    """f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, rows, blocks), any number of rows and blocks."""
+    by_count = {(rows, count): dot_block(rows, count, form, adds=adds, ahead_bytes=0)
+                for rows in (6, 4, 2, 1) for count in block_counts}
+    wide = _of_any_rows(*(by_count[rows, block_counts[0]] for rows in (6, 4, 2, 1)))
+    narrow = _of_any_rows(*(by_count[rows, block_counts[-1]] for rows in (6, 4, 2, 1)))
+    width = block_counts[0]
+
+    @njit(**STRICT_PART)
+    def multiply(x, x_row, w, w_block, y, y_row, steps, rows, blocks):
+        block = 0
+        while block + width <= blocks:
+            wide(x, x_row, w + block * w_block, w_block, y + block * VECTOR_BYTES, y_row, steps, rows)
+            block += width
+        while block < blocks:
+            narrow(x, x_row, w + block * w_block, w_block, y + block * VECTOR_BYTES, y_row, steps, rows)
+            block += 1
+
+    return multiply
+
+
+def _of_any_rows(six, four, two, one):
+    @njit(**STRICT_PART)
+    def multiply(x, x_row, w, w_block, y, y_row, steps, rows):
+        row = 0
+        while row + 6 <= rows:
+            six(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
+            row += 6
+        if row + 4 <= rows:
+            four(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
+            row += 4
+        if row + 2 <= rows:
+            two(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
+            row += 2
+        if row < rows:
+            one(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
+
+    return multiply
+
+
+class _Room(NamedTuple):
+    """Addresses of what a thread keeps, and how many bytes apart rows or blocks of it lie. Rows of queries, keys and
+    values are padded to whole vectors."""
+
+    queries: int  # [tile rows, words], as they are stored
+    query_bytes: int
+    scores: int  # [tile rows, BLOCK_KEYS] fp32
+    weights: int  # [tile rows, BLOCK_KEYS], as keys are stored
+    weight_bytes: int
+    sums: int  # [tile rows, channels] fp32
+    sum_bytes: int
+    state: int  # [tile rows, 32] fp32, see `soften_for`
+    keys: int  # [BLOCK_KEYS / 16][words][16]
+    key_block: int
+    values: int  # [channels / 16][keys or pairs][16]
+    value_block: int
+    value_blocks: int
+    found: int  # [2, BLOCK_KEYS] int64, addresses of a block's keys and the next one's
+    tails: int  # [16] words that fill no whole vector, and
+    found_tails: int  # [16] int64, their addresses
+    nothing: int  # a key of zeros
+    shapes: int  # 64 bytes that configure the matrix unit
+
+
+@njit(**STRICT_PART)
+def _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles):
+    """One thread's part: a tile's heads of one kv head at a time, until none is left."""
     a = carray(pointer, 1)[0]
-    pages = carray(pointer_to(a.pages, stored), (a.num_pages, 2, a.num_kv_heads, a.page_size, a.head_dim))
-    shape = (a.num_tokens, a.num_kv_heads, a.share, a.head_dim)
-    queries, out = carray(pointer_to(a.queries, np.float32), shape), carray(pointer_to(a.out, np.float32), shape)
-    starts = carray(pointer_to(a.starts, np.int32), a.num_rows + 1)
-    contexts = carray(pointer_to(a.contexts, np.int32), a.num_rows)
-    tables = carray(pointer_to(a.tables, np.int32), (a.num_rows, a.table_width))
+    tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
+    positions = carray(pointer_to(a.positions, np.int32), a.num_tokens)
+    in_order = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)
+    memory = np.zeros(_num_bytes(a), np.uint8)
+    room = _room(a, memory.ctypes.data)
+    found, ahead = room.found, room.found + BLOCK_KEYS * 8
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        row, kv_head = item // a.num_kv_heads, item % a.num_kv_heads
-        _attend(pages, kv_head, queries, starts[row], starts[row + 1], contexts[row], tables[row], out)
+        kv_head = item % a.num_kv_heads
+        row, first, count = tiles[item // a.num_kv_heads]
+        _begin(a, room, stored, kv_head, first, count)
+        # The keys that all tokens have in common, then those that each has of its own.
+        num_shared, num_passes = positions[first + count - 1] + 1, 1
+        if a.path_width:
+            num_shared, num_passes = in_order[row] // BLOCK_KEYS * BLOCK_KEYS, 1 + count
+        for own in range(num_passes):
+            begin, end, low, high = 0, num_shared, first, first + count
+            if own:
+                begin, end, low, high = num_shared, positions[first + own - 1] + 1, first + own - 1, first + own
+            shape_tiles(room.shapes, (high - low) * a.share)
+            for start in range(begin, end, BLOCK_KEYS):
+                num_keys = min(BLOCK_KEYS, end - start)
+                found, ahead = ahead, found
+                if start == begin:
+                    _find(a, found, room.nothing, row, low, kv_head, start, num_keys)
+                _find(a, ahead, room.nothing, row, low, kv_head, start + BLOCK_KEYS, end - start - BLOCK_KEYS)
+                _fill_keys(a, room, found, num_keys)
+                fill_values(a, room, found, ahead, num_keys)
+                while positions[low] < start:  # never where each has its own
+                    low += 1
+                _take_block(a, room, positions, first, low, high, start, num_keys, score, soften, add_up)
+        _finish(a, room, stored, kv_head, first, count)
         count_up(pointer, DONE)
 
 
-@njit(**PART)
-def _attend(pages, kv_head, queries, start, end, context, table, out):
-    """Tokens start..end-1 of a row, the first of which sees one key more than `context`. A page serves them all while
-    it is in the cache."""
-    page_size, num_keys = pages.shape[3], context + end - start
-    scores = np.empty((end - start, queries.shape[2], num_keys), np.float32)
-    for first in range(0, num_keys, page_size):
-        keys = pages[table[first // page_size], 0, kv_head]
-        for token in range(start, end):
-            last = min(first + page_size, context + token - start + 1)
-            _score(keys, queries[token, kv_head], scores[token - start], first, last)
-    for token in range(start, end):
-        out[token, kv_head] = 0
-        for head in range(queries.shape[2]):
-            _softmax(scores[token - start, head], context + token - start + 1)
-    for first in range(0, num_keys, page_size):
-        values = pages[table[first // page_size], 1, kv_head]
-        for token in range(start, end):
-            last = min(first + page_size, context + token - start + 1)
-            _add_up(values, scores[token - start], first, last, out[token, kv_head])
+@njit(**STRICT_PART)
+def _num_bytes(a):
+    key_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
+    sum_bytes = -(-a.head_dim // LANES) * VECTOR_BYTES
+    of_row = key_bytes + BLOCK_KEYS * (4 + a.itemsize) + sum_bytes + _STATE_BYTES
+    of_key = key_bytes + sum_bytes * a.itemsize // 4 + 16
+    return a.tile_rows * of_row + BLOCK_KEYS * of_key + LANES * (VECTOR_BYTES + 8) + key_bytes + 2 * VECTOR_BYTES
 
 
-@njit(**PART)
-def _score(keys, queries, scores, first, last):
-    """The keys first..last-1 of a row, which are a page's first ones."""
-    for key in range(first, last):
-        for head in range(len(queries)):
-            score = np.float32(0)
-            for channel in range(queries.shape[1]):
-                score += wide(keys[key - first, channel]) * queries[head, channel]
-            scores[head, key] = score
+@njit(**STRICT_PART)
+def _room(a, memory):
+    """Of `_num_bytes` zeros."""
+    query_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
+    weight_bytes, value_blocks = BLOCK_KEYS * a.itemsize, -(-a.head_dim // LANES)
+    sum_bytes, key_block, value_block = value_blocks * VECTOR_BYTES, query_bytes * LANES, weight_bytes * LANES
+    queries = -(-memory // VECTOR_BYTES) * VECTOR_BYTES
+    scores = queries + a.tile_rows * query_bytes
+    weights = scores + a.tile_rows * BLOCK_KEYS * 4
+    sums = weights + a.tile_rows * weight_bytes
+    state = sums + a.tile_rows * sum_bytes
+    keys = state + a.tile_rows * _STATE_BYTES
+    values = keys + (BLOCK_KEYS // LANES) * key_block
+    tails = values + value_blocks * value_block
+    nothing = tails + LANES * VECTOR_BYTES
+    shapes = nothing + query_bytes
+    found = shapes + VECTOR_BYTES
+    found_tails = found + 2 * BLOCK_KEYS * 8
+    addresses = carray(pointer_to(found_tails, np.int64), LANES)
+    for row in range(LANES):
+        addresses[row] = tails + row * VECTOR_BYTES
+    return _Room(queries, query_bytes, scores, weights, weight_bytes, sums, sum_bytes, state, keys, key_block, values,
+                 value_block, value_blocks, found, tails, found_tails, nothing, shapes)
 
 
-@njit(**PART)
-def _softmax(scores, num_keys):
-    highest, total = np.float32(-np.inf), np.float32(0)
+@njit(**STRICT_PART)
+def _begin(a, room, stored, kv_head, first, count):
+    """The tile's queries side by side; nothing is added up yet."""
+    num_rows = count * a.share
+    given = carray(pointer_to(a.queries, stored), (a.num_tokens, a.num_kv_heads, a.share, a.head_dim))
+    queries = carray(pointer_to(room.queries, stored), (a.tile_rows, room.query_bytes // a.itemsize))
+    for row in range(num_rows):
+        source, target = given[first + row // a.share, kv_head, row % a.share], queries[row]
+        for channel in range(len(source)):
+            target[channel] = source[channel]
+    state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
+    state[:num_rows] = 0
+    state[:num_rows, LANES] = -np.inf
+    carray(pointer_to(room.sums, np.float32), (a.tile_rows, room.value_blocks * LANES))[:num_rows] = 0
+
+
+@njit(**STRICT_PART)
+def _take_block(a, room, positions, first, low, high, start, num_keys, score, soften, add_up):
+    """Tokens low..high-1 of the tile that begins at token `first` take the block of keys at `start`."""
+    begin, end = (low - first) * a.share, (high - first) * a.share
+    if not a.path_width:  # so that the rows that fill no tile are the last ones
+        begin = begin // TILE_ROWS * TILE_ROWS
+    score(room.queries + begin * room.query_bytes, room.query_bytes, room.keys, room.key_block,
+          room.scores + begin * BLOCK_KEYS * 4, BLOCK_KEYS * 4, -(-a.head_dim * a.itemsize // 4), end - begin,
+          BLOCK_KEYS // LANES)
+    state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
+    sums = carray(pointer_to(room.sums, np.float32), (a.tile_rows, room.value_blocks * LANES))
+    for row in range(begin, end):
+        num_seen = max(0, min(num_keys, positions[first + row // a.share] + 1 - start))
+        soften(room.scores + row * BLOCK_KEYS * 4, room.weights + row * room.weight_bytes,
+               room.state + row * _STATE_BYTES, num_seen, a.unit)
+        factor, target = state[row, LANES + 1], sums[row]
+        if factor != np.float32(1):
+            for channel in range(len(target)):
+                target[channel] *= factor
+    add_up(room.weights + begin * room.weight_bytes, room.weight_bytes, room.values, room.value_block,
+           room.sums + begin * room.sum_bytes, room.sum_bytes, -(-num_keys * a.itemsize // 4), end - begin,
+           room.value_blocks)
+
+
+@njit(**STRICT_PART)
+def _finish(a, room, stored, kv_head, first, count):
+    out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_kv_heads, a.share, a.head_dim))
+    state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
+    sums = carray(pointer_to(room.sums, np.float32), (a.tile_rows, room.value_blocks * LANES))
+    for row in range(count * a.share):
+        total = np.float32(0)
+        for lane in range(LANES):
+            total += state[row, lane]
+        source, target = sums[row], out[first + row // a.share, kv_head, row % a.share]
+        for channel in range(len(target)):
+            # A sum that came to nothing may be -0, or not if keys followed that the token does not see.
+            target[channel] = rounded(source[channel] / total + np.float32(0), stored)
+
+
+@njit(**STRICT_PART)
+def _find(a, found, nothing, row, token, kv_head, start, num_keys):
+    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; `nothing` in place of the
+    others."""
+    num_keys = max(0, min(BLOCK_KEYS, num_keys))
+    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
+    table = carray(pointer_to(a.tables, np.int32), (a.num_rows, a.table_width))[row]
+    path = carray(pointer_to(a.paths, np.int64), (a.num_tokens, a.path_width))[token]
+    in_order = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)[row]
+    key_bytes, page_size = a.head_dim * a.itemsize, a.page_size
+    of_page, of_head = 2 * a.num_kv_heads * page_size * key_bytes, kv_head * page_size * key_bytes
+    base = a.pages + of_head
+    place, offset, key = start // page_size, start % page_size, 0
+    while key < min(num_keys, in_order - start):
+        last = min(num_keys, in_order - start, key + page_size - offset)
+        address = base + table[place] * of_page + offset * key_bytes
+        while key < last:
+            found[key] = address
+            address += key_bytes
+            key += 1
+        place, offset = place + 1, 0
+    while key < num_keys:
+        slot = path[start + key - in_order]
+        found[key] = base + slot // page_size * of_page + slot % page_size * key_bytes
+        key += 1
+    while key < BLOCK_KEYS:
+        found[key] = nothing
+        key += 1
+
+
+@njit(**STRICT_PART)
+def _fill_keys(a, room, found, num_keys):
+    """A block's keys as `dot.py` wants them. Groups of 16 without any key are left out. The values come next."""
+    key_bytes = a.head_dim * a.itemsize
+    behind = a.num_kv_heads * a.page_size * key_bytes
+    whole = key_bytes // VECTOR_BYTES * VECTOR_BYTES
+    for group in range(-(-num_keys // LANES)):
+        at = found + group * LANES * 8
+        for offset in range(0, whole, VECTOR_BYTES):
+            fetch(at, behind + offset)
+            turn(at, offset, room.keys + group * room.key_block + offset * LANES)
+        if whole < key_bytes:
+            _copy_tails(at, whole, (key_bytes - whole) // 2, room.tails)
+            turn(room.found_tails, 0, room.keys + group * room.key_block + whole * LANES)
+
+
+@njit(**STRICT_PART)
+def _copy_tails(found, offset, num_halves, tails):
+    addresses = carray(pointer_to(found, np.int64), LANES)
+    for row in range(LANES):
+        source = carray(pointer_to(addresses[row] + offset, np.uint16), num_halves)
+        tail = carray(pointer_to(tails + row * VECTOR_BYTES, np.uint16), num_halves)
+        for place in range(num_halves):
+            tail[place] = source[place]
+
+
+@njit(**STRICT_PART)
+def _pair_values(a, room, found, ahead, num_keys):
+    """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16 pairs."""
+    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
+    whole = a.head_dim // (2 * LANES) * 2 * LANES
+    behind = a.num_kv_heads * a.page_size * a.head_dim * 2
+    for pair in range(-(-num_keys // (2 * LANES)) * LANES):
+        first, second = room.nothing, room.nothing
+        if 2 * pair < num_keys:
+            first = found[2 * pair] + behind
+        if 2 * pair + 1 < num_keys:
+            second = found[2 * pair + 1] + behind
+        if pair % (LANES // 2) == 0:
+            for channel in range(0, whole, 2 * LANES):
+                fetch(ahead + 2 * pair * 8, channel * 2)
+        for channel in range(0, whole, 2 * LANES):
+            put_in_pairs(first + channel * 2, second + channel * 2,
+                         room.values + channel // LANES * room.value_block + pair * VECTOR_BYTES, room.value_block)
+        for channel in range(whole, a.head_dim):
+            place = room.values + channel // LANES * room.value_block + pair * VECTOR_BYTES + channel % LANES * 4
+            words = carray(pointer_to(place, np.uint16), 2)
+            words[0] = carray(pointer_to(first + channel * 2, np.uint16), 1)[0]
+            words[1] = carray(pointer_to(second + channel * 2, np.uint16), 1)[0]
+
+
+@njit(**STRICT_PART)
+def _copy_values(a, room, found, ahead, num_keys):
+    """A block's values in fp32, [channels / 16][keys][16]."""
+    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
+    behind = a.num_kv_heads * a.page_size * a.head_dim * 4
     for key in range(num_keys):
-        highest = max(highest, scores[key])
-    for key in range(num_keys):
-        scores[key] = np.exp(scores[key] - highest)
-        total += scores[key]
-    for key in range(num_keys):
-        scores[key] /= total
-
-
-@njit(**PART)
-def _add_up(values, weights, first, last, out):
-    for key in range(first, last):
-        for head in range(len(out)):
-            weight = weights[head, key]
-            for channel in range(out.shape[1]):
-                out[head, channel] += weight * wide(values[key - first, channel])
+        source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)
+        for channel in range(0, a.head_dim, LANES):
+            place = room.values + channel // LANES * room.value_block + key * VECTOR_BYTES
+            target = carray(pointer_to(place, np.float32), LANES)
+            for lane in range(min(LANES, a.head_dim - channel)):
+                target[lane] = source[channel + lane]

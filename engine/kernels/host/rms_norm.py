@@ -17,7 +17,7 @@ from engine.kernels.host.compiled import (
     STORED_AS,
     compile_kernel,
     count_up,
-    launch,
+    launch_integers,
     pointer_to,
     record,
     rounded,
@@ -25,7 +25,7 @@ from engine.kernels.host.compiled import (
 )
 from engine.kernels.host.team import Team
 
-_ARGUMENTS = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", eps=np.float32)
+_ARGUMENTS = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "eps_bits")
 _ITEM_TOKENS = 16
 
 
@@ -36,14 +36,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first:
     out = torch.empty(x.shape, dtype=x.dtype)
     if not len(x):
         return out
-    arguments = np.zeros(1, _ARGUMENTS)
-    a = arguments[0]
-    a["num_tokens"], a["width"], a["num_heads"] = x.shape[0], x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    a["num_items"] = -(-x.shape[0] // _ITEM_TOKENS)
-    a["stride"], a["num_weights"], a["eps"] = x.stride(0), weight.numel() // x.shape[-1], eps
-    a["x"], a["weight"], a["out"] = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    launch(_compiled_for(x.dtype, weight.dtype, rounds_first), arguments, team)
+    num_tokens, width = x.shape[0], x.shape[-1]
+    launch_integers(_compiled_for(x.dtype, weight.dtype, rounds_first), (
+        -(-num_tokens // _ITEM_TOKENS), num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0),
+        weight.numel() // width, x.data_ptr(), weight.data_ptr(), out.data_ptr(), _bits(eps)), team)
     return out
+
+
+@cache
+def _bits(eps: float) -> int:
+    return int(np.float32(eps).view(np.uint32))
 
 
 @cache
@@ -64,6 +66,7 @@ def _take_tokens(pointer, stored, weighed, rounds_first):
     x = carray(pointer_to(a.x, stored), (a.num_tokens - 1) * a.stride + a.num_heads * a.width)
     weight = carray(pointer_to(a.weight, weighed), (a.num_weights, a.width))
     out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_heads, a.width))
+    eps = np.uint32(a.eps_bits).view(np.float32)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -72,7 +75,7 @@ def _take_tokens(pointer, stored, weighed, rounds_first):
             for head in range(a.num_heads):
                 first = token * a.stride + head * a.width
                 row = x[first:first + a.width]
-                _norm(row, weight[head % a.num_weights], a.eps, out[token, head], stored, rounds_first)
+                _norm(row, weight[head % a.num_weights], eps, out[token, head], stored, rounds_first)
         count_up(pointer, DONE)
 
 

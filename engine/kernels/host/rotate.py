@@ -3,7 +3,6 @@ and its angle alone."""
 
 from functools import cache
 
-import numpy as np
 import torch
 from numba import carray, njit
 from torch import Tensor
@@ -15,7 +14,7 @@ from engine.kernels.host.compiled import (
     STORED_AS,
     compile_kernel,
     count_up,
-    launch,
+    launch_integers,
     pointer_to,
     record,
     rounded,
@@ -36,13 +35,9 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, team: Team) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     if not len(x):
         return out
-    arguments = np.zeros(1, _ARGUMENTS)
-    a = arguments[0]
-    a["num_tokens"], a["num_heads"], a["width"] = x.shape
-    a["num_items"] = -(-x.shape[0] // _ITEM_TOKENS)
-    a["stride"], a["half"] = x.stride(0), cos.shape[-1]
-    a["x"], a["cos"], a["sin"], a["out"] = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
-    launch(_compiled_for(x.dtype), arguments, team)
+    launch_integers(_compiled_for(x.dtype), (
+        -(-x.shape[0] // _ITEM_TOKENS), *x.shape, x.stride(0), cos.shape[-1], x.data_ptr(), cos.data_ptr(),
+        sin.data_ptr(), out.data_ptr()), team)
     return out
 
 

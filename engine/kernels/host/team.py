@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+_FORM = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Team:
@@ -24,9 +25,14 @@ class Team:
         than there are parts; returns when all have. They must agree among themselves who does what."""
         num_threads = min(torch.get_num_threads(), num_parts)
         if num_threads <= 1 or self._parallel is None:
-            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+            _callable(function)(argument)
         else:
             self._parallel(function, argument, num_threads, 0)
+
+
+@cache
+def _callable(function: int) -> Callable[[int], None]:
+    return _FORM(function)
 
 
 @cache

@@ -1,25 +1,32 @@
 """The CPU backend and the obvious one keep the same contract."""
 
+import pytest
 from torch import Tensor
 
+from engine.backends.cpu import in_place
 from engine.backends.cpu.attention import CpuAttention
 from engine.contracts.attention import AttentionGeometry
-from engine.core.numerics import Numerics
 from tests.support.attention import LAYER
-from tests.support.contracts.attention import AttentionContract
+from tests.support.contracts.attention import AttentionContract, TreeContract
 from tests.support.dense_backend import DenseAttention
 
 
-class TestCpuExact(AttentionContract):
+class TestCpu(AttentionContract, TreeContract):
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> CpuAttention:
-        return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry, numerics=Numerics.EXACT)
+        return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry)
 
 
-class TestCpuFast(AttentionContract):
+class TestCpuByToken(AttentionContract, TreeContract):
+    """Pages of a type that no kernel knows."""
+
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> CpuAttention:
-        return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry, numerics=Numerics.FAST)
+        return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry)
+
+    @pytest.fixture(autouse=True)
+    def _no_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(in_place, "has_kernels", lambda *dtypes: False)
 
 
-class TestDense(AttentionContract):
+class TestDense(AttentionContract, TreeContract):
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> DenseAttention:
         return DenseAttention(kv_pools={LAYER: pool}, geometry=geometry)

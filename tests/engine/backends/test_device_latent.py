@@ -19,7 +19,7 @@ from runtime.errors import ConfigError, StalePlanError
 from tests.support.contracts.latent import (
     GEOMETRY,
     LAYER,
-    TREES,
+    TREE,
     LatentContract,
     batch_of,
     over_poison,
@@ -82,7 +82,7 @@ def test_trees_and_choices_do_without_the_wrapper_and_disturb_none() -> None:
     backend, first = dense(wrappers), decode_batch(3)
     backend.plan(first)
     for _ in range(3):
-        backend.plan(batch_of({0: (30, 3)}, mode=ForwardMode.VERIFY, spec_info=TREES["parents"]))
+        backend.plan(batch_of({0: (30, 3)}, mode=ForwardMode.VERIFY, spec_info=TREE))
     assert [wrapper.num_plans for wrapper in wrappers.made] == [1, 0]
     assert run(backend, first).shape[0] == 1
     choosing = FakeLatentWrappers()

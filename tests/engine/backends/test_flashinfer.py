@@ -15,10 +15,10 @@ from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow
 from engine.graphs.buckets import extend_buckets, padding_alone, verify_buckets
-from runtime.errors import ConfigError, StalePlanError
-from tests.support.attention import LAYER, dense, feed, make_prompt, poisoned_pool
+from runtime.errors import ConfigError, InternalError, StalePlanError
+from tests.support.attention import LAYER, dense, feed, make_prompt, poisoned_pool, tree_info
 from tests.support.batches import Row, make_batch
-from tests.support.contracts.attention import GEOMETRY, AttentionContract, close
+from tests.support.contracts.attention import GEOMETRY, AttentionContract, TreeContract, close
 from tests.support.flashinfer import FakeDecode, FakeWrappers
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def make(geometry: AttentionGeometry, pool: Tensor, made_by: FakeWrappers | None
                                device=CPU, write_kv=scatter)
 
 
-class TestFlashInfer(AttentionContract):
+class TestFlashInfer(AttentionContract, TreeContract):
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> FlashInferAttention:
         return make(geometry, pool)
 
@@ -109,6 +109,12 @@ def test_trees_of_a_batch_become_the_mask(parents: tuple[int, ...]) -> None:
         for other in range(len(parents)):
             visible[20 + node, 20 + other] = other in path
     close(out, dense(prompt, GEOMETRY, visible=visible)[20:])
+
+
+def test_a_tree_of_another_size_than_its_row_is_refused() -> None:
+    batch = make_batch(ForwardMode.VERIFY, [Row(2, 20, (1, 2))], spec_info=tree_info((-1, 0, 0)))
+    with pytest.raises(InternalError, match="the tree of row 0 has 3 nodes, the row 2 new tokens"):
+        make(GEOMETRY, poisoned_pool(9, GEOMETRY)).plan(batch)
 
 
 def test_rows_without_tokens_are_not_planned() -> None:

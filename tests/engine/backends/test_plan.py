@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from engine.backends.cpu.attention import CpuAttention
-from engine.backends.plan import AttentionPlan, PageRun, RowGroup, build_plan
+from engine.backends.plan import AttentionPlan, PageRun, build_plan
 from engine.contracts.attention import AttentionGeometry
+from engine.core import rows as rows_of_batch
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.numerics import Numerics
+from engine.core.draft_trees import SpecRow
+from engine.core.rows import build_batch
 from runtime.errors import StalePlanError
 from tests.support.attention import poisoned_pool
 from tests.support.batches import Row, make_batch
@@ -25,7 +27,7 @@ def build() -> CpuAttention:
     pools = {layer_id: poisoned_pool(8, GEOMETRY) for layer_id in LAYERS}
     for pool in pools.values():
         pool[1:4] = torch.randn(3, *pool.shape[1:], generator=torch.Generator().manual_seed(0))
-    return CpuAttention(kv_pools=pools, geometry=GEOMETRY, numerics=Numerics.EXACT)
+    return CpuAttention(kv_pools=pools, geometry=GEOMETRY)
 
 
 def draw(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,8 +36,8 @@ def draw(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
             torch.randn(num_tokens, 2, 8, generator=generator))
 
 
-def groups_of(batch: ForwardBatch) -> tuple[RowGroup, ...]:
-    return build_plan(batch, GEOMETRY, torch.float32).groups
+def planned(batch: ForwardBatch) -> AttentionPlan:
+    return build_plan(batch, GEOMETRY, num_pages=64)
 
 
 def pad(batch: ForwardBatch, *, with_token_ids: bool = True) -> None:
@@ -62,8 +64,8 @@ def content(batch: ForwardBatch) -> list[object]:
     plan = batch.forward_metadata_plan
     assert isinstance(plan, AttentionPlan)
     values = [getattr(plan, f.name) for f in fields(plan)]
-    values += [getattr(group, f.name) for group in plan.groups for f in fields(group)]
-    return [value.tolist() if isinstance(value, Tensor) else value for value in values if value is not plan.groups]
+    values += [getattr(plan.rows, f.name) for f in fields(plan.rows)]
+    return [value.tolist() if isinstance(value, Tensor) else value for value in values if value is not plan.rows]
 
 
 def test_a_fresh_batch_is_planned_once_for_all_layers_and_forwards() -> None:
@@ -128,51 +130,30 @@ def test_a_batch_padded_before_planning_is_covered() -> None:
     assert all(torch.equal(a, b[:2]) for a, b in zip(alone, padded, strict=True))
 
 
-def test_rows_of_like_length_are_read_together_and_others_apart() -> None:
-    rows = [Row(1, 199, tuple(range(1, 14))), Row(1, 0, (20,)), Row(1, 140, tuple(range(30, 39))),
-            Row(1, 63, tuple(range(40, 44)))]
-    groups = groups_of(make_batch(ForwardMode.DECODE, rows))
-    assert [group.tokens.tolist() for group in groups] == [[0, 2], [1, 3]]
-    tiles = [tile for group in groups for tile in group.tiles]
-    assert [(tile.first_masked, tile.num_keys) for tile in tiles] == [(128, 256), (0, 64)]
-    for tile, num_written in zip(tiles, ((200, 141), (1, 64)), strict=True):
-        keys = torch.arange(tile.first_masked, tile.num_keys)
-        assert tile.written is not None
-        assert tile.written.tolist() == [[-int(key < count) for key in keys] for count in num_written]
-    pages = groups[1].tiles[0].records.view(2, 2, 4)
-    assert pages[:, 0].tolist() == [[80, 0, 0, 0], [4 * page for page in (40, 41, 42, 43)]]
-    assert torch.equal(pages[:, 1], pages[:, 0] + 1)
-
-
-def test_keys_that_all_tokens_see_are_not_masked() -> None:
-    (group,) = groups_of(make_batch(ForwardMode.PREFILL, [Row(70, 130, tuple(range(1, 14)))]))
-    (tile,) = group.tiles
-    assert (tile.num_keys, tile.first_masked, tile.mask.shape) == (256, 128, (1, 1, 140, 128))
-    seen = torch.arange(128, 256) <= 130 + torch.arange(70)[:, None]
-    assert torch.equal(tile.mask[0, 0] == 0, seen.repeat_interleave(2, 0))
-    (group,) = groups_of(make_batch(ForwardMode.DECODE, [Row(1, 127, tuple(range(1, 9)))]))
-    assert (group.tiles[0].num_keys, group.tiles[0].first_masked) == (128, 128)
-    assert group.tiles[0].written is None
-
-
 def test_new_keys_are_written_in_runs_where_pages_take_several() -> None:
     long, short = Row(34, 30, (5, 6, 7, 8)), Row(1, 16, (1, 2))
-    plan = build_plan(make_batch(ForwardMode.PREFILL, [long, short]), GEOMETRY, torch.float32)
+    plan = planned(make_batch(ForwardMode.PREFILL, [long, short]))
     assert plan.runs == (PageRun(6, 14, 0, 2), PageRun(7, 0, 2, 16), PageRun(8, 0, 18, 16), PageRun(2, 0, 34, 1))
     for mode, rows in ((ForwardMode.DECODE, [short]), (ForwardMode.PREFILL, [Row(15, 9, (5, 6)), short])):
-        assert build_plan(make_batch(mode, rows), GEOMETRY, torch.float32).runs == ()
+        assert planned(make_batch(mode, rows)).runs == ()
 
 
-def test_a_long_chunk_is_cut_into_tiles_that_read_up_to_their_end() -> None:
-    (group,) = groups_of(make_batch(ForwardMode.PREFILL, [Row(300, 20, tuple(range(1, 21)))]))
-    assert [(tile.start, tile.stop, tile.num_keys) for tile in group.tiles] == [(0, 128, 192), (128, 256, 320),
-                                                                                (256, 300, 320)]
+def test_a_chunk_is_cut_into_tiles_of_which_the_longest_come_first() -> None:
+    batch = make_batch(ForwardMode.PREFILL, [Row(3, 0, (1,)), Row(0, 16, (2,)), Row(100, 20, tuple(range(1, 9)))])
+    rows = planned(batch).rows
+    assert rows.tiles.tolist() == [[2, 51, 48], [2, 3, 48], [2, 99, 4], [0, 0, 3]]
+    assert rows.positions.tolist() == [0, 1, 2, *range(20, 120)]
+    assert rows.num_in_order.tolist() == [3, 16, 120]
+    assert rows.paths.shape == (103, 0)
 
 
-def test_long_contexts_are_cut_finer_and_gathered_in_smaller_groups() -> None:
-    chunk = Row(256, 70_000, tuple(range(1, 1 + 4392)))
-    (group,) = groups_of(make_batch(ForwardMode.PREFILL, [chunk]))
-    assert {tile.stop - tile.start for tile in group.tiles} == {29, 24}
-    rows = [Row(1, 2000, tuple(range(1, 127))) for _ in range(5)]
-    groups = groups_of(make_batch(ForwardMode.DECODE, rows))
-    assert [group.num_rows for group in groups] == [2, 2, 1]
+def test_nodes_of_a_tree_see_their_path_where_plain_decoding_would_have_stored_it() -> None:
+    #      0          1 and 2 follow 0, 3 follows 2; the row's pages are 4 and 2, its nodes lie from 14 on
+    rows = planned(build_batch(ForwardMode.VERIFY, [
+        rows_of_batch.Row(0, [9, 9, 9, 9], 14, [4, 2], 0, None, SpecRow(parents=(-1, 0, 0, 2))),
+        rows_of_batch.Row(1, [9], 3, [5], 0, None, SpecRow(parents=(-1,)))])).rows
+    assert rows.positions.tolist() == [14, 15, 15, 16, 3]
+    assert rows.num_in_order.tolist() == [14, 3]
+    first, second, third, fourth = 4 * 16 + 14, 4 * 16 + 15, 2 * 16, 2 * 16 + 1
+    seen = [path[:count] for path, count in zip(rows.paths.tolist(), (1, 2, 2, 3, 1), strict=True)]
+    assert seen == [[first], [first, second], [first, third], [first, third, fourth], [5 * 16 + 3]]

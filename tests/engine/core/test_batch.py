@@ -1,17 +1,28 @@
 """The batch's rows against plain lists, and the plan marker against its truth table."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.core.batch import FieldRule, ForwardBatch, ForwardMode, GraphBucket, SamplingRow, ScoringRow, merge
+from engine.core.batch import (
+    FieldRule,
+    ForwardBatch,
+    ForwardMode,
+    GraphBucket,
+    PlanMark,
+    SamplingRow,
+    ScoringRow,
+    merge,
+    plan_where_needed,
+)
+from engine.core.draft_trees import CarriedKeys
 from engine.core.request import SamplingParams
 
 PLANNER, PLAN = object(), object()
-MARKER = {
+NO_MARK = {  # the names by which a mark is asked for, and what they say without one
     "forward_metadata_ready": False,
     "forward_metadata_planned_bs": None,
     "forward_metadata_planned_num_tokens": None,
@@ -35,7 +46,7 @@ def build(lens: list[int], *, first_id: int = 0, mode: ForwardMode = ForwardMode
         slot_ids=torch.tensor([row + 1 for row in rows], dtype=torch.int32),
         sampling=tuple(SamplingRow(SamplingParams(seed=row), position=row) for row in rows),
         scoring=tuple(ScoringRow((row,), num_top=row) for row in rows),
-        spec_info=object(),
+        spec_info=CarriedKeys(),
         graph_bucket=GraphBucket(mode, len(lens)),
     )
 
@@ -137,7 +148,7 @@ def test_s1_6_membership_operations_drop_the_marker(name: str) -> None:
     batch = marked(build([2, 1, 3]))
     for child in OPERATIONS[name](batch):
         assert child.needs_forward_metadata_init() is True
-        assert {field: getattr(child, field) for field in MARKER} == MARKER
+        assert {field: getattr(child, field) for field in NO_MARK} == NO_MARK
     assert batch.needs_forward_metadata_init() is False
     assert batch.forward_metadata_planner is PLANNER
 
@@ -147,10 +158,29 @@ def test_s1_6_every_field_is_classified() -> None:
     assert unclassified == []
 
 
-def test_s1_6_the_marker_is_all_dropped() -> None:
+def test_s1_6_the_mark_is_one_value_that_never_changes_and_is_dropped() -> None:
     dropped = {f.name for f in fields(ForwardBatch) if f.metadata["rule"] is FieldRule.DROPPED}
-    assert set(MARKER) | {"spec_info", "graph_bucket"} == dropped
-    assert {f.name for f in fields(ForwardBatch) if f.name.startswith("forward_metadata")} == set(MARKER)
+    assert dropped == {"plan_mark", "spec_info", "graph_bucket"}
+    assert {name for name in vars(ForwardBatch) if name.startswith("forward_metadata")} == set(NO_MARK)
+    mark = marked(decode(2)).plan_mark
+    assert mark == PlanMark(PLANNER, PLAN, num_rows=2, num_tokens=2, replan_equivalent=True)
+    with pytest.raises(FrozenInstanceError):
+        mark.num_rows = 3  # type: ignore[misc]
+
+
+class CountingPlanner:
+    def __init__(self) -> None:
+        self.num_plans = 0
+
+    def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
+        self.num_plans += 1
+        batch.mark_forward_metadata_ready(self)
+
+
+def test_s1_2_whoever_asks_plans_a_batch_once() -> None:
+    planner, batch = CountingPlanner(), decode(2)
+    assert [plan_where_needed(batch, planner) for _ in range(3)] == [True, False, False]
+    assert (planner.num_plans, batch.forward_metadata_planner) == (1, planner)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

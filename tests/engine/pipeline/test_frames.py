@@ -1,4 +1,4 @@
-"""Frames between stages: what goes in comes out, bit for bit, and damage is noticed."""
+"""Records between stages: what goes in comes out, bit for bit, and nonsense is refused."""
 
 from dataclasses import replace
 
@@ -12,7 +12,9 @@ from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRo
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
-from engine.pipeline import frames
+from engine.pipeline import records
+from engine.pipeline.channel import Packet
+from engine.pipeline.tables import Table, column, lists, put_lists
 from runtime.errors import InternalError
 from runtime.grammar import Grammar, GrammarKind
 
@@ -53,8 +55,7 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
     captured = {layer_id: torch.randn(batch.num_tokens, 6).to(dtype) for layer_id in aux}
     selected = torch.randint(-1, 99, (batch.num_tokens, 3), dtype=torch.int32) if len(aux) % 2 else None
     output = StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=selected)
-    packet = frames.pack_batch(7, batch, output)
-    arrived = frames.unpack_batch(frames.unpack(bytes(packet.frame)), packet.tensors)
+    arrived = records.unpack_batch(records.pack_batch(7, batch, output))
     incoming = arrived.incoming
     assert incoming.hidden is not None
     assert torch.equal(incoming.hidden, hidden)
@@ -86,25 +87,62 @@ DRAWN = st.lists(st.builds(
 
 @given(tokens=DRAWN, scores=st.lists(DRAWN.map(tuple), max_size=3))
 def test_result_survives_the_wire(tokens: list[DrawnToken], scores: list[tuple[DrawnToken, ...]]) -> None:
-    frame = frames.unpack(bytes(frames.pack_result(9, tokens, scores=scores)))
-    assert frame.sequence == 9
-    assert frames.unpack_result(frame) == tokens
-    assert frames.unpack_verified(frame) == []
-    assert frames.unpack_scores(frame) == scores
+    packet = records.pack_result(9, tokens, scores=scores)
+    assert packet.sequence == 9
+    assert records.unpack_result(packet) == records.StageResult(tokens, [], scores)
 
 
 @given(st.lists(st.builds(Verified, st.lists(st.integers(0, 31), min_size=1).map(tuple), TREES)))
 def test_what_was_verified_survives_the_wire(verified: list[Verified]) -> None:
     tokens = [DrawnToken(node) for row in verified for node in row.accepted]
-    frame = frames.unpack(bytes(frames.pack_result(9, tokens, verified)))
-    assert frames.unpack_result(frame) == tokens
-    assert frames.unpack_verified(frame) == verified
+    assert records.unpack_result(records.pack_result(9, tokens, verified)) == records.StageResult(tokens, verified, [])
 
 
-@given(cut=st.integers(0, 200), junk=st.binary(max_size=64))
-def test_damage_is_an_error(cut: int, junk: bytes) -> None:
-    whole = bytes(frames.pack_result(1, [DrawnToken(5, TokenLogprobs(-1.0, ((1, -2.0),)))]))
-    with pytest.raises(InternalError):
-        frames.unpack(whole[:min(cut, len(whole) - 1)])
-    with pytest.raises(InternalError):
-        frames.unpack(b"\0" + junk)
+@given(st.text(max_size=50))
+def test_errors_survive_the_wire(text: str) -> None:
+    assert records.unpack_error(records.pack_error(9, text)) == text
+
+
+def test_an_error_is_cut_where_it_is_too_long() -> None:
+    assert records.unpack_error(records.pack_error(9, "x" * 10_000)) == "x" * records.MAX_ERROR_BYTES
+
+
+@given(cut=st.integers(0, 200), junk=st.binary(max_size=300))
+def test_nonsense_is_an_error(cut: int, junk: bytes) -> None:
+    packet = records.pack_result(1, [DrawnToken(5, TokenLogprobs(-1.0, ((1, -2.0),)))])
+    for record in (packet.record[:min(cut, len(packet.record) - 1)], junk):
+        with pytest.raises(InternalError, match="frame 1 makes no sense"):
+            records.unpack_result(replace(packet, record=record))
+
+
+def batch_packet() -> Packet:
+    batch = build_batch(ForwardMode.PREFILL, [Row(1, [3, 4], 5, [1], 0, SamplingRow(SamplingParams(), 7))])
+    return records.pack_batch(3, batch, StageOutput(hidden=torch.zeros(2, 6)))
+
+
+@pytest.mark.parametrize("tensors", [(), (torch.zeros(2, 6),) * 2, (torch.zeros(3, 6),), (torch.zeros(()),)])
+def test_tensors_that_are_not_the_batchs_are_refused(tensors: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(InternalError, match="the batch of frame 3 makes no sense"):
+        records.unpack_batch(replace(batch_packet(), tensors=tensors))
+
+
+TABLE = Table("toy", column("head", "i8", 2), column("grid", "i4", "rows", "columns"),
+              *lists("names", "u1", per="rows"))
+
+
+def toy(**changed: object) -> dict[str, object]:
+    return {"head": [1, 2], "grid": [[1, 2, 3], [4, 5, 6]], **put_lists("names", [b"ab", b""]), **changed}
+
+
+def test_a_table_states_each_size_once() -> None:
+    """By hand: three sizes, 16 bytes of head at 16, six int32 at 32, two lengths at 56, two bytes at 64."""
+    record = bytes(TABLE.write(toy()))
+    assert record[:12] == bytes([2, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0])
+    assert (record[16], record[24], record[32:56:4], record[64:]) == (1, 2, bytes([1, 2, 3, 4, 5, 6]), b"ab")
+    assert TABLE.read(record)["grid"].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("changed", [{"head": [1]}, {"grid": [1, 2]}, {"grid": [[1, 2, 3]]}])
+def test_a_table_refuses_other_shapes(changed: dict[str, object]) -> None:
+    with pytest.raises(InternalError, match="of a toy"):
+        TABLE.write(toy(**changed))

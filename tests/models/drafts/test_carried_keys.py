@@ -11,13 +11,13 @@ from engine.backends.cpu.latent import CpuLatentAttention
 from engine.contracts.latent import LatentGeometry
 from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
-from engine.core.draft_trees import SpecRow, TokenTree
+from engine.core.draft_trees import CarriedKeys, SpecRow, TokenTree
 from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind
 from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.draft_model import CarriedKeys, DraftModel
+from engine.speculative.draft_model import DraftModel
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 from engine.speculative.verify import Run

@@ -89,7 +89,7 @@ def test_chains_are_the_formulas(tmp_path: Path, architecture: str) -> None:
     pools = {spec.layer_id: torch.full((8, *spec.record_shape), float("nan")) for spec in model.cache_specs(16)}
     drafter = EagleDrafter(
         model=model, topk=1, steps=4, attention=DraftAttention.over_kv(
-            CpuAttention(kv_pools=pools, geometry=geometry, numerics=Numerics.EXACT),
+            CpuAttention(kv_pools=pools, geometry=geometry),
             MultiStepAttention(kv_pools=pools, geometry=geometry)))
     prompt, drawn = list(range(30, 53)), 99
     batch = build_batch(ForwardMode.PREFILL, [Row(1, prompt, 0, [3, 5], 0, SamplingRow(SamplingParams(), 0),

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -14,24 +15,27 @@ import torch
 from engine.core.request import Request, SamplingParams
 from engine.core.rows import sampling_row
 from engine.sampling.guided import GuidedSampler
+from models.weights_digest import StageWeights
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
+from pool.pipeline.join_stream import JoinReports
 from pool.pipeline.membership import PipelineService
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
+from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.clock import SystemClock
-from runtime.errors import DeadlineError
+from runtime.errors import DeadlineError, PeerLostError
 from runtime.exposition import new_registry
 from runtime.metrics import RpcMetrics
 from runtime.security import PLAIN_CHANNEL
 from runtime.server import GrpcServer, ServerOptions
 from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
-from tests.pool.pipeline.test_membership import SAME, Observer
+from tests.pool.pipeline.test_membership import Observer
 from tests.support.handoff import Pool, hybrid_specs
 from transfer.agent.agent import AgentLimits, AgentStats, TransferAgent
-from transfer.plan.handoff_terms import StageSessionState
+from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 
 SPECS = hybrid_specs(2)
 
@@ -74,6 +78,19 @@ class Rig:
     channel: ScriptedChannel
     pool: Pool
     joining: asyncio.Task[None]
+    reports: JoinReports
+    server: GrpcServer
+    service: PipelineService
+    address: str
+
+    async def end_leader(self) -> None:
+        """As if its process had died; what it held of the pool is gone."""
+        await self.server.stop()
+
+    async def start_leader(self) -> None:
+        """Another one, under the same address."""
+        self.server, self.service = leader_server(self.leader, self.pool, self.address)
+        await self.server.start()
 
     @property
     def agent(self) -> TransferAgent:
@@ -89,28 +106,37 @@ class Rig:
                 await asyncio.sleep(0.005)
 
 
+def leader_server(leader: WatchingLeader, pool: Pool, listen: str) -> tuple[GrpcServer, PipelineService]:
+    layers = pool.stages[0].memory.geometry.layers
+    server = GrpcServer(ServerOptions(listen), services=(), metrics=RpcMetrics.create(
+        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
+    service = PipelineService(layers=[layers, layers], settings={}, counted={}, leader_channel=b"0", observer=leader,
+                              check_channels=lambda addresses: None)
+    pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
+    return server, service
+
+
 @asynccontextmanager
 async def joined() -> AsyncIterator[Rig]:
     """Stage 1 of a pool of two, joined."""
     network, channel = MemoryNetwork(), ScriptedChannel()
     pool = Pool("decode", [network.transport(SystemClock())], SPECS, limits=AgentLimits(drain_s=60))
-    agent, layers = pool.stages[0].agent, pool.stages[0].memory.geometry.layers
+    agent = pool.stages[0].agent
     leader = WatchingLeader()
     leader.agent, leader.stats = agent, []
-    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
-        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    pipeline_pb2_grpc.add_PipelineServicer_to_server(PipelineService(
-        layers=[layers, layers], compatibility=SAME, leader_channel=b"0", observer=leader,
-        check_channels=lambda addresses: None), server.grpc)
-    config = cast(WorkerConfig, SimpleNamespace(leader=await server.start(), rank=1))
-    stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(compatibility=SAME), executor=None,
+    server, service = leader_server(leader, pool, "127.0.0.1:0")
+    address = await server.start()
+    config = cast(WorkerConfig, SimpleNamespace(leader=address, rank=1))
+    stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(settings={}), executor=None,
+                                        weights=StageWeights("0" * 32),
                                         drafter=None))
     engine = FollowerEngine(stage, GuidedSampler(None), cast(PoolChannel, channel), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
     engine.start()
-    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL)
+    reports = JoinReports(asyncio.get_running_loop())
+    follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL, reports)
     joining = asyncio.create_task(follower.run(lambda serving: None))
-    rig = Rig(leader, network, channel, pool, joining)
+    rig = Rig(leader, network, channel, pool, joining, reports, server, service, address)
     try:
         await leader.until("formed 1")
         await rig.until(lambda: channel.num_formings == 1)
@@ -121,7 +147,7 @@ async def joined() -> AsyncIterator[Rig]:
         with suppress(asyncio.CancelledError, DeadlineError):
             await joining
         engine.stop()
-        await server.drain(grace_s=0.1)
+        await rig.server.stop()
         pool.shutdown()
 
 
@@ -216,3 +242,68 @@ async def test_an_engine_that_meets_an_error_makes_the_pool_form_anew() -> None:
         await rig.leader.until("lost 1")
         await rig.leader.until("formed 2")
         await rig.until(lambda: rig.channel.num_formings == 2)
+
+
+async def formed_again(rig: Rig, count: int) -> None:
+    """The leader lets its stage go `count` times; it comes back each time."""
+    for _ in range(count):
+        formings = rig.channel.num_formings
+        rig.leader.links[0].dismiss()
+        await rig.until(lambda before=formings: rig.channel.num_formings == before + 1)  # type: ignore[misc]
+
+
+async def test_joining_again_leaves_no_task_behind() -> None:
+    async with joined() as rig:
+        await formed_again(rig, 1)
+        before = len(asyncio.all_tasks())
+        await formed_again(rig, 4)
+        await rig.until(lambda: len(asyncio.all_tasks()) <= before)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such session"), asyncio.QueueFull(), PeerLostError("gone")])
+async def test_whatever_ends_the_stream_the_stage_joins_again(error: Exception,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    async with joined() as rig:
+        def fail(session_id: str) -> None:
+            raise error
+
+        monkeypatch.setattr(rig.agent, "close", fail)
+        rig.leader.links[0].send(close_session=pb.CloseSession(session_id="any"))
+        await rig.leader.until("lost 1")
+        await rig.leader.until("formed 2")
+        assert not rig.joining.done()
+
+
+async def test_a_leader_that_leaves_reports_unread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with joined() as rig:
+        stream = rig.reports.stream
+        assert stream is not None
+        monkeypatch.setattr(stream, "_outbox", asyncio.Queue(1))  # which the writer does not read
+        for _ in range(2):
+            rig.reports.report(StageSessionEvent("s", 1, StageSessionState.COMPLETE))
+        await rig.leader.until("lost 1")
+        await rig.leader.until("formed 2")
+
+
+async def test_a_leader_that_comes_back_is_joined_without_a_pause() -> None:
+    """However long it was gone. A try that the machine holds up does not count."""
+    waits_s = []
+    for _ in range(3):
+        async with joined() as rig:
+            await rig.end_leader()
+            await asyncio.sleep(3.2)  # pauses that grow to 2 s would now be that long
+            await rig.start_leader()
+            began_s = time.monotonic()
+            await rig.until(lambda channel=rig.channel: channel.num_formings == 2)  # type: ignore[misc]
+            waits_s.append(time.monotonic() - began_s)
+        if waits_s[-1] < 1.0:
+            break
+    assert min(waits_s) < 1.0
+
+
+async def test_a_stage_tells_the_next_leader_which_epochs_are_over() -> None:
+    async with joined() as rig:
+        rig.service._epoch = 0  # as of a leader that has just started
+        rig.leader.links[0].dismiss()
+        await rig.leader.until("formed 2")
+        assert rig.leader.epochs[1] > rig.leader.epochs[0]

@@ -5,7 +5,8 @@ from typing import cast
 
 import pytest
 
-from pool.pipeline.group import StageGroup
+from models.weights_digest import StageWeights
+from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import StageLink
 from protos import pipeline_pb2 as pb
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
@@ -18,8 +19,8 @@ WORD = Grammar(GrammarKind.REGEX, "[a-z]+")
 
 def formed() -> tuple[StageGroup, list[StageLink]]:
     """A pool of three."""
-    group = StageGroup(cast(TransferAgent, None), 3)
-    links = [StageLink(rank, cast(StageEndpoint, None), b"") for rank in (1, 2)]
+    group = StageGroup(cast(TransferAgent, None), 3, SessionReports(asyncio.get_running_loop()))
+    links = [StageLink(rank, cast(StageEndpoint, None), b"", StageWeights("0" * 32)) for rank in (1, 2)]
     group.pool_formed(links)
     return group, links
 
@@ -52,7 +53,7 @@ async def test_a_check_ends_with_the_stage_that_was_asked() -> None:
     group, links = formed()
     check = asyncio.create_task(group.check(WORD))
     await asked(links[-1])
-    group.stage_lost(2)
+    group.stage_lost(2, "stage 2 of the pool died")
     with pytest.raises(UnavailableError, match="stage 2 of the pool died"):
         await check
     with pytest.raises(UnavailableError, match="missing"):

@@ -1,6 +1,7 @@
 """A leader whose pipeline breaks though every stage is joined, and one whose warm-up fails."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from engine.pipeline.stages import StepResult
 from engine.sampling.guided import GuidedSampler
 from pool import process as process_module
 from pool.pipeline import leader as leader_module
+from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
@@ -26,7 +28,7 @@ from runtime.errors import BatonError, CapacityError, PeerLostError, Unavailable
 from runtime.exposition import new_registry
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
-from tests.pool.pipeline.test_membership import RANGES, SAME, FakeStage
+from tests.pool.pipeline.test_membership import COUNTED, RANGES, SETTINGS, WEIGHTS, FakeStage
 
 
 class OneBatch:
@@ -93,6 +95,7 @@ class Rig:
     scheduler: OneBatch
     may_let_go: asyncio.Event  # whether what runs has ended, when a stage leaves
     serving: list[str] = field(default_factory=list)  # why not, or ""
+    handed_back: list[BatonError] = field(default_factory=list)  # with what requests were ended
 
     async def until_serving(self, *, now: bool = True) -> None:
         async with asyncio.timeout(60):
@@ -106,10 +109,12 @@ class Rig:
 
 
 @asynccontextmanager
-async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = nothing) -> AsyncIterator[Rig]:
-    scheduler, reasons = OneBatch(), list[str]()
+async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = nothing, *,
+                  step_limit_s: float = 0.0) -> AsyncIterator[Rig]:
+    scheduler, reasons, handed_back = OneBatch(), list[str](), list[BatonError]()
     stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
-                            plan=SimpleNamespace(ranges=RANGES[:world_size], compatibility=SAME))
+                            plan=SimpleNamespace(ranges=RANGES[:world_size], settings=SETTINGS), counted=COUNTED,
+                            weights=WEIGHTS)
     stage.agent = SimpleNamespace(endpoint=None)
 
     may_let_go = asyncio.Event()
@@ -118,12 +123,16 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def empty(grace_s: float) -> None:
         await may_let_go.wait()
 
-    leader = Leader(cast(WorkerConfig, SimpleNamespace(world_size=world_size)), cast(Stage, stage), scheduler,
-                    GuidedSampler(None), warm_up=warm_up, empty=empty,
+    async def hand_back(error: BatonError) -> None:
+        handed_back.append(error)
+
+    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, step_limit_s=step_limit_s))
+    leader = Leader(config, cast(Stage, stage), scheduler, GuidedSampler(None), warm_up=warm_up, empty=empty,
+                    hand_back=hand_back, reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()
     try:
-        yield Rig(leader, scheduler, may_let_go, reasons)
+        yield Rig(leader, scheduler, may_let_go, reasons, handed_back)
     finally:
         leader.stop()
 
@@ -147,6 +156,28 @@ def broken_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_module, "check_channels", lambda addresses: None)
     monkeypatch.setattr(leader_module, "max_frame_bytes", lambda *given: 0)
     monkeypatch.setattr(leader_module, "WARM_UP_PAUSE_S", 0.02)
+    monkeypatch.setattr(leader_module, "LINGER_S", 0.02)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["died", "left"])
+async def test_a_stage_that_died_did_not_leave(leaves: bool) -> None:  # noqa: FBT001
+    """In the log, in the reason routers read, and in the error of what ran."""
+    async with leading(2) as rig, joining(rig.leader) as stub:
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        await stage.read()
+        await rig.until_serving()
+        rig.scheduler.lost.clear()
+        if leaves:
+            await stage.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=60)))
+        else:
+            stage.die()
+        said = f"stage 1 of the pool {'left' if leaves else 'died'}"
+        await rig.until_said(said)
+        async with asyncio.timeout(60):
+            while not rig.scheduler.lost:  # noqa: ASYNC110 - happens on the engine's thread
+                await asyncio.sleep(0.005)
+        assert str(rig.scheduler.lost[0]) == said
 
 
 async def test_a_pipeline_that_only_the_engine_sees_broken_forms_anew() -> None:
@@ -202,6 +233,45 @@ async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_rea
             with pytest.raises(UnavailableError, match="this worker cannot go on: the engine stopped: boom"):
                 await process_module._watch_engine(rig.leader)
         assert not rig.leader.serving
+
+
+async def test_an_unhealthy_pool_hands_its_requests_back_and_ends_whoever_joins() -> None:
+    async with leading(2) as rig, joining(rig.leader) as stub:
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        await rig.until_serving()
+        rig.leader.unhealthy("page 3 has two owners")
+        stage.die()
+        await rig.until_said("stage 1 of the pool died")
+        successor = FakeStage(stub)
+        await successor.hello(1)  # a pool that forms anew used to serve again
+        await successor.read()
+        assert rig.leader._warming is not None
+        await rig.leader._warming
+        assert not rig.leader.serving
+        async with asyncio.timeout(60):
+            with pytest.raises(UnavailableError, match="cannot go on: the pool is unhealthy: page 3 has two owners"):
+                await process_module._watch_engine(rig.leader)
+        assert [type(error) for error in rig.handed_back] == [UnavailableError], "its routers move them elsewhere"
+
+
+async def test_a_hung_engine_hands_its_requests_back_and_ends_its_process() -> None:
+    gate = threading.Event()
+    async with leading(1, step_limit_s=1.0) as rig:
+        await rig.until_serving()
+        rig.leader.loop.step_limit.observe(0.01)  # one was measured
+        rig.leader.loop.post(lambda: gate.wait(60))
+        try:
+            async with asyncio.timeout(30):
+                with pytest.raises(UnavailableError, match="has been within one step for more than 1 s"):
+                    await process_module._watch_engine(rig.leader)
+            assert not rig.leader.serving
+            assert [type(error) for error in rig.handed_back] == [UnavailableError], "its routers move them elsewhere"
+            async with asyncio.timeout(5):
+                await asyncio.to_thread(rig.leader.stop)  # it does not wait for what never ends
+        finally:
+            gate.set()
+            rig.leader.loop.stop()
 
 
 async def test_a_warm_up_that_fails_is_tried_again() -> None:

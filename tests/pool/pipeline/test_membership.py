@@ -1,16 +1,19 @@
 """Joining a pool over real gRPC: forming, refusing, losing and replacing a stage."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 import pytest
 
 from engine.core.layer_range import LayerRange
-from pool.pipeline.membership import PipelineService, StageLink
+from models.weights_digest import StageWeights
+from pool.pipeline import membership
+from pool.pipeline.membership import PipelineService, StageLink, weights_to_proto
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import open_channel
@@ -19,11 +22,12 @@ from runtime.exposition import new_registry
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from transfer.plan import codec
-from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent, StageSessionState
 
 RANGES = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 7)]
-SAME = Compatibility("same", "weights abc")
+SETTINGS = {"numerics": "exact", "page_size": "64"}
+COUNTED = {"embed_tokens.weight": "a" * 32}
+WEIGHTS = StageWeights("1" * 32, {"embed_tokens.weight": "a" * 32})
 
 
 @dataclass
@@ -62,12 +66,13 @@ class FakeStage:
         join: Any = stub.Join  # typed for a request iterator, used by writing
         self._call = join()
 
-    async def hello(self, rank: int, *, layers: LayerRange | None = None, compatibility: str = "same",
-                    channel: str = "channel") -> None:
+    async def hello(self, rank: int, *, layers: LayerRange | None = None, numerics: str = "exact",
+                    weights: StageWeights = WEIGHTS, channel: str = "channel", pool_epoch: int = 0) -> None:
         endpoint = StageEndpoint(layers or RANGES[rank], b"ucx", f"life-{rank}")
         await self.send(pb.JoinRequest(hello=pb.StageHello(
             rank=rank, endpoint=codec.endpoint_to_proto(endpoint), channel_address=f"{channel}-{rank}".encode(),
-            compatibility=compatibility, compatibility_text=f"weights {compatibility}")))
+            settings={**SETTINGS, "numerics": numerics}, weights=weights_to_proto(weights),
+            pool_epoch=pool_epoch)))
 
     async def send(self, request: pb.JoinRequest) -> None:
         await self._call.write(request)
@@ -100,7 +105,8 @@ async def leader() -> AsyncIterator[tuple[Observer, pipeline_pb2_grpc.PipelineSt
     observer = Observer()
     server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
         new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    service = PipelineService(layers=RANGES, compatibility=SAME, leader_channel=b"channel-0", observer=observer,
+    service = PipelineService(layers=RANGES, settings=SETTINGS, counted=COUNTED, leader_channel=b"channel-0",
+                              observer=observer,
                               check_channels=check_channels)
     pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
     address = await server.start()
@@ -125,6 +131,32 @@ async def test_a_pool_forms_when_the_last_stage_joins_and_again_after_a_loss() -
         assert (await successor.read()).formed.pool_epoch == (await first.read()).formed.pool_epoch
         assert observer.epochs[1] > observer.epochs[0]
         assert observer.log == ["formed 1", "lost 2", "formed 2"]
+
+
+async def test_a_leader_that_starts_anew_forms_above_what_its_stages_have_seen_whatever_its_clock_says(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages refuse an epoch that is not above the one they have: a clock that is behind would keep the pool away."""
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        seen = 1_800_000_000_000  # as leaders before this one gave them
+        await first.hello(1, pool_epoch=seen)
+        await second.hello(2, pool_epoch=seen - 7)
+        assert (await first.read()).formed.pool_epoch == (await second.read()).formed.pool_epoch > seen
+        second.die()
+        await observer.until("lost 2")
+        successor = FakeStage(stub)
+        await successor.hello(2)
+        await successor.read()
+        assert observer.epochs[1] > observer.epochs[0]
+
+
+async def test_an_epoch_that_no_forming_gave_is_refused_by_name() -> None:
+    async with leader() as (_, stub):
+        stage = FakeStage(stub)
+        await stage.hello(1, pool_epoch=membership.MAX_EPOCH + 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="pool_epoch must be at most"):
+            await stage.read()
 
 
 async def test_a_stage_that_leaves_waits_for_goodbye_and_hears_all_that_was_said_before() -> None:
@@ -201,16 +233,37 @@ async def test_commands_reach_the_stage_in_order() -> None:
         assert [(await first.read()).close_session.session_id for _ in range(3)] == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize(("rank", "layers", "compatibility", "message"), [
-    (1, LayerRange(2, 5), "same", "rank 1 owns layers 2-5, this pool's partition gives it 2-4"),
-    (3, LayerRange(4, 7), "same", "rank 3 is outside 1..2"),
-    (1, None, "other", "here weights abc; there weights other"),
+async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that_stays_is(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gives memory back must reach every stage that keeps its memory."""
+    monkeypatch.setattr(membership, "OUTBOX_LIMIT", 8)
+    async with leader() as (observer, stub):
+        deaf, second = FakeStage(stub), FakeStage(stub)
+        await deaf.hello(1)
+        await second.hello(2)
+        await observer.until("formed 1")
+        async with asyncio.timeout(60):
+            while "lost 1" not in observer.log:
+                observer.links[0].send(close_session=pb.CloseSession(session_id="s" * (1 << 20)))
+                await asyncio.sleep(0.005)
+        await second.read()
+        observer.links[1].send(close_session=pb.CloseSession(session_id="last"))
+        assert (await second.read()).close_session.session_id == "last"
+        assert "lost 2" not in observer.log
+
+
+@pytest.mark.parametrize(("rank", "layers", "numerics", "weights", "message"), [
+    (1, LayerRange(2, 5), "exact", WEIGHTS, "rank 1 owns layers 2-5, this pool's partition gives it 2-4"),
+    (3, LayerRange(4, 7), "exact", WEIGHTS, "rank 3 is outside 1..2"),
+    (1, None, "fast", WEIGHTS, "numerics is exact here, fast there"),
+    (1, None, "exact", replace(WEIGHTS, copies={"embed_tokens.weight": "b" * 32}),
+     "stage 1 has read another embed_tokens.weight than stage 0"),
 ])
-async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: LayerRange | None, compatibility: str,
-                                                       message: str) -> None:
+async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: LayerRange | None, numerics: str,
+                                                       weights: StageWeights, message: str) -> None:
     async with leader() as (observer, stub):
         stage = FakeStage(stub)
-        await stage.hello(rank, layers=layers, compatibility=compatibility)
+        await stage.hello(rank, layers=layers, numerics=numerics, weights=weights)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stage.read()
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -24,7 +24,7 @@ from runtime.errors import ConfigError, DeadlineError, InternalError, PeerLostEr
 from tests.support.channel_child import KINDS, MAX_BYTES, channel_of
 from tests.support.ports import taken_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(params=KINDS)
@@ -59,7 +59,7 @@ def send(channel: PoolChannel, rank: int, frame: bytes | bytearray, *tensors: to
 
 def received(channel: PoolChannel, rank: int) -> bytes | None:
     packet = channel.receive(rank, timeout_s=60.0)
-    return None if packet is None else bytes(packet.frame)
+    return None if packet is None else bytes(packet.record)
 
 
 def tensors_from(channel: PoolChannel, rank: int) -> tuple[torch.Tensor, ...]:
@@ -83,7 +83,7 @@ def test_frames_keep_their_order_by_sender(channels: list[PoolChannel]) -> None:
     assert [received(channels[2], 0) for i in range(20)] == [b"from 0: %d" % i * (1 + 700 * (i % 3)) for i in range(20)]
 
 
-def test_a_sent_frame_may_be_reused_at_once(channels: list[PoolChannel]) -> None:
+def test_a_sent_record_may_be_reused_at_once(channels: list[PoolChannel]) -> None:
     frame = bytearray(b"a" * 100_000)
     send(channels[0], 1, frame)
     frame[:] = b"b" * 100_000
@@ -94,6 +94,15 @@ def test_sending_does_not_wait_for_the_receiver(channels: list[PoolChannel]) -> 
     for _ in range(4):
         send(channels[0], 1, bytes(300_000))  # nobody receives meanwhile: waiting would run into the deadline
     assert [received(channels[1], 0) for _ in range(4)] == [bytes(300_000)] * 4
+
+
+def test_a_sender_that_computes_holds_no_large_frame_back(channels: list[PoolChannel]) -> None:
+    """512 tokens of 4,096 in bf16 are 4 MiB, which no queue takes as a whole. Nobody receives while they are sent, and
+    the sender does not come back to its channel while they are received."""
+    hidden = [torch.full((512, 4096), value, dtype=torch.bfloat16) for value in range(4)]
+    for tensor in hidden:
+        send(channels[0], 1, b"", tensor, timeout_s=30.0)
+    assert [set(tensors_from(channels[1], 0)[0].flatten().tolist()) for _ in hidden] == [{0.0}, {1.0}, {2.0}, {3.0}]
 
 
 def test_frames_larger_than_the_queues_go_through(channels: list[PoolChannel]) -> None:
@@ -200,7 +209,7 @@ def test_tensors_arrive_whole_with_their_frame(channels: list[PoolChannel]) -> N
         send(channels[sender], sender + 1, b"frame", *sent)
         packet = channels[sender + 1].receive(sender, timeout_s=60.0)
         assert packet is not None
-        assert bytes(packet.frame) == b"frame"
+        assert bytes(packet.record) == b"frame"
         assert all(map(torch.equal, packet.tensors, sent))
         assert [tensor.dtype for tensor in packet.tensors] == [tensor.dtype for tensor in sent]
 
@@ -230,7 +239,7 @@ def test_tensors_of_an_older_epoch_never_surface(channels: list[PoolChannel]) ->
     send(channels[0], 1, b"new", made(3))
     packet = channels[1].receive(0, timeout_s=60.0)
     assert packet is not None
-    assert (bytes(packet.frame), packet.tensors[0].tolist()) == (b"new", [0.0, 1.0, 2.0])
+    assert (bytes(packet.record), packet.tensors[0].tolist()) == (b"new", [0.0, 1.0, 2.0])
 
 
 class Child:

@@ -36,13 +36,12 @@ def test_load_shows_queue_memory_and_sessions() -> None:
 
 def test_a_census_shows_what_memory_is_held_for() -> None:
     registry = CollectorRegistry()
-    meters = LeaderMeters.create(registry, GEOMETRY, "abc")
+    meters = LeaderMeters.create(registry, GEOMETRY)
     meters.on_occupancy(PoolOccupancy({"computing": 2, "handoff": 1}, num_pages_held=5, oldest_s=1.5), num_draining=1)
     states = {"computing": 2, "handoff": 1, "draining": 1}
     assert {state: value(registry, "baton_kv_leases", state=state) for state in states} == states
     assert value(registry, "baton_kv_pages_held_for_transfer") == 5
     assert value(registry, "baton_queue_oldest_seconds") == 1.5
-    assert value(registry, "baton_compat_info", hash="abc") == 1
     assert value(registry, "baton_cache_config_info", page_size="4", num_pages="10", num_slots="4") == 1
 
 

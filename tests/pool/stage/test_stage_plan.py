@@ -6,6 +6,7 @@ import pytest
 
 from engine.core.layer_range import get_pp_indices
 from engine.memory.layout import CacheKind
+from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
 from tests.support.checkpoints import add_nextn, make_checkpoint
@@ -34,7 +35,7 @@ def test_a_nextn_draft_is_one_layer_of_both_its_caches_s0_8(tmp_path: Path, size
         assert drafted == ([CacheKind.LATENT, CacheKind.INDEX_KEY] if rank == size - 1 else [])
         assert plan.geometry.layers.end == expected.end + (rank == size - 1)
         for kind in ("latent", "index_key"):
-            assert f"{kind} (64," in plan.compatibility.text
+            assert f"{kind} (64," in plan.compatibility(PoolWeights("0" * 32)).text
 
 
 @pytest.mark.parametrize(("size", "partition"), [(1, ""), (2, ""), (3, ""), (4, ""), (3, "1,1,2")])

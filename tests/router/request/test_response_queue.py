@@ -40,3 +40,20 @@ async def test_a_client_that_does_not_read_is_noticed_and_a_finish_still_fits() 
     await responses.put(FINISH)
     responses.close()
     assert [response async for response in responses][-1] == FINISH
+
+
+async def test_a_client_that_trickles_has_the_stall_limit_for_the_end_of_its_stream() -> None:
+    responses = ResponseQueue(stall_limit_s=0.2)
+    for i in range(MAX_UNREAD):
+        await responses.put(chunk(i))
+    responses.close()
+    read: list[generation_pb2.GenerateResponse] = []
+
+    async def trickle() -> None:
+        async for response in responses:
+            read.append(response)
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(RequestAborted, match="not read the end of its stream"):
+        await trickle()
+    assert 0 < len(read) < MAX_UNREAD

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -71,7 +73,58 @@ async def test_a_rejected_worker_limits_no_request() -> None:
     known.decode[1].lost("cannot be reached")
     assert known.directory.max_context_tokens == 160, "what it said of itself still stands"
     serves(known.decode[1], incarnation="b", max_context_tokens=8)
-    assert known.directory.max_context_tokens == 8
+    assert known.directory.max_context_tokens == 160, "the largest pair says what can be served"
+    known.decode[0].lost("cannot be reached")
+    assert known.directory.max_context_tokens == 160, "which may be back in a moment"
+
+
+async def test_a_request_goes_to_workers_that_can_hold_it() -> None:
+    known = Known(num_decode=2)
+    serves(known.prefill)
+    serves(known.decode[0], max_context_tokens=8, compatibility="m")
+    serves(known.decode[1], compatibility="m")
+    serves(known.prefill, compatibility="m")
+    small, large = known.decode[0].address, known.decode[1].address
+    for context_tokens, fitting in ((8, {small, large}), (9, {large}), (160, {large}), (161, set())):
+        book = partial(known.directory.book_decode, [1, 2], "m", context_tokens=context_tokens)
+        found: set[str] = set()
+        while (booking := book(tried=frozenset(found))) is not None:
+            found.add(booking.worker.address)
+            booking.release()
+        assert found == fitting
+        assert known.directory.can_hold(context_tokens) == bool(fitting)
+        assert known.directory.has_pair("m", context_tokens) == bool(fitting)
+        assert known.directory.has_decode("m", context_tokens) == bool(fitting)
+        pair = known.directory.place([1, 2], context_tokens)
+        assert ({pair.decode.worker.address} <= fitting) if pair is not None else not fitting
+        if pair is not None:
+            pair.release()
+    assert known.directory.place_again([1], "m", large, 9) is not None, "the one that gave it up, if no other can"
+    known.decode[1].lost("gone")
+    assert not known.directory.can_hold(9)
+    assert known.directory.place_again([1], "m", large, 9) is None
+
+
+async def test_the_largest_pair_counts_and_not_the_largest_workers() -> None:
+    known = Known(num_decode=2)
+    serves(known.prefill, compatibility="m")
+    serves(known.decode[0], compatibility="m", max_context_tokens=64)
+    serves(known.decode[1], compatibility="other")
+    assert known.directory.max_context_tokens == 64
+
+
+@pytest.mark.parametrize(("theirs", "ours", "accepted"), [("a", "a", True), ("a", "b", False), ("", "b", True),
+                                                          ("a", "", True)])
+async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(theirs: str, ours: str, *,
+                                                                         accepted: bool) -> None:
+    known = Known()
+    facts = replace(FACTS, tokenizer_digest=ours)
+    known.prefill.introduced(worker_info(WorkerRole.PREFILL, tokenizer_digest=theirs), facts)
+    known.prefill.reported(worker_pb2.WorkerLoad(serving=True))
+    assert known.prefill.is_usable == accepted
+    if not accepted:
+        assert known.prefill.problem == ("it has another tokenizer: the digest of its tokenizer.json is a, "
+                                         "the router's b")
 
 
 async def test_half_a_pair_is_never_booked() -> None:

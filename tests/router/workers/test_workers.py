@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import generation_pb2, types_pb2, worker_pb2
+from router.api.generation import RequestKey
 from router.request.admission import AdmissionLimits
 from router.request.validate import AdmissibleRequest
 from router.workers.policy import Policy
@@ -113,8 +114,8 @@ async def test_a_worker_of_another_model_is_not_used() -> None:
 async def test_a_sequence_is_limited_by_model_and_pool() -> None:
     assert (await a_worker(WorkerRole.DECODE)).max_context_tokens == 160
     fabric, journal = Fabric(), Journal()
-    pools = [FakeDecode("small", fabric, journal, num_pages=3), FakeDecode("large", fabric, journal)]
-    async with running_router(FakePrefill("p", fabric, journal), *pools) as router:
+    pool = FakeDecode("small", fabric, journal, num_pages=3)
+    async with running_router(FakePrefill("p", fabric, journal), pool) as router:
         error = await router.failure(token_request([1] * 48))
         assert isinstance(error, InvalidRequestError)
         assert "the context limit of 48 tokens" in str(error)
@@ -180,7 +181,8 @@ async def test_no_worker_at_all_is_unavailable_after_the_grace_and_then_at_once(
     async with running_router(prefill, decode, admission=limits, start_workers=False) as router:
         error = await router.failure(token_request([1]))
         assert isinstance(error, UnavailableError)
-        assert "no prefill worker is usable (127.0.0.1:1: cannot be reached" in str(error)
+        assert str(error) == "no prefill worker is usable (cannot be reached)", "no address of the inside"
+        assert "no prefill worker is usable (127.0.0.1:1: cannot be reached" in router.directory.pair_problem()
         queued = router.services.admission._arrivals
         assert isinstance(await router.failure(token_request([1])), UnavailableError)
         assert router.services.admission._arrivals == queued, "it waited for nothing"
@@ -324,7 +326,7 @@ async def test_the_queue_is_ordered_by_priority_then_arrival() -> None:
         for name, priority in (("first", 0), ("b", 0), ("c", 0), ("low", 5), ("high", -5)):
             request = token_request([1], max_tokens=1, request_id=name, priority=priority)
             calls.append(asyncio.create_task(router.ask(request)))
-            await eventually(partial(router.service._running.__contains__, name), "arrival")
+            await eventually(partial(router.service._running.__contains__, RequestKey("", name)), "arrival")
         may_go.set()
         await asyncio.gather(*calls)
     assert order == ["first", "high", "b", "c", "low"]

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.visibility import TreeMask
 from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from runtime.errors import InternalError, StalePlanError
-from tests.support.attention import LAYER, dense, feed, make_prompt, poisoned_pool
+from tests.support.attention import LAYER, Prompt, dense, feed, make_prompt, poisoned_pool
 from tests.support.batches import Row, make_batch
 
 GEOMETRY = AttentionGeometry(num_heads=6, num_kv_heads=2, head_dim=16, page_size=16, scale=0.2)
@@ -76,59 +75,6 @@ class AttentionContract(ABC):
             feed(backend, ForwardMode.DECODE, *((prompt, 1) for prompt in prompts))
         for prompt in prompts:
             close(prompt.output(), dense(prompt, GEOMETRY))
-
-    def test_tokens_of_a_tree_see_the_prefix_and_their_ancestors(self) -> None:
-        #      0            and, for the second prompt,  0 -> 1 -> 2
-        #    1   2
-        #   3   4
-        tree = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]])
-        chain = torch.ones(3, 3).tril()
-        trees = [tree.bool(), chain.bool()]
-        prompts = [make_prompt(66, GEOMETRY, pages=range(1, 6), seed=1),
-                   make_prompt(20, GEOMETRY, pages=(7, 8), seed=2)]
-        backend = self.build()
-        feed(backend, ForwardMode.PREFILL, (prompts[0], 61), (prompts[1], 17))
-        feed(backend, ForwardMode.VERIFY, (prompts[0], 5), (prompts[1], 3), visible=trees)
-        for prompt, own in zip(prompts, trees, strict=True):
-            visible = torch.ones(len(prompt.q), len(prompt.q), dtype=torch.bool).tril()
-            visible[-len(own) :, -len(own) :] = own
-            close(prompt.output(), dense(prompt, GEOMETRY, visible=visible))
-
-    def test_a_mask_wider_than_the_new_tokens_hides_earlier_drafts(self) -> None:
-        prompt = make_prompt(24, GEOMETRY, pages=(1, 2), seed=1)
-        backend = self.build()
-        feed(backend, ForwardMode.PREFILL, (prompt, 20))
-        first = torch.eye(2).bool()  # two drafts, neither the other's parent
-        feed(backend, ForwardMode.DRAFT, (prompt, 2), visible=[first])
-        second = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1]]).bool()  # one child each
-        feed(backend, ForwardMode.DRAFT, (prompt, 2), visible=[second])
-        visible = torch.ones(24, 24, dtype=torch.bool).tril()
-        visible[20:22, 20:22], visible[22:, 20:] = first, second
-        close(prompt.output(), dense(prompt, GEOMETRY, visible=visible))
-
-    def test_trees_of_one_size_behind_prefixes_of_different_length(self) -> None:
-        own = torch.eye(4).bool()  # nobody's ancestors: four guesses at the same token
-        prompts = [make_prompt(n, GEOMETRY, pages=range(9 * n, 9 * n + 5), seed=n) for n in (5, 6, 7)]
-        backend = self.build(num_pages=80)
-        feed(backend, ForwardMode.PREFILL, *((prompt, len(prompt.q) - 4) for prompt in prompts))
-        feed(backend, ForwardMode.VERIFY, *((prompt, 4) for prompt in prompts), visible=[own] * 3)
-        for prompt in prompts:
-            visible = torch.ones(len(prompt.q), len(prompt.q), dtype=torch.bool).tril()
-            visible[-4:, -4:] = own
-            close(prompt.output(), dense(prompt, GEOMETRY, visible=visible))
-
-    @pytest.mark.parametrize("shape", [(3, 3), (1, 2), (2, 1), (2, 23)])
-    def test_a_mask_of_another_shape_is_refused(self, shape: tuple[int, int]) -> None:
-        mask = TreeMask((torch.ones(shape, dtype=torch.bool),))
-        batch = make_batch(ForwardMode.VERIFY, [Row(2, 20, (1, 2))], spec_info=mask)
-        with pytest.raises(InternalError, match="tree mask of row 0"):
-            self.build().plan(batch)
-
-    def test_a_mask_in_which_a_token_does_not_see_itself_is_refused(self) -> None:
-        mask = TreeMask((torch.tensor([[True, True, False], [True, True, False]]),))
-        batch = make_batch(ForwardMode.VERIFY, [Row(2, 20, (1, 2))], spec_info=mask)
-        with pytest.raises(InternalError, match="does not see itself"):
-            self.build().plan(batch)
 
     def test_a_forward_writes_its_own_tokens_and_nothing_else(self) -> None:
         pool = torch.full((8, 2, 2, 16, 16), 7.0)
@@ -229,3 +175,41 @@ class AttentionContract(ABC):
     def _run(backend: AttentionBackend, num_tokens: int, batch: ForwardBatch) -> Tensor:
         kv = torch.zeros(num_tokens, 2, 16)
         return backend.run(LAYER, torch.zeros(num_tokens, 6, 16), kv, kv, batch)
+
+
+class TreeContract(ABC):
+    """What a backend must do that verifies trees."""
+
+    @abstractmethod
+    def make(self, geometry: AttentionGeometry, pool: Tensor) -> AttentionBackend: ...
+
+    def test_tokens_of_a_tree_see_the_prefix_and_their_ancestors(self) -> None:
+        #      0            and, for the second prompt,  0 -> 1 -> 2
+        #    1   2
+        #   3   4
+        trees = [(-1, 0, 0, 1, 2), (-1, 0, 1)]
+        seen = [torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]),
+                torch.ones(3, 3).tril()]
+        prompts = [make_prompt(66, GEOMETRY, pages=range(1, 6), seed=1),
+                   make_prompt(20, GEOMETRY, pages=(7, 8), seed=2)]
+        backend = self.make(GEOMETRY, poisoned_pool(80, GEOMETRY))
+        feed(backend, ForwardMode.PREFILL, (prompts[0], 61), (prompts[1], 17))
+        feed(backend, ForwardMode.VERIFY, (prompts[0], 5), (prompts[1], 3), trees=trees)
+        for prompt, own in zip(prompts, seen, strict=True):
+            self._check(prompt, own.bool())
+
+    def test_trees_of_one_size_behind_prefixes_of_different_length(self) -> None:
+        tree = (-1,) * 4  # nobody's ancestors: four guesses at the same token
+        prompts = [make_prompt(n, GEOMETRY, pages=range(9 * n, 9 * n + 5), seed=n) for n in (5, 6, 7)]
+        backend = self.make(GEOMETRY, poisoned_pool(80, GEOMETRY))
+        feed(backend, ForwardMode.PREFILL, *((prompt, len(prompt.q) - 4) for prompt in prompts))
+        feed(backend, ForwardMode.VERIFY, *((prompt, 4) for prompt in prompts), trees=[tree] * 3)
+        for prompt in prompts:
+            self._check(prompt, torch.eye(4).bool())
+
+    @staticmethod
+    def _check(prompt: Prompt, own: Tensor) -> None:
+        """`own` [N, N]: who of the last N tokens sees whom of them."""
+        visible = torch.ones(len(prompt.q), len(prompt.q), dtype=torch.bool).tril()
+        visible[-len(own):, -len(own):] = own
+        close(prompt.output(), dense(prompt, GEOMETRY, visible=visible))

@@ -1,13 +1,14 @@
 """Pools are paired only when their bytes mean the same, and people are told why not."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from engine.memory.layout import CacheKind, CacheSpec
 from runtime.errors import IncompatiblePeerError
 from tests.support.handoff import hybrid_specs
-from transfer.plan.compatibility import check_compatible, check_same, compatibility
+from transfer.plan.compatibility import check_compatible, check_settings, compatibility
 
 SPECS = hybrid_specs(4)
 MINE = compatibility(revision="abcdef0123456789", specs=SPECS, page_size=4)
@@ -44,7 +45,7 @@ def test_index_keys_that_nobody_reads_are_not_compared_s2_10() -> None:
         check_compatible(MINE, needed.digest, needed.text)
 
 
-def test_a_pool_without_the_draft_pairs_and_is_no_stage_of_the_same_pool() -> None:
+def test_a_pool_without_the_draft_pairs() -> None:
     kv = CacheSpec(4, CacheKind.KV, (2, 2, 4, 8), "bfloat16", 2, of_draft=True)
     first, narrow, other = (
         compatibility(revision="abcdef0123456789", specs=(*SPECS, spec), page_size=4, draft_revision=weights)
@@ -52,8 +53,6 @@ def test_a_pool_without_the_draft_pairs_and_is_no_stage_of_the_same_pool() -> No
     for drafting in (first, narrow, other):
         check_compatible(MINE, drafting.digest, drafting.text)
         check_compatible(drafting, MINE.digest, MINE.text)
-        with pytest.raises(IncompatiblePeerError, match="the stages differ"):
-            check_same(MINE, drafting.digest, drafting.text)
     for peer, says in ((narrow, r"of draft d1 layers 4: kv \(2, 1, 4, 8\)"), (other, "of draft d2 layers 4: kv")):
         with pytest.raises(IncompatiblePeerError, match=says):
             check_compatible(first, peer.digest, peer.text)
@@ -72,5 +71,29 @@ def test_a_pool_of_tensor_parallel_shards_is_refused_s4_8(kind: CacheKind, shard
 
 def test_the_text_groups_equal_layers() -> None:
     assert MINE.text == (
-        "schema 2, weights abcdef012345, page size 4, layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "
+        "schema 3, weights abcdef012345, numerics exact, arithmetic any, page size 4, "
+        "layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "
         "layers 1,3: kv (2, 2, 4, 8) bfloat16")
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"numerics": "fast"}, r"differ in numerics \(exact here, fast there\)"),
+    ({"arithmetic": "2-pairs"}, r"differ in arithmetic \(any here, 2-pairs there\)"),
+    ({"revision": "fedcba"}, r"differ in weights \(abcdef012345 here, fedcba there\)"),
+    ({"page_size": 8, "numerics": "fast"},
+     r"differ in numerics \(exact here, fast there\), page size \(4 here, 8 there\)"),
+])
+def test_the_setting_and_both_values_are_named(change: dict[str, Any], named: str) -> None:
+    theirs = compatibility(**{"revision": "abcdef0123456789", "specs": SPECS, "page_size": 4, **change})
+    with pytest.raises(IncompatiblePeerError, match=named):
+        check_compatible(MINE, theirs.digest, theirs.text)
+
+
+def test_settings_of_stages_are_named_with_both_values() -> None:
+    mine = {"numerics": "exact", "num_pages": "40"}
+    check_settings(mine, dict(mine))
+    with pytest.raises(IncompatiblePeerError,
+                       match="num_pages is 40 here, 39 there; numerics is exact here, fast there"):
+        check_settings(mine, {"numerics": "fast", "num_pages": "39"})
+    with pytest.raises(IncompatiblePeerError, match="draft is not set here, abc there"):
+        check_settings(mine, {**mine, "draft": "abc"})

@@ -6,10 +6,8 @@ import logging
 from collections.abc import Callable
 
 from engine.loop import EngineLoop
-from pool.pipeline.group import StageGroup
+from pool.pipeline.group import Session, SessionReports
 from runtime.clock import HELD_UP_S
-from transfer.plan.handoff_terms import StageSessionEvent
-from transfer.session import ReceiveSession, SendSession
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +18,8 @@ class MemoryReclaimer:
     """Runs one short task per ended request. `unhealthy` hears of a session that will not drain: its memory stays
     leased rather than be written to by a stranger."""
 
-    def __init__(self, group: StageGroup, loop: EngineLoop, unhealthy: Callable[[str], None]) -> None:
-        self._group = group
+    def __init__(self, reports: SessionReports, loop: EngineLoop, unhealthy: Callable[[str], None]) -> None:
+        self._reports = reports
         self._loop = loop
         self._unhealthy = unhealthy
         self._tasks: set[asyncio.Task[None]] = set()
@@ -31,7 +29,7 @@ class MemoryReclaimer:
         return len(self._tasks)
 
     def end(self, release: Callable[[], None], *, close: Callable[[], None] | None = None,
-            session: ReceiveSession | SendSession | None = None) -> None:
+            session: Session | None = None) -> None:
         """`close` aborts or releases on every stage; `release` runs on the engine thread once `session` has drained.
         None: none was ever opened."""
         if close is not None:
@@ -39,18 +37,11 @@ class MemoryReclaimer:
         if session is None:
             self._loop.post(release)
             return
-        if session.drained:
-            self._group.forget(session.session_id, session.epoch)
+        drained = self._reports.drained(session)
+        if drained.is_set():
+            self._reports.forget(session.session_id, session.epoch)
             self._loop.post(release)
             return
-        drained = asyncio.Event()
-
-        def listen(rank: int, event: StageSessionEvent) -> None:
-            session.on_stage_event(rank, event)
-            if session.drained:
-                drained.set()
-
-        self._group.listen(session.session_id, session.epoch, listen)
         task = asyncio.create_task(self._finish(release, session.session_id, session.epoch, drained))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -60,7 +51,7 @@ class MemoryReclaimer:
         if not await _in_time(drained):
             self._unhealthy(f"session {session_id} did not drain within {DRAIN_TIMEOUT_S} s")
             return
-        self._group.forget(session_id, epoch)
+        self._reports.forget(session_id, epoch)
         self._loop.post(release)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pool.pipeline import reclaimer as janitor_module
-from pool.pipeline.group import StageGroup
-from pool.pipeline.reclaimer import MemoryReclaimer
+from pool.pipeline.group import SessionReports, StageGroup
+from pool.request import reclaimer as module
+from pool.request.reclaimer import MemoryReclaimer
 from runtime.clock import SystemClock
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.session import ReceiveSession, SendSession
@@ -24,20 +24,6 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-class FakeGroup:
-    """Remembers who listens."""
-
-    def __init__(self) -> None:
-        self.listener: Callable[[int, StageSessionEvent], None] | None = None
-        self.forgotten: list[tuple[str, int]] = []
-
-    def listen(self, session_id: str, epoch: int, listener: Callable[[int, StageSessionEvent], None]) -> None:
-        self.listener = listener
-
-    def forget(self, session_id: str, epoch: int) -> None:
-        self.forgotten.append((session_id, epoch))
-
-
 class FakeLoop:
     """Runs commands at once."""
 
@@ -45,41 +31,45 @@ class FakeLoop:
         command()
 
 
-def make_janitor() -> tuple[MemoryReclaimer, FakeGroup, list[str]]:
-    group = FakeGroup()
-    told: list[str] = []
-    return MemoryReclaimer(group, FakeLoop(), told.append), group, told  # type: ignore[arg-type]
+def make_reclaimer() -> tuple[MemoryReclaimer, SessionReports, list[str]]:
+    reports, told = SessionReports(asyncio.get_running_loop()), list[str]()
+    return MemoryReclaimer(reports, FakeLoop(), told.append), reports, told  # type: ignore[arg-type]
+
+
+def watched(reports: SessionReports, *, num_stages: int) -> ReceiveSession:
+    session = ReceiveSession("s", num_stages=num_stages, clock=SystemClock())
+    reports.watch(session, lambda: None)
+    return session
 
 
 async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10() -> None:
-    reclaimer, group, told = make_janitor()
+    reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
-    session = ReceiveSession("s", num_stages=2, clock=SystemClock())
+    session = watched(reports, num_stages=2)
     reclaimer.end(lambda: done.append("released"), close=lambda: done.append("closed"), session=session)
     assert done == ["closed"]
-    assert group.listener is not None
-    group.listener(0, drained_event())
+    reports.deliver(0, drained_event())
     await asyncio.sleep(0)
     assert done == ["closed"]
-    group.listener(1, drained_event())
+    reports.deliver(1, drained_event())
     await until(lambda: done == ["closed", "released"])
-    assert group.forgotten == [("s", 0)]
+    assert reports.num_watched == 0
     assert told == []
     await until(lambda: reclaimer.open_tasks == 0)
 
 
 async def test_without_a_session_memory_is_released_at_once() -> None:
-    reclaimer, _, _ = make_janitor()
+    reclaimer, _, _ = make_reclaimer()
     done: list[str] = []
     reclaimer.end(lambda: done.append("released"))
     assert done == ["released"]
 
 
 async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 0.01)
-    reclaimer, _, told = make_janitor()
+    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 0.01)
+    reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
-    reclaimer.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
+    reclaimer.end(lambda: done.append("released"), session=watched(reports, num_stages=1))
     await until(lambda: told)
     assert done == []
     assert "did not drain" in told[0]
@@ -88,17 +78,16 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkey
 async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_despairs(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the pool serve again."""
-    monkeypatch.setattr(janitor_module, "DRAIN_TIMEOUT_S", 1.0)
-    reclaimer, group, told = make_janitor()
+    monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
+    reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
-    reclaimer.end(lambda: done.append("released"), session=ReceiveSession("s", num_stages=1, clock=SystemClock()))
+    reclaimer.end(lambda: done.append("released"), session=watched(reports, num_stages=1))
     await asyncio.sleep(0)  # it waits
 
     async def report() -> None:
         for _ in range(5):  # what comes over a stream takes some turns of the loop
             await asyncio.sleep(0)
-        assert group.listener is not None
-        group.listener(0, drained_event())
+        reports.deliver(0, drained_event())
 
     reporting = asyncio.create_task(report())
     time.sleep(1.5)  # noqa: ASYNC251 - the whole loop stands still
@@ -115,15 +104,15 @@ class FakeAgent:
 
 
 async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drain() -> None:
-    group, told = StageGroup(FakeAgent(), 1), list[str]()  # type: ignore[arg-type]
-    reclaimer = MemoryReclaimer(group, FakeLoop(), told.append)  # type: ignore[arg-type]
+    reclaimer, reports, told = make_reclaimer()
+    group = StageGroup(FakeAgent(), 1, reports)  # type: ignore[arg-type]
     source = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
     released: list[int] = []
     sessions = [SendSession("s", epoch=epoch, num_stages=1, clock=SystemClock()) for epoch in range(2)]
 
     def begin(epoch: int) -> None:
         group.open_send(epoch + 1, source, DestinationTerms("s", epoch, 0, (1,), 0, (), ""),
-                        sessions[epoch].on_stage_event)
+                        sessions[epoch], lambda: None)
 
     def end(epoch: int) -> None:
         sessions[epoch].abort("its stream ended")
@@ -132,9 +121,9 @@ async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drai
     begin(0)
     end(0)
     begin(1)
-    group.stage_event(0, StageSessionEvent("s", 0, StageSessionState.DRAINED))
+    reports.deliver(0, StageSessionEvent("s", 0, StageSessionState.DRAINED))
     await until(lambda: released == [0])
     end(1)
-    group.stage_event(0, StageSessionEvent("s", 1, StageSessionState.DRAINED))
+    reports.deliver(0, StageSessionEvent("s", 1, StageSessionState.DRAINED))
     await until(lambda: released == [0, 1])
     assert (group.open_sessions, told) == (0, [])

@@ -1,0 +1,202 @@
+"""How a supervisor starts processes: each for itself, or as forks of a process that has loaded what workers load.
+
+    child = await spawn("router", arguments, core="all", environment=environment)
+
+    with Nursery(folder) as nursery:                         # a process; loads while it takes the first orders
+        async with await nursery.connect() as link:
+            child = await link.spawn("decode", arguments, core="1", environment=environment)
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from runtime.errors import PeerLostError, UnavailableError
+from runtime.orders import Answer, Order, open_socket, receive_answer, send_order
+from runtime.tied import ALL_CORES
+
+LINE_LIMIT = 1 << 20
+_LISTEN_S = 30.0  # for a new interpreter, on a busy machine
+_LOOK_S = 0.02
+_REAP_S = 5.0
+
+
+class Child(Protocol):
+    """A running process and what it writes. An `asyncio.subprocess.Process` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+
+    async def wait(self) -> int: ...
+
+
+class Spawn(Protocol):
+    """Starts `python -m MODULE ARG...`, tied to this process. Raises UnavailableError where it cannot."""
+
+    async def __call__(self, module: str, arguments: Sequence[str], *, core: str,
+                       environment: Mapping[str, str]) -> Child: ...
+
+
+async def spawn(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
+    """A process of its own, in a session of its own, that ends with this one."""
+    return await asyncio.create_subprocess_exec(
+        *_command(module, arguments, core), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT, env=environment, start_new_session=True, limit=LINE_LIMIT)
+
+
+def _command(module: str, arguments: Sequence[str], core: str) -> list[str]:
+    return [sys.executable, "-m", "baton.child", str(os.getpid()), core, module, *arguments]
+
+
+class Nursery:
+    """The process itself; it belongs to no event loop, so that several clusters can have one after the other. Use as a
+    context manager, from a thread that lives as long as it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "nursery.socket"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+        self._process = subprocess.Popen(_command("pool.nursery", [str(self._path)], ALL_CORES), env=environment,
+                                         stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends its workers, too."""
+        self._process.kill()
+        self._process.wait(_REAP_S)
+
+    async def connect(self) -> "NurseryLink":
+        """Raises UnavailableError when there is nothing to connect to."""
+        deadline = asyncio.get_running_loop().time() + _LISTEN_S
+        channel = open_socket()
+        while True:
+            try:
+                channel.connect(str(self._path))
+            except OSError as error:
+                if self._process.poll() is not None or asyncio.get_running_loop().time() > deadline:
+                    channel.close()
+                    raise UnavailableError(f"the nursery cannot be reached: {error.strerror}") from error
+                await asyncio.sleep(_LOOK_S)
+            else:
+                return NurseryLink(channel)
+
+
+class ForkedChild:
+    """Satisfies `Child`."""
+
+    def __init__(self, stdout: asyncio.StreamReader) -> None:
+        self._stdout = stdout
+        self._pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int:
+        return self._pid.result()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._code.result() if self._code.done() else None
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None:
+        return self._stdout
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    async def started(self) -> None:
+        """Raises PeerLostError when the nursery ended instead."""
+        await asyncio.shield(self._pid)
+
+    def answered(self, answer: Answer) -> None:
+        if not self._pid.done():
+            self._pid.set_result(answer.pid)
+        if answer.code is not None:
+            self._code.set_result(answer.code)
+
+    def lost(self) -> None:
+        """The nursery is gone, and so is this process."""
+        if not self._pid.done():
+            self._pid.set_exception(PeerLostError("the nursery has ended"))
+        if not self._code.done():
+            self._code.set_result(-signal.SIGKILL)
+
+
+class NurseryLink:
+    """Orders of one event loop. `is_open` until the nursery ends."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._numbers = itertools.count()
+        self._children: dict[int, ForkedChild] = {}
+        self._outputs: set[asyncio.ReadTransport] = set()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(channel, self._on_answer)
+        self.is_open = True
+
+    def close(self) -> None:
+        """Its workers go on, but nobody reads what they write: whoever ordered them ends them first."""
+        if self.is_open:
+            self.is_open = False
+            self._loop.remove_reader(self._channel)
+            self._channel.close()
+            for child in self._children.values():
+                child.lost()
+            self._children.clear()
+            for output in self._outputs:
+                output.close()
+
+    async def spawn(self, module: str, arguments: Sequence[str], *, core: str,
+                    environment: Mapping[str, str]) -> Child:
+        """As the function of this name, but a fork. Raises UnavailableError when the nursery cannot."""
+        if not self.is_open:
+            raise UnavailableError("the nursery has ended")
+        order = Order(next(self._numbers), module, tuple(arguments), dict(environment), os.getcwd(), core)
+        reader = asyncio.StreamReader(LINE_LIMIT)
+        read_end, write_end = os.pipe()
+        try:
+            output, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader),
+                                                           os.fdopen(read_end, "rb", 0))
+            self._outputs = {other for other in self._outputs if not other.is_closing()} | {output}
+            child = self._children[order.number] = ForkedChild(reader)
+            send_order(self._channel, order, write_end)
+        finally:
+            os.close(write_end)
+        try:
+            await child.started()
+        except PeerLostError:
+            output.close()
+            raise
+        return child
+
+    def _on_answer(self) -> None:
+        try:
+            answer = receive_answer(self._channel)
+        except OSError:
+            answer = None
+        if answer is None:
+            self.close()
+            return
+        child = self._children[answer.number]
+        child.answered(answer)
+        if answer.code is not None:
+            del self._children[answer.number]

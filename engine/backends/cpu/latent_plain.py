@@ -1,0 +1,130 @@
+"""MLA and DSA on the CPU in plain torch, for types that compiled code does not know.
+
+Each token gathers its own keys in position order into blocks of a fixed size; products have a fixed inner shape and
+blocks are added in order. So a token's bits depend on its own keys only, as far as the library's products allow, and a
+choice of keys costs what it reads.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.selection import best_positions, true_positions
+from engine.backends.visibility import tree_visibility
+from engine.contracts.latent import LatentGeometry
+from engine.core.batch import ForwardBatch
+from engine.core.numerics import padded_rows
+
+_BLOCK = 64  # keys per product
+_TILE_ELEMENTS = 1 << 24  # bounds the memory of one step: tokens are taken a few at a time
+
+
+@dataclass(frozen=True)
+class PlainLatents:
+    """What a batch's tokens see. R rows, T tokens, K keys of the longest row, whole blocks.
+
+    token_rows  [T] int64
+    own_slots   [T] int64, where the token's entry is written: page * page_size + offset
+    key_slots   [R, K] int64, where the row's keys are
+    hidden      [T, K] bool, True where the token must not see the key
+    """
+
+    num_rows: int
+    token_rows: Tensor
+    own_slots: Tensor
+    key_slots: Tensor
+    hidden: Tensor
+
+    def select(self, keys: Tensor, q: Tensor, weights: Tensor, width: int) -> Tensor:
+        """The `width` best of a layer's index keys [slots, dim] for each token, as `LatentAttentionBackend.select`."""
+        num_heads, head_dim = q.shape[1:]
+        chosen = [torch.empty(0, width, dtype=torch.int32)]
+        for row, tokens in self._row_tiles(elements_per_token=num_heads * self.key_slots.shape[1]):
+            blocks = keys[self.key_slots[row]].view(-1, _BLOCK, head_dim)
+            scores, hidden = _index_scores(q[tokens].float(), blocks.float(), weights[tokens]), self.hidden[tokens]
+            chosen.append(best_positions(scores.masked_fill(hidden, float("-inf")), hidden, width))
+        return torch.cat(chosen)
+
+    def attend(self, cached: Tensor, q: Tensor, selected: Tensor | None, geometry: LatentGeometry) -> Tensor:
+        """q: [T, heads, entry], over a layer's entries [slots, entry]. Returns [T, heads, latent]."""
+        if selected is None:
+            selected = true_positions(~self.hidden, self.hidden.shape[1])
+        selected = F.pad(selected, (0, -selected.shape[1] % _BLOCK), value=-1).long()
+        hidden = selected < 0
+        # A place without a key reads the token's own entry: it is always written, and it is masked.
+        slots = self.key_slots[self.token_rows[:, None], selected.clamp(min=0)]
+        slots = torch.where(hidden, self.own_slots[:, None], slots)
+        out = q.new_empty(*q.shape[:2], geometry.latent_dim)
+        step = max(1, _TILE_ELEMENTS // max(1, slots.shape[1] * geometry.entry_dim))
+        for start in range(0, len(q), step):
+            tokens = slice(start, start + step)
+            out[tokens] = _attend(q[tokens], cached[slots[tokens]], hidden[tokens], geometry)
+        return out
+
+    def _row_tiles(self, *, elements_per_token: int) -> Iterator[tuple[int, slice]]:
+        """Runs of tokens of one row, short enough to bound memory."""
+        step = max(1, _TILE_ELEMENTS // max(1, elements_per_token))
+        start = 0
+        for row, count in enumerate(torch.bincount(self.token_rows, minlength=self.num_rows).tolist()):
+            for first in range(start, start + count, step):
+                yield row, slice(first, min(first + step, start + count))
+            start += count
+
+
+def plan_plainly(batch: ForwardBatch, geometry: LatentGeometry, token_rows: Tensor, positions: Tensor,
+                 own_slots: Tensor) -> PlainLatents:
+    """`positions`: where the tokens' entries are in storage order."""
+    lengths = [context + query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
+    key_ids = torch.arange(-(-max(lengths, default=0) // _BLOCK) * _BLOCK)
+    tables = batch.page_tables.long()
+    missing = -(-len(key_ids) // geometry.page_size) - tables.shape[1]
+    tables = F.pad(tables, (0, max(0, missing)))
+    slots = tables[:, key_ids // geometry.page_size] * geometry.page_size + key_ids % geometry.page_size
+    hidden = key_ids[None, :] > positions[:, None]
+    start = 0
+    for visible, length in zip(tree_visibility(batch), lengths, strict=False):
+        num_tokens, width = visible.shape
+        hidden[start:start + num_tokens] = key_ids >= length
+        hidden[start:start + num_tokens, length - width:length] = ~visible
+        start += num_tokens
+    return PlainLatents(num_rows=batch.num_rows, token_rows=token_rows, own_slots=own_slots, key_slots=slots,
+                        hidden=hidden)
+
+
+def _attend(q: Tensor, keys: Tensor, hidden: Tensor, geometry: LatentGeometry) -> Tensor:
+    """q: [M, heads, entry]; keys: [M, K, entry]; hidden: [M, K]. Returns [M, heads, latent]."""
+    num_tokens, num_heads = q.shape[:2]
+    rows = padded_rows(num_heads, q.dtype)
+    blocks = keys.view(num_tokens, -1, _BLOCK, geometry.entry_dim)
+    queries = F.pad(q, (0, 0, 0, rows - num_heads))[:, None].expand(-1, blocks.shape[1], -1, -1).flatten(0, 1)
+    blocks = blocks.flatten(0, 1)  # [M * blocks, 64, entry]
+    scores = torch.bmm(queries, blocks.transpose(1, 2)).float() * geometry.scale
+    scores.masked_fill_(hidden.view(-1, 1, _BLOCK), float("-inf"))
+    scores = scores.view(num_tokens, -1, rows, _BLOCK)
+    weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
+    parts = torch.bmm(weights.to(q.dtype).flatten(0, 1), blocks[..., :geometry.latent_dim])
+    total = _sum_in_order(parts.float().view(num_tokens, -1, rows, geometry.latent_dim))
+    total = total / _sum_in_order(weights.sum(-1))[..., None]
+    return total[:, :num_heads].to(q.dtype)
+
+
+def _index_scores(q: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
+    """q: [M, heads, dim]; blocks: [B, 64, dim]; weights: [M, heads]; all fp32. Returns [M, B * 64]."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows = num_tokens * num_heads
+    rows = F.pad(q.flatten(0, 1), (0, 0, 0, padded_rows(num_rows, q.dtype) - num_rows))
+    products = torch.bmm(rows.expand(len(blocks), -1, -1), blocks.transpose(1, 2))[:, :num_rows]
+    products = F.relu(products * head_dim**-0.5).view(-1, num_tokens, num_heads, _BLOCK)
+    weighted = products * weights[:, :, None]
+    return _sum_in_order(weighted.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+def _sum_in_order(x: Tensor) -> Tensor:
+    """Sum over axis 1, first to last: library sums choose their own order by shape."""
+    total = x[:, 0].clone()
+    for index in range(1, x.shape[1]):
+        total += x[:, index]
+    return total

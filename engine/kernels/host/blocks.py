@@ -1,0 +1,218 @@
+"""What stands between the two products of attention: keys turned, values put in pairs, one row's online softmax.
+
+Written in LLVM's vectors of 16 lanes, so that every element goes through the same operations whatever stands beside it.
+Kernels that contain these are compiled with STRICT numbers (`compiled.py`), or LLVM may simplify the exponential away.
+"""
+
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.kernels.host.dot import BFLOAT, LANES, has_pair_products
+
+BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
+VECTOR_BYTES = 64
+
+_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_QUARTER, _SHORTS = ir.VectorType(_I32, 4), ir.VectorType(_I16, 2 * LANES)
+
+# 2^r = 1 + r * (c0 + c1 r + ...) for r in [-1/2, 1/2]: interpolated at Chebyshev's points, relative error 5e-9.
+_EXP2 = (0.6931471880262288, 0.24022650760568237, 0.05550357114219167, 0.009618082557265605, 0.0013390863364649932,
+         0.00015453162949152332)
+_MAGIC = 12582912.0  # 1.5 * 2^23: x + this has x, rounded to the nearest integer, in its lowest bits
+_LOWEST = -120.0  # 2^x counts as 0 below this
+
+
+@intrinsic
+def turn(typing, addresses, offset, out):
+    """16 rows of 16 words of 32 bits become 16 vectors, of which the i-th has word i of every row.
+
+    addresses: where 16 int64 lie, the rows' addresses, to each of which `offset` bytes are added; out: where the
+    vectors go, one behind the other.
+    """
+
+    def generate(context, builder, signature, arguments):
+        addresses, offset, out = arguments
+        _turn(builder, addresses, offset, out)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def _turn(b, addresses, offset, out):
+    rows = [b.add(b.load(_pointer(b, addresses, _I64, 8 * row), align=8), offset) for row in range(LANES)]
+    for group in range(4):
+        # Vector q: of rows q, q + 4, q + 8, q + 12 these four words; then four turns of 4 x 4 words side by side.
+        quarters = [[b.load(_pointer(b, row, _QUARTER, 16 * group), align=4) for row in rows[start::4]]
+                    for start in range(4)]
+        vectors = [_joined(b, quarter) for quarter in quarters]
+        low = [_mixed(b, vectors[i], vectors[j], (0, 16, 1, 17)) for i, j in ((0, 1), (2, 3))]
+        high = [_mixed(b, vectors[i], vectors[j], (2, 18, 3, 19)) for i, j in ((0, 1), (2, 3))]
+        turned = [_mixed(b, first, second, places) for first, second in (low, high)
+                  for places in ((0, 1, 16, 17), (2, 3, 18, 19))]
+        for word, vector in enumerate(turned):
+            b.store(vector, _pointer(b, out, _INTEGERS, VECTOR_BYTES * (4 * group + word)), align=4)
+
+
+def _joined(b, quarters):
+    halves = [b.shuffle_vector(quarters[i], quarters[i + 1], _places(range(8))) for i in (0, 2)]
+    return b.shuffle_vector(*halves, _places(range(16)))
+
+
+def _mixed(b, first, second, places):
+    """The same four places of each quarter of two vectors."""
+    return b.shuffle_vector(first, second, _places(place + 4 * quarter for quarter in range(4) for place in places))
+
+
+@intrinsic
+def put_in_pairs(typing, first, second, out, out_stride):
+    """Two rows of 32 bf16 become two vectors of pairs (first's, second's): channels 0..15 at `out`, the others
+    `out_stride` bytes further on."""
+
+    def generate(context, b, signature, arguments):
+        first, second, out, stride = arguments
+        rows = [b.load(_pointer(b, row, _SHORTS, 0), align=2) for row in (first, second)]
+        for half, at in enumerate((out, b.add(out, stride))):
+            places = _places(place for channel in range(LANES) for place in
+                             (channel + LANES * half, channel + LANES * half + 2 * LANES))
+            b.store(b.shuffle_vector(*rows, places), _pointer(b, at, _SHORTS, 0), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def fetch(typing, addresses, offset):
+    """Bring the 16 lines at those of `turn` into the cache, while something else is computed."""
+
+    def generate(context, builder, signature, arguments):
+        addresses, offset = arguments
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for row in range(LANES):
+            address = builder.add(builder.load(_pointer(builder, addresses, _I64, 8 * row), align=8), offset)
+            builder.call(prefetch, [builder.inttoptr(address, _I8.as_pointer()), _I32(0), _I32(2), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@cache
+def soften_for(*, rounds: bool):
+    """A function for compiled code: f(scores, weights, state, num_seen, unit). One row's step of the online softmax.
+
+    scores: [BLOCK_KEYS] fp32, of which those from `num_seen` on count as minus infinity, whatever they hold; weights:
+    where exp(unit * ln 2 * (score - highest so far)) goes, [BLOCK_KEYS] fp32, or bf16 with `rounds`; state: [18] fp32,
+    16 partial sums of all weights so far, the highest score so far, and where the factor goes by which everything that
+    was added up before must be multiplied. A block of which nothing is seen changes no bit: its weights are 0, its
+    factor is 1.
+
+    Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+    """
+
+    @intrinsic
+    def soften(typing, scores, weights, state, num_seen, unit):
+        def generate(context, builder, signature, arguments):
+            scores, weights, state, num_seen, unit = arguments
+            _soften(builder, scores, weights, state, num_seen, unit, rounds)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4, types.float32), generate
+
+    return soften
+
+
+def _soften(b, scores, weights, state, num_seen, unit, rounds):
+    found = [_seen(b, b.load(_pointer(b, scores, _FLOATS, VECTOR_BYTES * place), align=4), num_seen, LANES * place)
+             for place in range(BLOCK_KEYS // LANES)]
+    unit = _splat(b, unit)
+    before = _splat(b, b.load(_pointer(b, state, _F32, VECTOR_BYTES), align=4))
+    highest = _highest(b, found, before)
+    origin = b.fmul(highest, unit)
+    factor = _exp2(b, b.fsub(b.fmul(before, unit), origin))
+    # One rounding: scores far from 0 keep their distances. All of a row's weights share the origin's error.
+    parts = [_exp2(b, _fma(b, score, unit, b.fneg(origin))) for score in found]
+    for place, part in enumerate(parts):
+        if rounds:
+            shorts = _to_bf16(b, part)
+            b.store(shorts, _pointer(b, weights, shorts.type, VECTOR_BYTES // 2 * place), align=2)
+        else:
+            b.store(part, _pointer(b, weights, _FLOATS, VECTOR_BYTES * place), align=4)
+    while len(parts) > 1:
+        parts = [b.fadd(*parts[i:i + 2]) for i in range(0, len(parts), 2)]
+    sums = _pointer(b, state, _FLOATS, 0)
+    b.store(b.fadd(b.fmul(b.load(sums, align=4), factor), parts[0]), sums, align=4)
+    for place, value in enumerate((highest, factor)):
+        b.store(b.extract_element(value, _I32(0)), _pointer(b, state, _F32, VECTOR_BYTES + 4 * place), align=4)
+
+
+def _seen(b, scores, num_seen, first):
+    """Minus infinity in place of the scores from `num_seen` on, the first of which is number `first`."""
+    count = _splat(b, b.trunc(b.sub(num_seen, _I64(first)), _I32))
+    hidden = b.icmp_signed(">=", ir.Constant(_INTEGERS, list(range(LANES))), count)
+    return b.select(hidden, _constant(float("-inf")), scores)
+
+
+def _highest(b, vectors, other):
+    """The highest of all lanes, in all lanes. What is NaN shows in the weights."""
+    for vector in vectors:
+        other = _larger(b, vector, other)
+    for distance in (8, 4, 2, 1):
+        other = _larger(b, b.shuffle_vector(other, other, _places(lane ^ distance for lane in range(LANES))), other)
+    return other
+
+
+def _larger(b, first, second):
+    return b.select(b.fcmp_ordered(">", first, second), first, second)
+
+
+def _exp2(b, x):
+    shifted = b.fadd(x, _constant(_MAGIC))
+    rest = b.fsub(x, b.fsub(shifted, _constant(_MAGIC)))
+    value = _constant(_EXP2[-1])
+    for coefficient in (*_EXP2[-2::-1], 1.0):
+        value = _fma(b, value, rest, _constant(coefficient))
+    power = b.shl(b.bitcast(shifted, _INTEGERS), ir.Constant(_INTEGERS, [23] * LANES))
+    value = b.bitcast(b.add(b.bitcast(value, _INTEGERS), power), _FLOATS)
+    return b.select(b.fcmp_ordered("<", x, _constant(_LOWEST)), _constant(0.0), value)
+
+
+def _to_bf16(b, x):
+    """The bits of x, 0 or far from subnormal, rounded to the nearest bf16, of two to the even one. NaN stays NaN."""
+    if has_pair_products():
+        kind = ir.FunctionType(ir.VectorType(BFLOAT, LANES), [_FLOATS])
+        round_ = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+        return b.bitcast(b.call(round_, [x]), ir.VectorType(_I16, LANES))
+    bits = b.bitcast(x, _INTEGERS)
+    odd = b.and_(b.lshr(bits, ir.Constant(_INTEGERS, [16] * LANES)), ir.Constant(_INTEGERS, [1] * LANES))
+    nearest = b.add(b.add(bits, ir.Constant(_INTEGERS, [0x7FFF] * LANES)), odd)
+    kept = b.select(b.fcmp_unordered("uno", x, x), ir.Constant(_INTEGERS, [0x7FC00000] * LANES), nearest)
+    return b.trunc(b.lshr(kept, ir.Constant(_INTEGERS, [16] * LANES)), ir.VectorType(_I16, LANES))
+
+
+def _fma(b, x, y, z):
+    fma = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32")
+    return b.call(fma, [x, y, z])
+
+
+def _constant(value):
+    return ir.Constant(_FLOATS, [value] * LANES)
+
+
+def _splat(b, value):
+    vector = ir.VectorType(value.type, LANES)
+    nothing = ir.Constant(vector, ir.Undefined)
+    return b.shuffle_vector(b.insert_element(nothing, value, _I32(0)), nothing, _places([0] * LANES))
+
+
+def _places(places):
+    places = list(places)
+    return ir.Constant(ir.VectorType(_I32, len(places)), places)
+
+
+def _pointer(b, address, kind, offset):
+    return b.inttoptr(b.add(address, _I64(offset)), kind.as_pointer())

@@ -1,0 +1,137 @@
+"""Depthwise causal convolution and SiLU on the host, with the last inputs of each row kept in its slot.
+
+Sums of kernel-many products in fp32, the oldest input first, each product rounded: an output's bits depend on its own
+inputs and on nothing else, drawn or read in a chunk of any length.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray, njit
+from torch import Tensor
+
+from engine.kernels.host import functions, strided
+from engine.kernels.host.compiled import (
+    DONE,
+    NEXT,
+    STORED_AS,
+    STRICT,
+    STRICT_PART,
+    compile_kernel,
+    count_up,
+    launch,
+    pointer_to,
+    record,
+    rounded,
+    wide,
+)
+from engine.kernels.host.functions import silu
+from engine.kernels.host.strided import clear, floats, integers, size_of
+from engine.kernels.host.team import Team
+from engine.kernels.recurrent_rows import RecurrentRows
+
+_ARGUMENTS = record("seats", "num_rows", "channels", "kernel", "stride", "x", "taps", "pool", "out",
+                    "starts", "slots", "is_new", "scratch", "scratch_size")
+_SEAT = 3  # the place of `seats` in the record
+_BLOCK = 256  # channels of an item
+
+
+def causal_conv(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, team: Team) -> Tensor:
+    """x: [T, C], channels side by side; taps: [K, C] fp32, the oldest input's first; pool: [num_slots, K - 1, C], whose
+    slots of the rows get the rows' last inputs. x and pool bf16 or fp32, of one type. Returns [T, C] of the same."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    arguments = np.zeros(1, _ARGUMENTS)
+    a = arguments[0]
+    a["num_rows"], a["kernel"], a["channels"] = len(rows.slots), *taps.shape
+    a["num_items"] = a["num_rows"] * -(-x.shape[1] // _BLOCK)
+    a["stride"] = x.stride(0) * x.itemsize
+    a["x"], a["taps"], a["pool"], a["out"] = x.data_ptr(), taps.data_ptr(), pool.data_ptr(), out.data_ptr()
+    a["starts"], a["slots"], a["is_new"] = rows.starts.data_ptr(), rows.slots.data_ptr(), rows.is_new.data_ptr()
+    a["scratch_size"] = len(taps) * _BLOCK
+    scratch = torch.empty(torch.get_num_threads(), len(taps) * _BLOCK)
+    a["scratch"] = scratch.data_ptr()
+    launch(_compiled_for(x.dtype), arguments, team)
+    return out
+
+
+@cache
+def _compiled_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _take_channels(pointer, stored)
+
+    return compile_kernel(work, _ARGUMENTS, f"causal_conv_{stored.__name__}", __file__, functions.__file__,
+                          strided.__file__, numbers=STRICT)
+
+
+@njit(**STRICT_PART)
+def _take_channels(pointer, stored):
+    """One thread's part: some channels of a row at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
+    total_at = a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4
+    size, num_blocks = size_of(stored), (a.channels + _BLOCK - 1) // _BLOCK
+    old_at = total_at + _BLOCK * 4
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        row, first = item // num_blocks, item % num_blocks * _BLOCK
+        width, start, end = min(_BLOCK, a.channels - first), starts[row], starts[row + 1]
+        if end > start:
+            state_at = a.pool + (slots[row] * (a.kernel - 1) * a.channels + first) * size
+            _recall(a, state_at, old_at, is_new[row], width, stored)
+            for token in range(start, end):
+                _convolve(a, token, start, first, width, old_at, total_at, stored)
+            _keep(a, state_at, old_at, start, end, first, width, stored)
+        count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _recall(a, state_at, old_at, is_new, width, stored):
+    """The row's last inputs before its new ones, as fp32; 0 where it starts, whatever the slot holds."""
+    for place in range(a.kernel - 1):
+        state = pointer_to(state_at + place * a.channels * size_of(stored), stored)
+        old = floats(old_at + place * _BLOCK * 4)
+        for channel in range(width):
+            old[channel] = np.float32(0) if is_new else wide(state[channel])
+
+
+@njit(**STRICT_PART)
+def _convolve(a, token, start, first, width, old_at, total_at, stored):
+    """One token's channels first .. first + width - 1."""
+    clear(total_at, width)
+    for tap in range(a.kernel):
+        source, taps = token - (a.kernel - 1) + tap, floats(a.taps + (tap * a.channels + first) * 4)
+        if source < start:
+            _add(floats(old_at + (source - start + a.kernel - 1) * _BLOCK * 4), taps, floats(total_at), width)
+        else:
+            x = pointer_to(a.x + source * a.stride + first * size_of(stored), stored)
+            _add(x, taps, floats(total_at), width)
+    out, total = pointer_to(a.out + (token * a.channels + first) * size_of(stored), stored), floats(total_at)
+    for channel in range(width):
+        out[channel] = rounded(silu(total[channel]), stored)
+
+
+@njit(**STRICT_PART)
+def _keep(a, state_at, old_at, start, end, first, width, stored):
+    """The row's last inputs, in its slot."""
+    for place in range(a.kernel - 1):
+        source = end - (a.kernel - 1) + place
+        state = pointer_to(state_at + place * a.channels * size_of(stored), stored)
+        if source < start:
+            old = floats(old_at + (source - start + a.kernel - 1) * _BLOCK * 4)
+            for channel in range(width):
+                state[channel] = rounded(old[channel], stored)
+        else:
+            x = pointer_to(a.x + source * a.stride + first * size_of(stored), stored)
+            for channel in range(width):
+                state[channel] = x[channel]
+
+
+@njit(**STRICT_PART)
+def _add(x, taps, total, width):
+    for channel in range(width):
+        total[channel] += wide(x[channel]) * taps[channel]

@@ -1,0 +1,346 @@
+"""The gated delta rule on the host in its two forms, on states where they lie: fp32 [num_records, Hv, dk, dv].
+
+The formulas are those of `engine/backends/gated_delta.py`, each value head by itself. All sums are in the order of
+tokens or of channels, so an output's bits depend on its own row's tokens up to it: in the one-step form on the state
+before and the token, in the chunked form on the 64-token grid that the row started from.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray, njit
+from numba.extending import intrinsic
+from torch import Tensor
+
+from engine.kernels.delta_rule import CHUNK
+from engine.kernels.host import functions, strided
+from engine.kernels.host.compiled import (
+    DONE,
+    NEXT,
+    STORED_AS,
+    STRICT,
+    STRICT_PART,
+    compile_kernel,
+    count_up,
+    launch,
+    pointer_to,
+    record,
+    wide,
+)
+from engine.kernels.host.functions import exp, fma
+from engine.kernels.host.strided import (
+    LANES,
+    Lines,
+    Routine,
+    add_lower_product,
+    add_product,
+    clear,
+    counted,
+    floats,
+    integers,
+    scale,
+    size_of,
+)
+from engine.kernels.host.team import Team
+from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
+
+_ARGUMENTS = record("seats", "num_rows", "num_heads", "share", "key_dim", "value_dim", "q", "q_stride", "k", "k_stride",
+                    "v", "v_stride", "g", "beta", "starts", "slots", "is_new", "parents", "targets", "pool", "kept",
+                    "out", "scratch", "scratch_size")
+_SEAT = 3  # the place of `seats` in the record
+_LINE = CHUNK * 4  # bytes of a number for each token of a chunk
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """What T tokens bring. q, k: [T, Hk, dk]; v: [T, Hv, dv]; bf16 or fp32, of one type, dense within a token.
+    g, beta: [T, Hv] fp32, contiguous. q and k as the convolution gave them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+def delta_steps(inputs: DeltaInputs, rows: RecurrentRows, steps: StateSteps, pool: Tensor, kept: Tensor,
+                team: Team) -> Tensor:
+    """The one-step form. Rows' states are in `pool`; those after each token go to `kept`, which may be the pool.
+    Returns [T, Hv, dv] fp32."""
+    key_dim, value_dim = pool.shape[2:]
+    out, arguments = _prepared(inputs, rows, pool, scratch_size=2 * key_dim + value_dim + 2)
+    a = arguments[0]
+    a["parents"], a["targets"], a["kept"] = steps.parents.data_ptr(), steps.targets.data_ptr(), kept.data_ptr()
+    return _run(_steps_for(inputs.v.dtype), arguments, out, team)
+
+
+def delta_chunks(inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: Team) -> Tensor:
+    """The chunked form over rows that start on the 64-token grid; states in `pool` advance to the rows' ends. Returns
+    [T, Hv, dv] fp32."""
+    key_dim, value_dim = pool.shape[2:]
+    out, arguments = _prepared(inputs, rows, pool,
+                               scratch_size=CHUNK * (3 * key_dim + value_dim + 3 * CHUNK + 2))
+    return _run(_chunks_for(inputs.v.dtype), arguments, out, team)
+
+
+def _prepared(inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, *,
+              scratch_size: int) -> tuple[Tensor, np.ndarray]:
+    arguments = np.zeros(1, _ARGUMENTS)
+    a = arguments[0]
+    a["num_rows"], a["num_heads"], a["key_dim"], a["value_dim"] = len(rows.slots), *pool.shape[1:]
+    a["num_items"], a["share"] = a["num_rows"] * a["num_heads"], inputs.v.shape[1] // inputs.q.shape[1]
+    a["q"], a["k"], a["v"] = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr()
+    a["q_stride"], a["k_stride"], a["v_stride"] = (x.stride(0) * x.itemsize for x in (inputs.q, inputs.k, inputs.v))
+    a["g"], a["beta"], a["pool"] = inputs.g.data_ptr(), inputs.beta.data_ptr(), pool.data_ptr()
+    a["starts"], a["slots"], a["is_new"] = rows.starts.data_ptr(), rows.slots.data_ptr(), rows.is_new.data_ptr()
+    a["scratch_size"] = scratch_size
+    return torch.empty(inputs.v.shape, dtype=torch.float32), arguments
+
+
+def _run(kernel, arguments: np.ndarray, out: Tensor, team: Team) -> Tensor:
+    scratch = torch.empty(torch.get_num_threads(), int(arguments["scratch_size"][0]))
+    arguments["out"], arguments["scratch"] = out.data_ptr(), scratch.data_ptr()
+    launch(kernel, arguments, team)
+    return out
+
+
+@cache
+def _steps_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _take_steps(pointer, stored)
+
+    return compile_kernel(work, _ARGUMENTS, f"delta_steps_{stored.__name__}", __file__, functions.__file__,
+                          strided.__file__, numbers=STRICT)
+
+
+@cache
+def _chunks_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _take_chunks(pointer, stored)
+
+    return compile_kernel(work, _ARGUMENTS, f"delta_chunks_{stored.__name__}", __file__, functions.__file__,
+                          strided.__file__, numbers=STRICT)
+
+
+def _state_step(groups: int, lanes: int):
+    """f(state, target, row, count, k, q, v, out, gates) for groups * lanes columns of a state: S [count, dv], whose
+    rows lie `row` bytes apart, k, q [count], v, out [groups * lanes]; gates: e^g and beta."""
+
+    def write_step(builder, state, target, row, count, k, q, v, out, gates) -> None:
+        lines, each = Lines(builder, lanes), range(groups)
+        decay, beta = lines.number(gates), lines.number(builder.add(gates, gates.type(4)))
+
+        def at(address, index, size: int = 4):
+            return builder.add(address, builder.mul(index, gates.type(size)))
+
+        def recall(i, sums):
+            line, key = builder.add(state, builder.mul(row, i)), lines.number(at(k, i))
+            return [lines.fma(lines.load(line, n), key, sums[n]) for n in each]
+
+        found = counted(builder, count, [lines.zero() for _ in each], recall)
+        errors = [builder.fmul(beta, builder.fsub(lines.load(v, n), builder.fmul(decay, found[n]))) for n in each]
+
+        def write(i, sums):
+            line, goal = builder.add(state, builder.mul(row, i)), builder.add(target, builder.mul(row, i))
+            key, query = lines.number(at(k, i)), lines.number(at(q, i))
+            new = [lines.fma(errors[n], key, builder.fmul(decay, lines.load(line, n))) for n in each]
+            for n in each:
+                lines.store(new[n], goal, n)
+            return [lines.fma(new[n], query, sums[n]) for n in each]
+
+        for n, total in enumerate(counted(builder, count, [lines.zero() for _ in each], write)):
+            lines.store(total, out, n)
+
+    routine = Routine(f"state_step_{groups}_{lanes}", 9, write_step)
+
+    @intrinsic
+    def step(typing, state, target, row, count, k, q, v, out, gates):
+        return routine.typed()
+
+    return step
+
+
+_step_64, _step_16, _step_1 = _state_step(4, LANES), _state_step(1, LANES), _state_step(1, 1)
+
+
+@njit(**STRICT_PART)
+def _take_steps(pointer, stored):
+    """One thread's part: a value head of a row at a time, all its tokens, until none is left."""
+    a = carray(pointer, 1)[0]
+    starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
+    parents, targets = integers(a.parents), integers(a.targets)
+    k_at = a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4
+    q_at = k_at + a.key_dim * 4
+    v_at = q_at + a.key_dim * 4
+    gates_at = v_at + a.value_dim * 4
+    head_bytes = a.key_dim * a.value_dim * 4
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        row, head = item // a.num_heads, item % a.num_heads
+        for token in range(starts[row], starts[row + 1]):
+            target = a.kept + (targets[token] * a.num_heads + head) * head_bytes
+            source = target
+            if parents[token] >= 0:
+                source = a.kept + (targets[parents[token]] * a.num_heads + head) * head_bytes
+            elif is_new[row]:
+                clear(target, a.key_dim * a.value_dim)
+            else:
+                source = a.pool + (slots[row] * a.num_heads + head) * head_bytes
+            _read_token(a, token, head, k_at, q_at, v_at, stored)
+            at = token * a.num_heads + head
+            gates = floats(gates_at)
+            gates[0], gates[1] = exp(floats(a.g)[at]), floats(a.beta)[at]
+            _advance(source, target, a.value_dim, a.key_dim, k_at, q_at, v_at, a.out + at * a.value_dim * 4, gates_at)
+        count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _advance(source, target, value_dim, key_dim, k_at, q_at, v_at, out, gates_at):
+    """A whole state, some columns after the others."""
+    column, row = 0, value_dim * 4
+    while column < value_dim:
+        at = 4 * column
+        if value_dim - column >= 64:
+            _step_64(source + at, target + at, row, key_dim, k_at, q_at, v_at + at, out + at, gates_at)
+            column += 64
+        elif value_dim - column >= 16:
+            _step_16(source + at, target + at, row, key_dim, k_at, q_at, v_at + at, out + at, gates_at)
+            column += 16
+        else:
+            _step_1(source + at, target + at, row, key_dim, k_at, q_at, v_at + at, out + at, gates_at)
+            column += 1
+
+
+@njit(**STRICT_PART)
+def _read_token(a, token, head, k_at, q_at, v_at, stored):
+    """A token's k and q at unit length, q also by dk^-0.5, and its v; of one value head, as fp32."""
+    size, shrunk = size_of(stored), np.float32(1) / np.sqrt(np.float32(a.key_dim))
+    shared = head // a.share * a.key_dim * size
+    for turn in range(2):
+        is_key = turn == 0
+        x = pointer_to((a.k + token * a.k_stride if is_key else a.q + token * a.q_stride) + shared, stored)
+        _to_unit(x, floats(k_at if is_key else q_at), a.key_dim, np.float32(1) if is_key else shrunk)
+    x, v = pointer_to(a.v + token * a.v_stride + head * a.value_dim * size, stored), floats(v_at)
+    for channel in range(a.value_dim):
+        v[channel] = wide(x[channel])
+
+
+@njit(**STRICT_PART)
+def _to_unit(x, out, width, scale):
+    """Eight sums of squares, each of every eighth number."""
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
+    for channel in range(width):
+        out[channel] = wide(x[channel])
+    whole = width // 8 * 8
+    for at in range(0, whole, 8):
+        s0, s1 = fma(out[at], out[at], s0), fma(out[at + 1], out[at + 1], s1)
+        s2, s3 = fma(out[at + 2], out[at + 2], s2), fma(out[at + 3], out[at + 3], s3)
+        s4, s5 = fma(out[at + 4], out[at + 4], s4), fma(out[at + 5], out[at + 5], s5)
+        s6, s7 = fma(out[at + 6], out[at + 6], s6), fma(out[at + 7], out[at + 7], s7)
+    for at in range(whole, width):
+        s0 = fma(out[at], out[at], s0)
+    total = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
+    factor = np.float32(1) / np.sqrt(total + np.float32(1e-6)) * scale
+    for channel in range(width):
+        out[channel] *= factor
+
+
+@njit(**STRICT_PART)
+def _take_chunks(pointer, stored):
+    """One thread's part: a value head of a row at a time, chunk after chunk, until none is left."""
+    a = carray(pointer, 1)[0]
+    starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
+    seat = a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        row, head = item // a.num_heads, item % a.num_heads
+        state = a.pool + (slots[row] * a.num_heads + head) * a.key_dim * a.value_dim * 4
+        if is_new[row] and starts[row] < starts[row + 1]:
+            clear(state, a.key_dim * a.value_dim)
+        for first in range(starts[row], starts[row + 1], CHUNK):
+            _chunk(a, first, min(CHUNK, starts[row + 1] - first), head, state, seat, stored)
+        count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _chunk(a, first, count, head, state, seat, stored):
+    """`count` tokens from `first` on; the state at `state` before them becomes that after them."""
+    key_dim, value_dim, key_row, value_row = a.key_dim, a.value_dim, a.key_dim * 4, a.value_dim * 4
+    k_at = seat
+    q_at = k_at + CHUNK * key_row
+    u_at = q_at + CHUNK * key_row
+    turned_at = u_at + CHUNK * value_row
+    system_at = turned_at + key_dim * _LINE
+    scores_at = system_at + CHUNK * _LINE
+    decays_at = scores_at + CHUNK * _LINE
+    own = first * a.num_heads + head
+    out_at, out_row = a.out + own * value_row, a.num_heads * value_row
+    k, turned, decays = floats(k_at), floats(turned_at), floats(decays_at)
+    for i in range(count):
+        _read_token(a, first + i, head, k_at + i * key_row, q_at + i * key_row, u_at + i * value_row, stored)
+        for channel in range(key_dim):
+            turned[channel * CHUNK + i] = k[i * key_dim + channel]
+    before, left = decays_at + CHUNK * _LINE, decays_at + (CHUNK + 1) * _LINE
+    _find_decays(a, own, count, decays, floats(before), floats(left))
+    for which in range(2):
+        rows_at, products_at = (k_at, system_at) if which == 0 else (q_at, scores_at)
+        _lower_scores(rows_at, key_row, turned_at, products_at, count, key_dim)
+    beta, system, scores = floats(a.beta + 4 * own), floats(system_at), floats(scores_at)
+    for i in range(count):
+        strength = -beta[i * a.num_heads]
+        for j in range(i + 1):
+            system[i * CHUNK + j] *= strength * decays[i * CHUNK + j]
+            scores[i * CHUNK + j] *= decays[i * CHUNK + j]
+    # -e^G K S joins V, then all is multiplied by beta.
+    for i in range(count):
+        scale(q_at + i * key_row, key_dim, floats(before)[i])
+        scale(k_at + i * key_row, key_dim, -floats(before)[i])
+        clear(out_at + i * out_row, value_dim)
+    add_product(k_at, key_row, 4, state, value_row, u_at, value_row, count, value_dim, key_dim)
+    for i in range(count):
+        scale(u_at + i * value_row, value_dim, beta[i * a.num_heads])
+    add_lower_product(system_at, _LINE, u_at, value_row, u_at, value_row, count, value_dim, 0)
+    add_product(q_at, key_row, 4, state, value_row, out_at, out_row, count, value_dim, key_dim)
+    add_lower_product(scores_at, _LINE, u_at, value_row, out_at, out_row, count, value_dim, 1)
+
+    scale(state, key_dim * value_dim, floats(before)[count - 1])
+    for channel in range(key_dim):
+        for i in range(count):
+            turned[channel * CHUNK + i] *= floats(left)[i]
+    add_product(turned_at, _LINE, 4, u_at, value_row, state, value_row, key_dim, value_dim, count)
+
+
+@njit(**STRICT_PART)
+def _find_decays(a, own, count, decays, before, left):
+    """e^(G_i - G_j), and behind these 64 x 64 numbers e^G_i and e^(G_last - G_i). Those with j > i mean nothing."""
+    g, running = floats(a.g + 4 * own), np.float32(0)
+    for i in range(count):
+        running += g[i * a.num_heads]
+        before[i] = running
+    for i in range(count):
+        left[i] = running - before[i]
+        for j in range(CHUNK):
+            decays[i * CHUNK + j] = before[i] - before[j] if j <= i else np.float32(0)
+    for place in range(count * CHUNK):
+        decays[place] = exp(decays[place])
+    for i in range(2 * CHUNK):  # `left` lies behind `before`
+        before[i] = exp(before[i])
+
+
+@njit(**STRICT_PART)
+def _lower_scores(rows_at, row, turned_at, out_at, count, key_dim):
+    """Products of each of `count` tokens with the tokens up to it, and with some behind it."""
+    for first in range(0, count, LANES):
+        num_rows, width, at = min(LANES, count - first), first + LANES, out_at + first * _LINE
+        clear(at, num_rows * CHUNK)
+        add_product(rows_at + first * row, row, 4, turned_at, _LINE, at, _LINE, num_rows, width, key_dim)

@@ -1,0 +1,59 @@
+"""Functions of one fp32 number for kernels with STRICT numbers: written out, so that every element of a tensor takes
+the same operations, in a vector or alone, on every CPU and with every C library."""
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from engine.kernels.host.compiled import STRICT_PART
+
+_LOWEST, _HIGHEST = np.float32(-104.0), np.float32(89.0)  # e^x is 0 below, infinite above
+_LOG2_E = np.float32(1.44269504088896341)
+_ROUNDER = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which then stands in the lowest bits
+_ROUNDER_BITS = np.int32(0x4B400000)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+# e^r - 1 - r over r^2 for |r| <= ln(2) / 2: the polynomial of Cephes' expf
+_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_ONE = np.float32(1.0)
+
+
+@intrinsic
+def fma(typing, a, b, c):
+    """a * b + c, rounded once; all fp32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@njit(**STRICT_PART)
+def power_of_two(exponent):
+    """2^exponent as fp32 for an int32 from -126 to 127."""
+    return np.int32((exponent + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(**STRICT_PART)
+def exp(x):
+    """e^x to 2 units in the last place; NaN stays NaN."""
+    inside = min(max(x, _LOWEST), _HIGHEST)
+    shifted = fma(inside, _LOG2_E, _ROUNDER)
+    exponent = np.int32(np.float32(shifted).view(np.int32) - _ROUNDER_BITS)
+    whole = shifted - _ROUNDER
+    r = fma(whole, -_LN2_LOW, fma(whole, -_LN2_HIGH, inside))
+    p = fma(fma(fma(fma(fma(_P0, r, _P1), r, _P2), r, _P3), r, _P4), r, _P5)
+    value = fma(p, r * r, r) + _ONE
+    half = np.int32(exponent >> np.int32(1))
+    result = value * power_of_two(half) * power_of_two(np.int32(exponent - half))
+    return result if x == x else x
+
+
+@njit(**STRICT_PART)
+def sigmoid(x):
+    return _ONE / (_ONE + exp(-x))
+
+
+@njit(**STRICT_PART)
+def silu(x):
+    return x / (_ONE + exp(-x))

@@ -1,0 +1,150 @@
+"""Weights as the products of the host read them: 16 rows' values side by side, so that one load is 16 columns of y, in
+eight segments of k of one length."""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import carray, njit
+from torch import Tensor
+
+from engine.kernels.host import blocks
+from engine.kernels.host.blocks import turn
+from engine.kernels.host.compiled import (
+    DONE,
+    NEXT,
+    PART,
+    compile_kernel,
+    count_up,
+    launch,
+    pointer_to,
+    record,
+)
+from engine.kernels.host.dot import LANES
+from engine.kernels.host.team import Team
+
+SEGMENTS = 8
+
+_ARGUMENTS = record("num_blocks", "num_rows", "num_words", "segment_words", "segment_steps", "matrix_words",
+                    "row_words", "weight", "out")
+_WORD_BYTES = 4  # what one step takes of a row: two terms of bf16 or one of fp32
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How `num_terms` terms of a sum lie in eight segments.
+
+    A segment has ceil(steps / 8) of the steps, the last ones what is left of them, and is filled up with zeros to a
+    multiple of `multiple` steps.
+    """
+
+    num_terms: int
+    dtype: torch.dtype
+    multiple: int
+
+    @cached_property
+    def step_terms(self) -> int:
+        return _WORD_BYTES // self.dtype.itemsize
+
+    @cached_property
+    def own_steps(self) -> int:
+        """Of a segment, without what fills it up."""
+        return -(-self.num_terms // (self.step_terms * SEGMENTS))
+
+    @cached_property
+    def steps(self) -> int:
+        """Of a segment."""
+        return -(-self.own_steps // self.multiple) * self.multiple
+
+    @cached_property
+    def are_whole(self) -> bool:
+        """Whether nothing fills them up."""
+        return self.num_terms == SEGMENTS * self.steps * self.step_terms
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """x [..., num_terms] as [..., 8 * terms of a segment], terms side by side: a view where it lies so already."""
+        if self.are_whole:
+            return x if x.stride(-1) == 1 else x.contiguous()
+        own, filled = self.own_steps * self.step_terms, self.steps * self.step_terms
+        cut = F.pad(x, (0, SEGMENTS * own - self.num_terms)).view(*x.shape[:-1], SEGMENTS, own)
+        return F.pad(cut, (0, filled - own)).flatten(-2)
+
+    def restored(self, x: Tensor) -> Tensor:
+        """[..., num_terms] of what `arranged` returns."""
+        filled = self.steps * self.step_terms
+        cut = x.view(*x.shape[:-1], SEGMENTS, filled)[..., :self.own_steps * self.step_terms]
+        return cut.flatten(-2)[..., :self.num_terms]
+
+
+def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
+    """weight [H, N, K], bf16 or fp32, on the host, with K the segments' terms. Returns [H, ceil(N/16), S, 16, 2] bf16
+    or [H, ceil(N/16), S, 16] fp32 for the S steps of all segments, in which what the weight does not fill is 0."""
+    num_matrices, num_rows, num_terms = weight.shape
+    odd = num_terms % segments.step_terms
+    source = F.pad(weight, (0, odd)) if odd else weight
+    strides = [stride * source.element_size() for stride in source.stride()]
+    if strides[2] != source.element_size() or strides[0] % _WORD_BYTES or strides[1] % _WORD_BYTES:
+        source = source.contiguous()
+        strides = [stride * source.element_size() for stride in source.stride()]
+    num_blocks = -(-num_rows // LANES)
+    shape = (num_matrices, num_blocks, SEGMENTS * segments.steps, LANES)
+    out = torch.empty((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
+    arguments = np.zeros(1, _ARGUMENTS)
+    a = arguments[0]
+    a["num_items"], a["num_blocks"] = num_matrices * num_blocks, num_blocks
+    a["num_rows"], a["num_words"] = num_rows, source.shape[2] // segments.step_terms
+    a["segment_words"], a["segment_steps"] = segments.own_steps, segments.steps
+    a["matrix_words"], a["row_words"] = strides[0] // _WORD_BYTES, strides[1] // _WORD_BYTES
+    a["weight"], a["out"] = source.data_ptr(), out.data_ptr()
+    if out.numel():
+        launch(_compiled(), arguments, team)
+    return out
+
+
+@cache
+def _compiled():
+    def work(pointer):
+        _take_blocks(pointer)
+
+    return compile_kernel(work, _ARGUMENTS, "pack", __file__, blocks.__file__)
+
+
+@njit(**PART)
+def _take_blocks(pointer):
+    """One thread's part: 16 rows at a time, until none are left."""
+    a = carray(pointer, 1)[0]
+    weight = pointer_to(a.weight, np.uint32)
+    out = carray(pointer_to(a.out, np.uint32), (a.num_items, SEGMENTS, a.segment_steps, LANES))
+    addresses = np.empty(LANES, np.int64)  # of 16 rows' first words
+    for lane in range(LANES):
+        addresses[lane] = a.weight + lane * a.row_words * _WORD_BYTES
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        row = item % a.num_blocks * LANES
+        first = item // a.num_blocks * a.matrix_words + row * a.row_words
+        count = min(LANES, a.num_rows - row)
+        for segment in range(SEGMENTS):
+            start = min(segment * a.segment_words, a.num_words)
+            words = min(a.segment_words, a.num_words - start)
+            _turn(weight, addresses, first + start, a.row_words, words, count, out[item, segment])
+        count_up(pointer, DONE)
+
+
+@njit(**PART)
+def _turn(weight, addresses, first, row_words, words, count, out):
+    """`words` words of `count` rows, one row of them per lane; zeros beyond. 16 rows go by 16 words at a time."""
+    whole = words - words % LANES if count == LANES else 0
+    for word in range(0, whole, LANES):
+        turn(addresses.ctypes.data, (first + word) * _WORD_BYTES, out[word].ctypes.data)
+    for word in range(whole, words):
+        for lane in range(count):
+            out[word, lane] = weight[first + lane * row_words + word]
+        for lane in range(count, LANES):
+            out[word, lane] = 0
+    for word in range(words, len(out)):
+        for lane in range(LANES):
+            out[word, lane] = 0

@@ -1,0 +1,133 @@
+"""`python -m pool.nursery SOCKET`: loads what every worker loads, then forks a worker for each order that comes.
+
+Loading torch and numba is most of a worker's start. A local cluster does it once; its workers, and those that replace
+dead ones, are there in a fraction of the time, and share the memory. What is loaded here starts no thread, opens no
+device and no connection, so a fork of this process is as good as a new one. Workers die with this process.
+"""
+
+import gc
+import os
+import runpy
+import selectors
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from runtime.errors import InternalError
+from runtime.orders import Answer, Order, open_socket, receive_order, send_answer
+from runtime.quiet import quiet_grpc
+from runtime.tied import tie_to_parent
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Until the parent ends this process; in a fork, until its worker has ended."""
+    (path,) = sys.argv[1:]
+    with open_socket() as listener:
+        listener.bind(path)
+        listener.listen()
+        load()
+        order = Nursery(listener).serve()
+    become(order)
+
+
+def load() -> None:
+    """What forks find in place. Raises InternalError if a thread has been started: no fork would have it."""
+    quiet_grpc()
+    import pool.start  # noqa: F401
+    from engine.kernels.host.compiled import load_numba
+
+    load_numba()
+    if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise InternalError(f"{num_threads - 1} threads have been started by what workers load; forks would lack them")
+    gc.collect()
+    gc.freeze()  # so that a collection in a fork leaves the shared pages alone
+
+
+@dataclass
+class Nursery:
+    """Takes orders from any number of connections, one after the other."""
+
+    listener: socket.socket
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _order: Order | None = None
+
+    def serve(self) -> Order:
+        """Returns in a fork only, with what that is to be."""
+        self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        while self._order is None:
+            for key, _ in self._selector.select():
+                key.data()
+                if self._order is not None:
+                    break
+        self._selector.close()
+        return self._order
+
+    def _accept(self) -> None:
+        channel, _ = self.listener.accept()
+        self._selector.register(channel, selectors.EVENT_READ, partial(self._take, channel))
+
+    def _take(self, channel: socket.socket) -> None:
+        taken = _unless_gone(lambda: receive_order(channel))
+        if taken is None:
+            self._selector.unregister(channel)
+            channel.close()
+            return
+        order, output = taken
+        ready, is_ready = os.pipe()  # closed by the worker when signals to its group reach it
+        parent, pid = os.getpid(), os.fork()
+        os.close(is_ready if pid else ready)
+        if not pid:
+            self._leave(order, parent, output)
+            os.close(is_ready)
+            self._order = order
+            return
+        os.close(output)
+        os.read(ready, 1)
+        os.close(ready)
+        handle = os.pidfd_open(pid)
+        self._selector.register(handle, selectors.EVENT_READ, partial(self._reap, channel, handle, order.number, pid))
+        _unless_gone(lambda: send_answer(channel, Answer(order.number, pid)))
+
+    def _leave(self, order: Order, parent: int, output: int) -> None:
+        """In the fork: a session of its own, tied to the nursery, and nothing of the nursery's but its modules."""
+        os.setsid()
+        tie_to_parent(parent, order.core)
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj is not self.listener:
+                os.close(key.fd)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+
+    def _reap(self, channel: socket.socket, handle: int, number: int, pid: int) -> None:
+        self._selector.unregister(handle)
+        os.close(handle)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _unless_gone(lambda: send_answer(channel, Answer(number, pid, code)))
+
+
+def _unless_gone(call: Callable[[], T]) -> T | None:
+    """None when the supervisor has closed its end. What runs for it goes on."""
+    try:
+        return call()
+    except OSError:
+        return None
+
+
+def become(order: Order) -> None:
+    """Run the worker's module as its own program would."""
+    os.chdir(order.folder)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    sys.path[0] = order.folder
+    sys.argv = [order.module, *order.arguments]
+    runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""How much of what callers send a server holds at once. Two bounds, both checked call by call:
+
+ - `Intake`: messages being read. gRPC reads a message whole before anybody sees it, so a message on its way may take as
+   many bytes as its server admits. The one read for longest makes room for the next one: a message that has arrived is
+   read within a turn of the event loop, so only those that dribble wait for others, and nobody can hold a place.
+ - `Seats`: calls under way, and the bytes of their messages.
+
+A caller that may not call is refused before either (`runtime.interceptor`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+
+from runtime.errors import CapacityError, DeadlineError, FieldViolation, InvalidRequestError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class IntakeLimits:
+    """`places` messages are read at once, each for `limit_s`; where others wait, for `patience_s`."""
+
+    places: int
+    patience_s: float
+    limit_s: float = 30.0
+
+
+@dataclass(eq=False)
+class _Reading:
+    since: float  # loop time
+    scope: asyncio.Timeout
+
+
+class Intake:
+    """Reads messages, a few at a time. Build inside a running event loop."""
+
+    def __init__(self, limits: IntakeLimits) -> None:
+        self._limits = limits
+        self._places = asyncio.Semaphore(limits.places)
+        self._waiting = 0
+        self._reading: list[_Reading] = []  # the longest first
+
+    @property
+    def num_reading(self) -> int:
+        return len(self._reading)
+
+    async def receive(self, read: Callable[[], Awaitable[T]], when_over: Callable[[Callable[[], None]], None]) -> T:
+        """What `read` gives. A read that fails keeps its place until its call is over, for so long gRPC keeps what has
+        arrived: `when_over` is given what to call then.
+
+        Raises:
+            CapacityError: no place within `limit_s`.
+            DeadlineError: the message did not arrive within `limit_s`, or within `patience_s` while others waited.
+        """
+        await self._place()
+        loop = asyncio.get_running_loop()
+        began, reading = loop.time(), None
+        try:
+            async with asyncio.timeout(self._limits.limit_s) as scope:
+                reading = _Reading(began, scope)
+                self._reading.append(reading)
+                self._press()
+                message = await read()
+        except BaseException as error:
+            when_over(self._places.release)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise DeadlineError(f"the message did not arrive within {loop.time() - began:.3g} s") from None
+        finally:
+            if reading is not None:
+                self._reading.remove(reading)
+        self._places.release()
+        return message
+
+    async def _place(self) -> None:
+        self._waiting += 1
+        self._press()
+        try:
+            async with asyncio.timeout(self._limits.limit_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise CapacityError(f"{self._limits.places} messages are being received, which is the limit",
+                                resource="messages") from None
+        finally:
+            self._waiting -= 1
+
+    def _press(self) -> None:
+        """As many of those read for longest as there are waiters get no more than `patience_s`."""
+        if not self._places.locked():
+            return
+        now = asyncio.get_running_loop().time()
+        for reading in self._reading[:self._waiting]:
+            ends_at, until = reading.scope.when(), max(now, reading.since + self._limits.patience_s)
+            if not reading.scope.expired() and (ends_at is None or until < ends_at):
+                reading.scope.reschedule(until)
+
+
+class Seats:
+    """Calls under way of one kind, and the bytes of the messages they began with."""
+
+    def __init__(self, name: str, max_calls: int, max_bytes: int) -> None:
+        """`name` is how the refusal calls them: "calls"."""
+        self._name = name
+        self._max_calls = max_calls
+        self._max_bytes = max_bytes
+        self.num_calls = 0
+        self.num_bytes = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """A call under way. Raises CapacityError when there are too many."""
+        if self.num_calls >= self._max_calls:
+            raise CapacityError(f"{self._max_calls} {self._name} are under way, which is the limit",
+                                resource=self._name)
+        self.num_calls += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """A message held by its call. Raises CapacityError when those held have too many bytes; one alone never has."""
+        if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
+            raise CapacityError(f"the messages of the calls under way have {self.num_bytes} bytes and this one "
+                                f"{num_bytes}; the limit is {self._max_bytes}", resource="message bytes")
+        self.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_bytes -= num_bytes
+
+
+def bounded(parse: Callable[[bytes], T] | None, max_bytes: int) -> Callable[[bytes], T]:
+    """`parse` for messages of at most `max_bytes`. What it gives raises InvalidRequestError for a longer one, before it
+    is parsed, and for one that cannot be parsed."""
+
+    def parse_bounded(raw: bytes) -> T:
+        if (num_bytes := len(raw)) > max_bytes:
+            del raw  # else it lives as long as the traceback
+            raise InvalidRequestError(FieldViolation(
+                "request", f"a message may have at most {max_bytes} bytes, this one has {num_bytes}"))
+        assert parse is not None
+        try:
+            return parse(raw)
+        except DecodeError as error:
+            raise InvalidRequestError(FieldViolation("request", f"is no message of its type: {error}")) from error
+
+    return parse_bounded

@@ -1,0 +1,66 @@
+"""What a supervisor and its nursery (`pool.nursery`) send to each other over a Unix socket that keeps messages apart.
+
+An order goes with one descriptor, the worker's stdout and stderr. It is answered twice: when the worker runs, and when
+it has ended.
+"""
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+
+from runtime.errors import UnavailableError
+
+MAX_BYTES = 1 << 18  # an environment is a few KiB
+
+
+@dataclass(frozen=True)
+class Order:
+    """A worker to fork: `python -m MODULE ARG...`, in that folder and environment, on that core (`ALL_CORES`: all)."""
+
+    number: int  # of this connection
+    module: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+    core: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`code` once the worker has ended: its exit code, or minus a signal's number."""
+
+    number: int
+    pid: int
+    code: int | None = None
+
+
+def open_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def send_order(channel: socket.socket, order: Order, output: int) -> None:
+    """`output` stays open here. Raises UnavailableError when it cannot go out."""
+    message = json.dumps(asdict(order)).encode()
+    try:
+        socket.send_fds(channel, [message], [output])
+    except OSError as error:
+        raise UnavailableError(f"the nursery takes no order: {error.strerror}") from error
+
+
+def receive_order(channel: socket.socket) -> tuple[Order, int] | None:
+    """With the descriptor that is the worker's output now; None when the supervisor is gone."""
+    message, (*outputs,), _, _ = socket.recv_fds(channel, MAX_BYTES, 1)
+    if not message:
+        return None
+    values = json.loads(message)
+    return Order(**{**values, "arguments": tuple(values["arguments"])}), outputs[0]
+
+
+def send_answer(channel: socket.socket, answer: Answer) -> None:
+    channel.send(json.dumps(asdict(answer)).encode())
+
+
+def receive_answer(channel: socket.socket) -> Answer | None:
+    """None when the nursery is gone."""
+    message = channel.recv(MAX_BYTES)
+    return Answer(**json.loads(message)) if message else None

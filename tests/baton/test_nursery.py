@@ -1,0 +1,100 @@
+"""Workers that are forks: whatever holds for a process of its own holds for them."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.nursery import Child, Nursery, NurseryLink
+from runtime.errors import UnavailableError
+
+_MODULE = """
+import asyncio, json, os, sys, random, threading
+print(json.dumps({
+    "torch": "torch" in sys.modules, "threads": len(os.listdir("/proc/self/task")), "arguments": sys.argv[1:],
+    "folder": os.getcwd(), "setting": os.environ.get("SETTING"), "home": os.environ.get("HOME"),
+    "cores": sorted(os.sched_getaffinity(0)), "session": os.getsid(0) == os.getpid(), "name": __name__,
+    "descriptors": sorted(os.listdir("/proc/self/fd"))[:-1], "random": random.random()}), flush=True)
+if sys.argv[1:2] == ["stay"]:
+    asyncio.run(asyncio.sleep(60))
+print("an error", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    folder = tmp_path_factory.mktemp("nursery")
+    (folder / "a_worker.py").write_text(_MODULE)
+    with Nursery(folder) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+async def link(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory,
+               monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NurseryLink]:
+    monkeypatch.chdir(tmp_path_factory.getbasetemp() / "nursery0")  # where the module is found
+    link = await nursery.connect()
+    yield link
+    link.close()
+
+
+async def start(link: NurseryLink, *arguments: str) -> Child:
+    core = str(min(os.sched_getaffinity(0)))
+    return await asyncio.wait_for(link.spawn("a_worker", arguments, core=core, environment={"SETTING": "on"}), 120)
+
+
+async def said(child: Child) -> dict[str, object]:
+    assert child.stdout is not None
+    line = await asyncio.wait_for(child.stdout.readline(), 60)
+    words = json.loads(line)
+    assert isinstance(words, dict)
+    return words
+
+
+async def test_a_fork_is_as_good_as_a_process_of_its_own(link: NurseryLink) -> None:
+    child = await start(link, "one", "two")
+    words = await said(child)
+    assert words == {**words, "torch": True, "threads": 1, "arguments": ["one", "two"], "folder": os.getcwd(),
+                     "setting": "on", "home": None, "cores": [min(os.sched_getaffinity(0))], "session": True,
+                     "name": "__main__", "descriptors": ["0", "1", "2"]}
+    assert child.stdout is not None
+    assert await child.stdout.read() == b"an error\n"
+    assert await asyncio.wait_for(child.wait(), 60) == 7
+    assert child.returncode == 7
+    again = await said(await start(link))
+    assert again["random"] != words["random"]
+
+
+async def test_a_signal_to_its_group_ends_it_and_nobody_else(link: NurseryLink) -> None:
+    first, second = await start(link, "stay"), await start(link, "stay")
+    os.killpg(first.pid, signal.SIGKILL)  # as soon as it has started
+    assert await asyncio.wait_for(first.wait(), 60) == -signal.SIGKILL
+    assert second.returncode is None
+    await said(second)
+    os.kill(second.pid, signal.SIGTERM)
+    assert await asyncio.wait_for(second.wait(), 60) == -signal.SIGTERM
+
+
+async def test_forks_outlive_the_connection_but_not_the_nursery(tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_worker.py").write_text(_MODULE)
+    monkeypatch.chdir(tmp_path)
+    with Nursery(tmp_path) as nursery:
+        first, second = await nursery.connect(), await nursery.connect()
+        child, other = await start(first, "stay"), await start(second, "stay")
+        first.close()
+        assert (await said(child))["arguments"] == ["stay"]
+        os.kill(child.pid, 0)
+        nursery.close()
+        assert await asyncio.wait_for(other.wait(), 60) == -signal.SIGKILL
+        with pytest.raises(UnavailableError, match="the nursery has ended"):
+            await start(second)
+        with pytest.raises(UnavailableError, match="cannot be reached"):
+            await nursery.connect()
+    assert other.stdout is not None
+    await asyncio.wait_for(other.stdout.read(), 60)  # ends

@@ -1,0 +1,184 @@
+"""The host's delta rule and convolution: their definitions in double precision, and bits of their own tokens alone."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.kernels.host.causal_conv import causal_conv
+from engine.kernels.host.delta_rule import DeltaInputs, delta_chunks, delta_steps
+from engine.kernels.host.team import Team
+from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
+
+TEAM = Team()
+SHAPES = [(1, 1, 8, 8), (2, 6, 24, 100), (3, 3, 5, 17), (1, 2, 128, 128)]  # Hk, Hv, dk, dv
+TYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def own_number_of_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(count: int, shape: tuple[int, int, int, int], dtype: torch.dtype, *, seed: int = 1) -> DeltaInputs:
+    """Parts of wider tokens, as a projection gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    k_heads, v_heads, key_dim, value_dim = shape
+    widths = [k_heads * key_dim, k_heads * key_dim, v_heads * value_dim]
+    wide = torch.randn(count, sum(widths) + 3, generator=generator).to(dtype)
+    q, k, v = torch.split(wide[:, 3:], widths, 1)
+    q, k = q.view(count, k_heads, key_dim), k.view(count, k_heads, key_dim)
+    v = v.view(count, v_heads, value_dim)
+    g, beta = torch.rand(2, count, v_heads, generator=generator)
+    return DeltaInputs(q, k, v, -g, beta)
+
+
+def part_of(inputs: DeltaInputs, tokens: list[int] | slice) -> DeltaInputs:
+    return DeltaInputs(inputs.q[tokens], inputs.k[tokens], inputs.v[tokens], inputs.g[tokens].contiguous(),
+                       inputs.beta[tokens].contiguous())
+
+
+def joined(parts: list[DeltaInputs]) -> DeltaInputs:
+    return DeltaInputs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("q", "k", "v", "g", "beta")))
+
+
+def rows_of(counts: list[int], slots: list[int], is_new: list[int]) -> RecurrentRows:
+    return RecurrentRows(torch.tensor([0, *counts]).cumsum(0), torch.tensor(slots), torch.tensor(is_new))
+
+
+def states(shape: tuple[int, int, int, int], num_slots: int = 4) -> Tensor:
+    return torch.full((num_slots, *shape[1:]), math.nan)
+
+
+def definition(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
+    """Outputs and the last state, in fp64."""
+    q, k, v = inputs.q.double(), inputs.k.double(), inputs.v.double()
+    share, key_dim = v.shape[1] // q.shape[1], q.shape[2]
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = q.repeat_interleave(share, 1) * key_dim**-0.5, k.repeat_interleave(share, 1)
+    state, out = torch.zeros(*v.shape[1:2], key_dim, v.shape[2], dtype=torch.float64), []
+    for token in range(len(v)):
+        state = state * inputs.g[token].double().exp()[:, None, None]
+        error = v[token] - torch.einsum("hkv,hk->hv", state, k[token])
+        state = state + k[token][:, :, None] * (inputs.beta[token].double()[:, None] * error)[:, None]
+        out.append(torch.einsum("hkv,hk->hv", state, q[token]))
+    return torch.stack(out), state
+
+
+def stepped(inputs: DeltaInputs, pool: Tensor, slot: int, *, is_new: bool) -> Tensor:
+    """Token by token."""
+    outs = []
+    for token in range(len(inputs.v)):
+        rows = rows_of([1], [slot], [int(is_new and token == 0)])
+        steps = StateSteps(torch.tensor([-1]), torch.tensor([slot]))
+        outs.append(delta_steps(part_of(inputs, slice(token, token + 1)), rows, steps, pool, pool, TEAM))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+def test_both_forms_are_the_definition(shape: tuple[int, int, int, int], dtype: torch.dtype, count: int) -> None:
+    inputs = draw(count, shape, dtype)
+    expected, last = definition(inputs)
+    pool = states(shape)
+    found = delta_chunks(inputs, rows_of([count], [2], [1]), pool, TEAM)
+    one_by_one = states(shape)
+    for out, state in ((found, pool[2]), (stepped(inputs, one_by_one, 2, is_new=True), one_by_one[2])):
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=4e-6)
+    assert pool[[0, 1, 3]].isnan().all()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(counts=st.lists(st.integers(0, 200), min_size=1, max_size=4), threads=st.integers(1, 4),
+       shape=st.sampled_from(SHAPES), dtype=st.sampled_from(TYPES), cut=st.integers(0, 2))
+def test_chunks_have_the_bits_they_have_alone(counts: list[int], threads: int, shape: tuple[int, int, int, int],
+                                              dtype: torch.dtype, cut: int) -> None:
+    """Rows in company, on any number of threads, cut at a multiple of 64."""
+    torch.set_num_threads(threads)
+    inputs = [draw(count, shape, dtype, seed=row) for row, count in enumerate(counts)]
+    together, slots = states(shape), list(range(len(counts)))
+    firsts = [min(64 * cut, count) for count in counts]
+    out = delta_chunks(joined([part_of(x, slice(0, n)) for x, n in zip(inputs, firsts, strict=True)]),
+                       rows_of(firsts, slots, [1] * len(counts)), together, TEAM)
+    rests = [count - first for count, first in zip(counts, firsts, strict=True)]
+    rest = delta_chunks(joined([part_of(x, slice(n, None)) for x, n in zip(inputs, firsts, strict=True)]),
+                        rows_of(rests, slots, [int(first == 0) for first in firsts]), together, TEAM)
+    torch.set_num_threads(1)
+    for row, parts in enumerate(zip(torch.split(out, firsts), torch.split(rest, rests), strict=True)):
+        alone = states(shape)
+        if counts[row]:
+            expected = delta_chunks(inputs[row], rows_of([counts[row]], [row], [1]), alone, TEAM)
+            assert torch.equal(torch.cat(parts), expected)
+            assert torch.equal(together[row], alone[row])
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 17, 63, 65])
+def test_later_tokens_change_no_bit_of_earlier_ones(count: int) -> None:
+    whole = draw(130, (2, 4, 24, 40), torch.float32)
+    poisoned = joined([part_of(whole, slice(0, count)), draw(1, (2, 4, 24, 40), torch.float32)])
+    poisoned.v[count] = math.nan
+    shape, outs = (2, 4, 24, 40), []
+    for inputs in (whole, poisoned, part_of(whole, slice(0, count))):
+        outs.append(delta_chunks(inputs, rows_of([len(inputs.v)], [0], [1]), states(shape), TEAM)[:count])
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[2])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_node_of_a_tree_has_the_bits_of_its_path_drawn(threads: int, dtype: torch.dtype) -> None:
+    torch.set_num_threads(threads)
+    shape, parents = (2, 6, 24, 100), [-1, 0, 0, 1, -1, 4, 2]
+    inputs, prompt, other = (draw(n, shape, dtype, seed=n) for n in (7, 70, 3))
+    pool = states(shape)
+    delta_chunks(prompt, rows_of([70], [1], [1]), pool, TEAM)
+    scratch, before = states(shape, 20), pool.clone()
+    steps = StateSteps(torch.tensor([-1, 0, 1, *(p + 3 if p >= 0 else -1 for p in parents)]),
+                       torch.tensor([0, 1, 2, *range(8, 15)]))
+    out = delta_steps(joined([other, inputs]), rows_of([3, 7], [3, 1], [1, 0]), steps, pool, scratch, TEAM)
+    assert torch.equal(pool[1], before[1])
+    torch.set_num_threads(1)
+    for node in range(7):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        plain = before.clone()
+        expected = stepped(part_of(inputs, path), plain, 1, is_new=False)
+        assert torch.equal(out[3 + node], expected[-1])
+        assert torch.equal(scratch[8 + node], plain[1])
+    assert torch.equal(out[:3], stepped(other, states(shape), 3, is_new=True))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("channels", "kernel"), [(1, 2), (24, 4), (300, 4), (520, 3)])
+def test_convolution_is_the_definition_whatever_the_cut(dtype: torch.dtype, channels: int, kernel: int) -> None:
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(40, channels + 5, generator=generator).to(dtype)[:, 5:]
+    taps = torch.randn(kernel, channels, generator=generator)
+    padded = torch.cat([torch.zeros(kernel - 1, channels, dtype=torch.float64), x.double()])
+    total = sum(padded[tap:tap + 40] * taps[tap] for tap in range(kernel))
+    assert isinstance(total, Tensor)
+    expected = total * total.sigmoid()
+    outs = []
+    for cuts, threads in (([40], 1), ([1] * 40, 2), ([2, 0, 30, 1, 7], 3)):
+        torch.set_num_threads(threads)
+        pool, start, parts = torch.full((3, kernel - 1, channels), math.nan, dtype=dtype), 0, []
+        for count in cuts:
+            rows = rows_of([count], [1], [int(start == 0)])
+            parts.append(causal_conv(x[start:start + count], taps, pool, rows, TEAM))
+            start += count
+        outs.append(torch.cat(parts))
+        assert torch.equal(pool[1], x[-(kernel - 1):])
+        assert pool[[0, 2]].isnan().all()
+    spacing = torch.finfo(dtype).eps
+    torch.testing.assert_close(outs[0].double(), expected, rtol=2 * spacing, atol=4e-6)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])

@@ -1,0 +1,220 @@
+"""The product of the host: against double precision and its description in plain torch, and its bits for any rows."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.host.amx import has_tiles
+from engine.kernels.host.dot import has_pair_products
+from engine.kernels.host.packing import Segments, pack
+from engine.kernels.host.product import PackedWeight, arithmetic_class
+from engine.kernels.host.team import Team
+from engine.kernels.plain_product import plain_product
+from runtime.errors import InternalError
+
+TYPES = [torch.bfloat16, torch.float32]
+SHAPES = [(1, 1), (7, 3), (16, 16), (33, 17), (64, 8), (100, 1000), (130, 250), (300, 1024), (17, 2051)]  # N, K
+COUNTS = [*range(1, 28), 31, 48, 49, 95, 97, 150]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+    return PackedWeight(weight, bias, Team())
+
+
+def near(actual: Tensor, expected: Tensor, num_terms: int) -> None:
+    """One step of the result's type, and of every sum's fp32."""
+    bound = 2.0**-8 if actual.dtype is torch.bfloat16 else 2.0**-22
+    torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=2.0**-22 * num_terms)
+
+
+@pytest.fixture(params=[1, 2, 3, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_it_is_the_product(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight, bias = draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype, seed=1)
+    up, up_bias = draw(*shape, dtype=dtype, seed=2), draw(shape[0], dtype=dtype, seed=3)
+    x, residual = draw(29, shape[1], dtype=dtype, seed=4), draw(29, shape[0], dtype=dtype, seed=5)
+    plain = F.linear(x.double(), weight.double())
+    near(packed(weight).multiply(x, out_dtype=torch.float32), plain, shape[1])
+    near(packed(weight).multiply(x), plain, shape[1])
+    near(packed(weight, bias).multiply(x, residual=residual), plain + bias.double() + residual.double(), shape[1])
+    gated = packed(weight, bias).multiply_gated(x, packed(up, up_bias))
+    near(gated, F.silu(plain + bias.double()) * F.linear(x.double(), up.double(), up_bias.double()), 20 * shape[1])
+    assert gated.dtype is packed(weight).multiply(x).dtype is dtype
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_order_of_sums_is_the_described_one(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight, x = draw(*shape, dtype=dtype), draw(7, shape[1], dtype=dtype, seed=1)
+    by_tiles = dtype is torch.bfloat16 and has_tiles()
+    described = plain_product(x, weight, by_tiles=by_tiles)
+    assert torch.equal(packed(weight).multiply(x, out_dtype=torch.float32), described)
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (130, 250), (700, 1024)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(threads: int, dtype: torch.dtype,
+                                                                  shape: tuple[int, int]) -> None:
+    weight, up = packed(draw(*shape, dtype=dtype)), packed(draw(*shape, dtype=dtype, seed=1))
+    x, residual = draw(1000, shape[1], dtype=dtype, seed=2), draw(1000, shape[0], dtype=dtype, seed=3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    whole, gated = weight.multiply(x, residual=residual), weight.multiply_gated(x, up)
+    torch.set_num_threads(before)
+    assert torch.equal(weight.multiply(x, residual=residual), whole)
+    for count in COUNTS:
+        rows = slice(5, 5 + count)
+        assert torch.equal(weight.multiply(x[rows], residual=residual[rows]), whole[rows]), count
+        assert torch.equal(weight.multiply_gated(x[rows], up), gated[rows]), count
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_and_residuals_may_be_parts_of_wider_ones(dtype: torch.dtype) -> None:
+    weight = packed(draw(40, 64, dtype=dtype))
+    x, residual = draw(9, 200, dtype=dtype, seed=1), draw(9, 50, dtype=dtype, seed=2)
+    expected = weight.multiply(x[:, 31:95].clone(), residual=residual[:, 3:43].clone())
+    assert torch.equal(weight.multiply(x[:, 31:95], residual=residual[:, 3:43]), expected)
+    turned, turned_residual = x[:, 31:95].t().contiguous().t(), residual[:, 3:43].t().contiguous().t()
+    assert torch.equal(weight.multiply(turned, residual=turned_residual), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("num_terms", "num_columns"), [(63, 40), (64, 33)])
+def test_nothing_beside_the_operands_is_read(dtype: torch.dtype, num_terms: int, num_columns: int) -> None:
+    """NaN stands before and behind every row of x and of the weight, and all over where the result goes."""
+    def among_nans(inside: Tensor) -> Tensor:
+        wider = torch.full((len(inside) + 2, inside.shape[1] + 6), float("nan"), dtype=dtype)
+        wider[1:-1, 2:-4] = inside
+        return wider[1:-1, 2:-4]
+    weight, x = draw(num_columns, num_terms, dtype=dtype), draw(13, num_terms, dtype=dtype, seed=1)
+    expected = packed(weight).multiply(x)
+    assert torch.equal(packed(among_nans(weight)).multiply(among_nans(x)), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_is_not_a_number_stays_in_its_row_and_column(dtype: torch.dtype) -> None:
+    weight, x = draw(40, 24, dtype=dtype), draw(13, 24, dtype=dtype, seed=1)
+    expected = packed(weight).multiply(x)
+    x[4], weight[17, 3] = float("nan"), float("inf")
+    result = packed(weight).multiply(x)
+    assert result[4].isnan().all()
+    assert not result[:4, 17].isfinite().any()
+    others = torch.ones(13, 40, dtype=torch.bool)
+    others[4], others[:, 17] = False, False
+    assert torch.equal(result[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "num_columns", "num_terms"), [(1, 16, 16), (6, 24, 33), (3, 5, 8)])
+def test_a_matrix_for_each_head(dtype: torch.dtype, heads: int, num_columns: int, num_terms: int) -> None:
+    weight, x = draw(heads, num_columns, num_terms, dtype=dtype), draw(20, heads, num_terms + 3, dtype=dtype, seed=1)
+    x = x[:, :, 1:-2]
+    result = packed(weight).multiply(x)
+    for head in range(heads):
+        alone = packed(weight[head].clone()).multiply(x[:, head].clone())
+        assert torch.equal(result.view(20, heads, num_columns)[:, head], alone)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_nothing_to_multiply(dtype: torch.dtype) -> None:
+    assert packed(draw(24, 16, dtype=dtype)).multiply(draw(0, 16, dtype=dtype)).shape == (0, 24)
+    assert packed(draw(0, 16, dtype=dtype)).multiply(draw(3, 16, dtype=dtype)).shape == (3, 0)
+    assert torch.equal(packed(torch.empty(3, 0, dtype=dtype)).multiply(torch.empty(2, 0, dtype=dtype)),
+                       torch.zeros(2, 3, dtype=dtype))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = packed(draw(24, 16))
+    with pytest.raises(InternalError, match="15"):
+        weight.multiply(draw(2, 15))
+    with pytest.raises(InternalError, match="bfloat16"):
+        weight.multiply(draw(2, 16).bfloat16())
+    with pytest.raises(InternalError, match="beside up"):
+        weight.multiply_gated(draw(2, 16), packed(draw(25, 16)))
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize(("dtype", "num_terms"), [(torch.bfloat16, 7), (torch.bfloat16, 50), (torch.bfloat16, 64),
+                                                  (torch.float32, 7), (torch.float32, 21)])
+def test_packing(dtype: torch.dtype, num_terms: int, multiple: int) -> None:
+    """Every value is where the segments' rule puts it, and all else is 0."""
+    weight, segments = draw(2, 19, num_terms, dtype=dtype), Segments(num_terms, dtype, multiple)
+    blocks = pack(weight, segments, Team())
+    pair = 2 if dtype is torch.bfloat16 else 1
+    own = -(-num_terms // (8 * pair))
+    filled = -(-own // multiple) * multiple
+    expected = torch.zeros(2, 2, 8 * filled, 16, pair, dtype=dtype)
+    for n in range(19):
+        for k in range(num_terms):
+            segment, step = divmod(k // pair, own)
+            expected[:, n // 16, segment * filled + step, n % 16, k % pair] = weight[:, n, k]
+    assert torch.equal(blocks.view(expected.shape), expected)
+    assert torch.equal(segments.restored(segments.arranged(weight)), weight)
+    kept = blocks.view(2, 2, 8 * filled, 16, pair).transpose(2, 3).reshape(2, 32, -1)[:, :19]
+    assert torch.equal(segments.arranged(weight), kept)
+
+
+@pytest.mark.parametrize("by_tiles", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, *TYPES])
+def test_plain_product(dtype: torch.dtype, by_tiles: bool) -> None:  # noqa: FBT001
+    weight, x = draw(40, 777, dtype=dtype), draw(30, 777, dtype=dtype, seed=1)
+    result = plain_product(x, weight, by_tiles=by_tiles)
+    near(result, F.linear(x.double(), weight.double()), 777)
+    assert torch.equal(plain_product(x[11:12], weight, by_tiles=by_tiles), result[11:12])
+    assert plain_product(x[:0], weight, by_tiles=by_tiles).shape == (0, 40)
+
+
+@pytest.mark.parametrize(("variables", "without"), [
+    ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}, "pairs"),
+    ({"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16,+fma"}, "widened"),
+], ids=["avx2", "avx512-bf16"])
+def test_classes_of_arithmetic(variables: dict[str, str], without: str) -> None:
+    """numba compiles for the CPU that its variables name. By pairs and by widened ones the bits are the same."""
+    if "avx512bf16" in variables["NUMBA_CPU_FEATURES"] and not has_pair_products():
+        return  # this machine has no such instructions
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, **variables}, capture_output=True,
+                          text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    name, equal = done.stdout.split()
+    assert name.split("-")[0].isdigit()
+    assert name.split("-")[1] in {"pairs", "widened"} - {without}
+    assert equal == "True"
+
+
+PROGRAM = """
+import torch
+from engine.kernels.host.product import PackedWeight, arithmetic_class
+from engine.kernels.host.team import Team
+from engine.kernels.plain_product import plain_product
+torch.manual_seed(0)
+equal = True
+for dtype in (torch.bfloat16, torch.float32):
+    w, x = torch.randn(70, 300).to(dtype), torch.randn(11, 300).to(dtype)
+    packed = PackedWeight(w, None, Team())
+    equal &= torch.equal(packed.multiply(x, out_dtype=torch.float32), plain_product(x, w))
+    equal &= torch.equal(packed.multiply_gated(x, packed)[3:4], packed.multiply_gated(x[3:4], packed))
+print(arithmetic_class(), equal)
+"""
+
+
+def test_this_machines_class_of_arithmetic() -> None:
+    instructions = "tiles" if has_tiles() else "pairs" if has_pair_products() else "widened"
+    assert arithmetic_class().endswith(f"-{instructions}")

@@ -1,0 +1,51 @@
+"""A worker whose engine hangs in a forward, as a process of its own."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import grpc
+
+from protos import prefill_pb2 as pb
+from protos import prefill_pb2_grpc, types_pb2
+from runtime.announce import read_announcement
+from runtime.client import open_channel, wait_serving
+from runtime.errors import UnavailableError
+from runtime.status import error_from_rpc
+from tests.support.checkpoints import make_checkpoint
+
+
+async def test_a_hung_engine_gives_its_requests_back_and_ends_its_process(tmp_path: Path) -> None:
+    """They used to wait for their deadline, an hour by default, while the worker said that it serves."""
+    model, path = make_checkpoint(tmp_path, "llama"), tmp_path / "announced.json"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.support.hanging_worker", str(model), str(path), stderr=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(120):
+            while (announcement := read_announcement(path)) is None:
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+            async with open_channel(announcement.address) as channel:
+                await wait_serving(channel, "baton.v1.Prefill", timeout_s=60)
+                began_s = time.monotonic()
+                request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], max_tokens=4)
+                call = prefill_pb2_grpc.PrefillStub(channel).Run(timeout=3600)
+                await call.write(pb.RunRequest(request=request))
+                started = await call.read()
+                assert isinstance(started, pb.RunResponse)
+                assert started.HasField("started")
+                try:
+                    await call.read()
+                except grpc.aio.AioRpcError as ended:
+                    error = error_from_rpc(ended)
+                assert isinstance(error, UnavailableError)
+                assert "the engine has been within one step for more than 2 s" in str(error)
+            _, said = await process.communicate()
+        assert time.monotonic() - began_s < 30, "neither the drain nor the thread that hangs was waited for"
+        assert process.returncode == 1, said.decode()
+        assert "prefill: this worker cannot go on: the engine has been within one step" in said.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()

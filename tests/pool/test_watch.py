@@ -1,0 +1,117 @@
+"""What a worker says of itself while its engine is within a step."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from engine.core.batch import ForwardBatch
+from engine.core.request import Request, SamplingParams
+from engine.loop import EngineLoop, LoopObserver
+from engine.memory.pages import PageAllocator
+from engine.memory.slots import SlotAllocator
+from engine.pipeline.stages import StepResult
+from pool.pipeline.leader import Leader
+from pool.stage.metrics import LoadBoard
+from pool.watch import Context, WorkerService, worker_load
+from prefill.scheduler import PrefillLimits, PrefillScheduler
+from protos import worker_pb2 as pb
+from runtime.clock import ManualClock, SystemClock
+from runtime.errors import InvalidRequestError
+
+
+class LongForward:
+    """A pipeline of one stage that computes until the test lets it end."""
+
+    depth = 1
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self._batch: ForwardBatch | None = None
+
+    def launch(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+        self.began.set()
+        assert self.may_end.wait(60)
+
+    def collect(self, timeout_s: float) -> StepResult | None:
+        return StepResult(1, [])
+
+    def wake(self) -> None: ...
+
+
+def make_scheduler() -> PrefillScheduler:
+    return PrefillScheduler(pages=PageAllocator(100), slots=SlotAllocator(0), clock=SystemClock(), limits=PrefillLimits(
+        page_size=4, chunk_tokens=8, grid=4, max_running=4, max_queued=4))
+
+
+async def loads(service: WorkerService) -> AsyncIterator[pb.WorkerLoad]:
+    async for response in service.Watch(pb.WatchRequest(interval_s=0.05), cast(Context, None)):
+        if response.HasField("load"):
+            yield response.load
+
+
+async def test_load_reports_wait_for_no_step() -> None:
+    """A router takes a worker that is silent for two seconds for lost; a forward may take longer than that."""
+    scheduler, forward = make_scheduler(), LongForward()
+    board = LoadBoard(scheduler, SystemClock())
+    loop = EngineLoop(scheduler, observer=LoopObserver(settled=board.publish))
+    leader = cast(Leader, SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)))
+    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load))
+    loop.start()
+    try:
+        request = Request("r", tuple(range(20)), 5, SamplingParams(temperature=0))
+        await loop.submit(lambda: scheduler.submit(request, lambda event: None))
+        await loop.submit(lambda: scheduler.submit(request, lambda event: None))
+        loop.post(lambda: loop.attach(forward))
+        assert await asyncio.to_thread(forward.began.wait, 60)
+        seen: list[pb.WorkerLoad] = []
+        async with asyncio.timeout(30):
+            async for load in loads(service):
+                seen.append(load)
+                if len(seen) == 5:
+                    break
+        assert [(load.running_requests, load.queued_requests) for load in seen] == [(1, 1)] * 5
+        assert [load.queued_tokens for load in seen] == [20 - 8 + 20] * 5
+        assert all(earlier.busy_s < later.busy_s for earlier, later in pairwise(seen))
+    finally:
+        forward.may_end.set()
+        loop.stop()
+
+
+async def test_an_engine_that_waits_is_not_busy() -> None:
+    loop = EngineLoop(make_scheduler())
+    loop.start()
+    try:
+        await loop.submit(lambda: None)
+        async with asyncio.timeout(30):
+            while loop.busy_since_s is not None:  # noqa: ASYNC110 - happens on the loop's thread
+                await asyncio.sleep(0.005)
+    finally:
+        loop.stop()
+
+
+def test_who_waits_grows_older_between_two_publications() -> None:
+    clock = ManualClock()
+    scheduler = make_scheduler()
+    scheduler.clock = clock
+    board = LoadBoard(scheduler, clock)
+    assert board.occupancy.oldest_s == 0
+    scheduler.submit(Request("r", (1, 2), 5, SamplingParams(temperature=0)), lambda event: None)
+    clock.advance(2.0)
+    assert board.load.queued_requests == 0, "nothing was published since"
+    board.publish()
+    assert (board.load.queued_requests, board.occupancy.oldest_s) == (1, 2.0)
+    clock.advance(3.0)
+    assert board.occupancy.oldest_s == 5.0
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 61.0])
+async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -> None:
+    service = WorkerService(pb.WorkerInfo, pb.WorkerLoad)
+    with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
+        await anext(aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Context, None))))

@@ -1,0 +1,92 @@
+"""What one client may do to another one's requests: nothing."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import generation_pb2, types_pb2
+from router.api.generation import MAX_ABORT_IDS, RequestLimits
+from router.request.priorities import PriorityLimits
+from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
+from runtime.security import ServerSecurity
+from runtime.status import error_from_rpc
+from runtime.tokens import TokenList
+from tests.router.harness import RouterHarness, eventually, running_router, token_request
+from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal
+
+ALICE, BOB = (("authorization", "Bearer token-of-alice-1234"),), (("authorization", "Bearer token-of-bob-123456"),)
+TOKENS = "alice token-of-alice-1234\nalice second-token-of-alice\ntoken-of-bob-123456\n"
+PROMPT = [1, 2, 3]
+
+
+@asynccontextmanager
+async def shared_router(folder: Path) -> AsyncIterator[RouterHarness]:
+    """One whose pool draws slowly, for two clients."""
+    (folder / "tokens").write_text(TOKENS)
+    fabric, journal = Fabric(), Journal()
+    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    decode.token_pause_s = 0.01
+    limits = RequestLimits(60.0, 30.0, PriorityLimits.parse(["alice=-100", "*=0"]))
+    async with running_router(prefill, decode, security=ServerSecurity(tokens=TokenList(folder / "tokens")),
+                              limits=limits) as router:
+        yield router
+
+
+async def answered(router: RouterHarness, request: generation_pb2.GenerateRequest,
+                   metadata: tuple[tuple[str, str], ...]) -> types_pb2.FinishReason:
+    """How it finished. Raises the BatonError behind the status."""
+    try:
+        *_, last = [response async for response in router.stub.Generate(request, metadata=metadata, timeout=60)]
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from None
+    return last.finish.reason
+
+
+async def test_ids_belong_to_the_client_that_chose_them(tmp_path: Path) -> None:
+    async with shared_router(tmp_path) as router:
+        request = token_request(PROMPT, max_tokens=200, request_id="r1")
+        running = router.stub.Generate(request, metadata=ALICE).__aiter__()
+        await anext(running)
+        guessed = generation_pb2.AbortRequest(request_ids=["r1", "r2"])
+        assert list((await router.stub.Abort(guessed, metadata=BOB)).aborted) == [], "another one's is not there"
+        short = token_request(PROMPT, max_tokens=2, request_id="r1")
+        assert await answered(router, short, BOB) == types_pb2.FINISH_REASON_LENGTH, "and does not squat"
+        with pytest.raises(DuplicateRequestError):
+            await answered(router, short, ALICE)
+        second = (("authorization", "Bearer second-token-of-alice"),)
+        assert list((await router.stub.Abort(guessed, metadata=second)).aborted) == ["r1"], "her name, another token"
+        *_, last = [response async for response in running]
+        assert last.finish.reason == types_pb2.FINISH_REASON_ABORTED
+        await eventually(lambda: not router.service._running, "requests in the router")
+
+
+async def test_an_abort_names_a_bounded_number_of_requests(tmp_path: Path) -> None:
+    async with shared_router(tmp_path) as router:
+        many = generation_pb2.AbortRequest(request_ids=[str(i) for i in range(MAX_ABORT_IDS + 1)])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.stub.Abort(many, metadata=ALICE)
+        error: BatonError = error_from_rpc(caught.value)
+        assert isinstance(error, InvalidRequestError)
+        assert error.violations[0].field == "request_ids"
+        assert "1025 entries, the limit is 1024" in error.violations[0].description
+
+
+async def test_who_may_push_ahead_is_a_setting(tmp_path: Path) -> None:
+    async with shared_router(tmp_path) as router:
+        for priority in (-100, 0, 100):
+            assert await answered(router, token_request(PROMPT, priority=priority), ALICE)
+        assert await answered(router, token_request(PROMPT, priority=5), BOB)
+        with pytest.raises(InvalidRequestError, match="must be between 0 and 100 for this client, got -1"):
+            await answered(router, token_request(PROMPT, priority=-1), BOB)
+
+
+async def test_nobody_pushes_ahead_unless_a_setting_says_so() -> None:
+    fabric, journal = Fabric(), Journal()
+    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal),
+                              limits=RequestLimits(60.0, 30.0)) as router:
+        error = await router.failure(token_request(PROMPT, priority=-100))
+        assert isinstance(error, InvalidRequestError)
+        assert error.violations[0].field == "priority"

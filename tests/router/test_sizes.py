@@ -1,0 +1,68 @@
+"""Pools of different sizes behind one router: a request goes where it fits, and waits for nobody else's pool."""
+
+import asyncio
+
+from protos import types_pb2
+from router.request.admission import AdmissionLimits
+from runtime.errors import InvalidRequestError, UnavailableError
+from tests.router.harness import RouterHarness, eventually, running_router, token_request
+from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+
+PROMPT = list(range(1, 41))
+FITS_SMALL, NEEDS_LARGE = 20, 60  # tokens to draw; the small pool holds 64
+
+
+class Cluster:
+    """A prefill worker, a small pool that is asked first, and a large one."""
+
+    def __init__(self) -> None:
+        fabric, journal = Fabric(), Journal()
+        self.prefill = FakePrefill("p", fabric, journal)
+        self.small, self.large = (FakeDecode(name, fabric, journal) for name in ("small", "large"))
+        self.small.max_context_tokens = 64
+        self.workers = (self.prefill, self.small, self.large)
+
+
+async def test_what_is_too_long_for_one_pool_goes_to_another() -> None:
+    cluster = Cluster()
+    async with running_router(*cluster.workers) as router:
+        for _ in range(4):
+            answer = await router.ask(token_request(PROMPT, max_tokens=NEEDS_LARGE))
+            assert answer.token_ids == expected_tokens(PROMPT, NEEDS_LARGE)
+        info = await router.failure(token_request([1] * 256))
+        assert isinstance(info, InvalidRequestError)
+        assert "context limit of 256" in str(info), "the largest pool's"
+        await router.assert_nothing_left()
+
+
+async def test_it_moves_to_a_pool_that_can_hold_it() -> None:
+    cluster = Cluster()
+    other = FakeDecode("other", cluster.prefill.fabric, cluster.prefill.journal)
+    async with running_router(*cluster.workers, other) as router:
+        min((cluster.large, other), key=lambda pool: pool.address).die_at(Point.TOKEN)
+        answer = await router.ask(token_request(PROMPT, max_tokens=NEEDS_LARGE))
+        assert answer.token_ids == expected_tokens(PROMPT, NEEDS_LARGE)
+        assert router.metric("baton_migrations_total", type="lost", outcome="resumed") == 1
+
+
+def _usable(router: RouterHarness, cluster: Cluster) -> set[str]:
+    names = {worker.address: worker.name for worker in cluster.workers}
+    return {names[worker.address] for worker in router.directory.workers if worker.is_usable and
+            worker.address in names}
+
+
+async def test_others_do_not_wait_behind_one_whose_pool_is_away() -> None:
+    cluster = Cluster()
+    async with running_router(*cluster.workers, admission=AdmissionLimits(max_wait_s=2.0)) as router:
+        await cluster.large.die()
+        await eventually(lambda: "large" not in _usable(router, cluster), "the death")
+        long = asyncio.create_task(router.failure(token_request(PROMPT, max_tokens=NEEDS_LARGE)))
+        await eventually(lambda: router.services.admission.num_waiting == 1, "a request that waits")
+        for _ in range(3):
+            answer = await router.ask(token_request(PROMPT, max_tokens=FITS_SMALL))
+            assert answer.finish is not None
+            assert answer.finish.reason == types_pb2.FINISH_REASON_LENGTH
+        assert not long.done()
+        error = await long
+        assert isinstance(error, UnavailableError)
+        assert "no workers that hold 100 tokens" in str(error)

@@ -1,0 +1,261 @@
+"""A server's bounds towards those who call it, over real connections."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc
+from runtime import errors
+from runtime.client import ChannelOptions, open_channel
+from runtime.lasting_server import LastingServer
+from runtime.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
+from runtime.status import error_from_rpc
+from tests.router.harness import eventually
+from tests.support.generation import EchoGeneration, serve_echo
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Torrent(EchoGeneration):
+    """Says more than any window takes, for as long as somebody reads."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        self.running.add(request.request_id)
+        try:
+            while True:
+                yield pb.GenerateResponse(chunk=pb.GenerateChunk(text="x" * 65536))
+        finally:
+            self.running.discard(request.request_id)
+
+
+def refused(failure: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> errors.BatonError:
+    return error_from_rpc(failure.value)
+
+
+async def test_a_client_that_never_reads_ends_and_holds_up_no_drain() -> None:
+    servicer = Torrent()
+    server, address = await serve_echo(servicer, write_s=0.3)
+    async with open_channel(address) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(request_id="r", text="x"))
+        await eventually(lambda: servicer.running, "no call")
+        await eventually(lambda: not servicer.running, "a handler that never ends")
+        await eventually(lambda: server._guard._quiet.is_set(), "a call that counts for ever")
+        async with asyncio.timeout(30):
+            await server.drain(grace_s=600)
+        call.cancel()
+
+
+async def test_its_status_is_there_when_it_reads_after_all() -> None:
+    servicer = Torrent()
+    server, address = await serve_echo(servicer, write_s=0.3)
+    async with open_channel(address) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(request_id="r", text="x"))
+        await eventually(lambda: servicer.running, "no call")
+        await eventually(lambda: not servicer.running, "a handler that never ends")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert isinstance(refused(caught), errors.RequestAborted)
+        assert "read nothing for 0.3 s" in str(refused(caught))
+    await server.drain(grace_s=0)
+
+
+async def test_calls_of_a_server_are_bounded_and_one_more_is_refused_with_its_limit() -> None:
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer, max_calls=3)
+    async with open_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        running = [stub.Generate(pb.GenerateRequest(request_id=str(i), text="hang")) for i in range(3)]
+        for call in running:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(pb.GenerateRequest(text="one more")).read()
+        assert isinstance(refused(caught), errors.CapacityError)
+        assert "3 calls are under way, which is the limit" in str(refused(caught))
+        running[0].cancel()
+        await eventually(lambda: len(servicer.running) == 2, "a call that does not end")
+        again = stub.Generate(pb.GenerateRequest(text="hang"))
+        assert await again.read() == pb.GenerateResponse(
+            request_id="chosen-by-server",
+            chunk=pb.GenerateChunk(token_ids=[0], text="hang ",
+                                   usage=pb.Usage(prompt_tokens=1, completion_tokens=1)))
+    await server.drain(grace_s=0)
+
+
+async def test_messages_held_by_calls_are_bounded_together() -> None:
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer, max_held_bytes=2000)
+    async with open_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        text = "hang " + "x" * 1200
+        first = stub.Generate(pb.GenerateRequest(text=text))
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(pb.GenerateRequest(text=text)).read()
+        assert isinstance(refused(caught), errors.CapacityError)
+        assert "the limit is 2000" in str(refused(caught))
+        first.cancel()
+        await eventually(lambda: not servicer.running, "a call that does not end")
+        assert await stub.Generate(pb.GenerateRequest(text=text)).read()
+    await server.drain(grace_s=0)
+
+
+async def test_questions_are_short() -> None:
+    server, address = await serve_echo(EchoGeneration())
+    async with open_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generation_pb2_grpc.GenerationStub(channel).Abort(pb.AbortRequest(request_ids=["x" * 128] * 4096))
+        assert isinstance(refused(caught), errors.InvalidRequestError)
+        assert "at most 262144 bytes" in str(refused(caught))
+    await server.drain(grace_s=0)
+
+
+async def test_what_is_no_message_is_the_callers_error_and_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    server, address = await serve_echo(EchoGeneration())
+    async with open_channel(address) as channel:
+        start: Any = channel.unary_unary("/baton.v1.Generation/Generate")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await start(b"\xff\xff\xff")
+        assert isinstance(refused(caught), errors.InvalidRequestError)
+    await server.drain(grace_s=0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_streams_of_a_connection_are_bounded_and_the_next_waits_at_the_client() -> None:
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer, max_streams=2)
+    async with open_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        await stub.GetLoad(pb.GetLoadRequest())  # the settings have arrived
+        calls = [stub.Generate(pb.GenerateRequest(request_id=str(i), text="hang")) for i in range(3)]
+        await asyncio.gather(calls[0].read(), calls[1].read())
+        assert len(servicer.running) == 2
+        calls[0].cancel()
+        await calls[2].read()
+        for call in calls:
+            call.cancel()
+    await server.drain(grace_s=0)
+
+
+async def test_connections_of_a_server_are_bounded() -> None:
+    server, address = await serve_echo(EchoGeneration(), max_connections=2)
+    async with open_channel(address) as first, open_channel(address) as second, open_channel(address) as third:
+        for channel in (first, second):
+            await generation_pb2_grpc.GenerationStub(channel).GetLoad(pb.GetLoadRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generation_pb2_grpc.GenerationStub(third).GetLoad(pb.GetLoadRequest(), timeout=2)
+        assert caught.value.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+    await server.drain(grace_s=0)
+
+
+def http2_frame(kind: int, payload: bytes, flags: int = 0) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + payload
+
+
+async def pinged(address: str, pause_s: float, count: int) -> bool:
+    """Whether the connection lives after so many pings."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(4, b"") + http2_frame(4, b"", 1))
+        for _ in range(count):
+            writer.write(http2_frame(6, bytes(8)))
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        answer = await asyncio.wait_for(ended(reader), 3)
+        return not answer
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+    finally:
+        writer.close()
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    while await reader.read(65536):
+        pass
+    return True
+
+
+async def test_a_flood_of_pings_ends_the_connection_and_our_own_pace_does_not() -> None:
+    server, address = await serve_echo(EchoGeneration(), keepalive_s=600.0)  # nobody here answers the server's own
+    flood, pace = await asyncio.gather(pinged(address, 0, 10_000),
+                                       pinged(address, 2 * MIN_PING_INTERVAL_S, MAX_PING_STRIKES + 5))
+    assert not flood
+    assert pace
+    assert ChannelOptions().keepalive_s > 2 * MIN_PING_INTERVAL_S
+    await server.drain(grace_s=0)
+
+
+async def test_the_second_door_takes_only_names(unused_address: Callable[[], str]) -> None:
+    door = unused_address()
+    server, _ = await serve_echo(EchoGeneration(), health_listen=door)
+    async with open_channel(door) as channel:
+        check: Any = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # the stubs lack it
+        assert await check(health_pb2.HealthCheckRequest())
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
+            await check(health_pb2.HealthCheckRequest(service="x" * 2000))
+    await server.drain(grace_s=0)
+
+
+@pytest.fixture
+def unused_address() -> Callable[[], str]:
+    def find() -> str:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            return f"127.0.0.1:{found.getsockname()[1]}"
+
+    return find
+
+
+def headers(path: bytes) -> bytes:
+    """A POST in HPACK, by hand: no library sends such a path."""
+    def literal(name: bytes, value: bytes) -> bytes:
+        return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+    return (b"\x83\x86\x04" + bytes([len(path)]) + path + literal(b":authority", b"x") + literal(b"te", b"trailers")
+            + literal(b"content-type", b"application/grpc"))
+
+
+async def sent(address: str, path: bytes) -> None:
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    request = headers(path)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(4, b"") + len(request).to_bytes(3, "big")
+                 + b"\x01\x04\x00\x00\x00\x01" + request)
+    await writer.drain()
+    await asyncio.sleep(0.3)
+    writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/\xff\xfe/x", b"/baton.v1.Generation/Generat\xc3("])
+async def test_a_path_that_is_no_text_stops_nothing(path: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """grpc.aio ends its serving loop for it, and nobody is told."""
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer)
+    async with open_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        running = stub.Generate(pb.GenerateRequest(request_id="r", text="hang"))
+        await running.read()
+        for _ in range(3):
+            await sent(address, path)
+            async with open_channel(address) as other:
+                await generation_pb2_grpc.GenerationStub(other).GetLoad(pb.GetLoadRequest(), wait_for_ready=True,
+                                                                        timeout=20)
+        assert servicer.running == {"r"}, "what was under way goes on"
+        await stub.GetLoad(pb.GetLoadRequest(), wait_for_ready=True, timeout=20)
+        assert "it is taken again" in caplog.text
+        lasting = server.grpc
+        assert isinstance(lasting, LastingServer)
+        await eventually(lambda: lasting.num_former == 1, "former servers without calls")
+        draining = asyncio.create_task(server.drain(grace_s=20))
+        running.cancel()
+        async with asyncio.timeout(30):
+            await draining
