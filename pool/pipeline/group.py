@@ -15,8 +15,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pool.pipeline.grammars import grammar_to_proto
 from pool.pipeline.membership import StageLink
-from pool.request.conversion import grammar_to_proto
 from protos import pipeline_pb2 as pb
 from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
 from runtime.grammar import Grammar

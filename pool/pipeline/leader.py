@@ -13,10 +13,10 @@ from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
 from engine.pipeline.stages import HeadStage, SingleStage
 from engine.sampling.sampler import RequestSampler
 from models.weights_digest import PoolWeights
+from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
-from pool.request.conversion import GrammarCheck
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
 from protos import pipeline_pb2 as pb

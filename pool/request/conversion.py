@@ -3,15 +3,14 @@ is checked again here, because anybody can reach its port."""
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from engine.core.request import DrawnToken, Request, SamplingParams
+from pool.pipeline.grammars import NO_GRAMMARS, GrammarCheck, grammar_from_proto
 from protos import types_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
-from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from runtime.grammar import MAX_GRAMMAR_BYTES
 
 MAX_TOP_LOGPROBS = 20
-NO_GRAMMARS = "needs a model with a tokenizer and an end-of-sequence token"
 
 
 def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_context_tokens: int) -> Request:
@@ -27,23 +26,6 @@ def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_contex
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         grammar=grammar_from_proto(message.structured_output) if message.HasField("structured_output") else None,
         priority=message.priority, speculates=message.speculate or not message.HasField("speculate"))
-
-
-def grammar_from_proto(message: pb.StructuredOutput) -> Grammar | None:
-    kind = message.WhichOneof("grammar")
-    return None if kind is None else Grammar(GrammarKind(kind), getattr(message, kind))
-
-
-def grammar_to_proto(grammar: Grammar) -> pb.StructuredOutput:
-    return pb.StructuredOutput(**{grammar.kind: grammar.text})
-
-
-class GrammarCheck(Protocol):
-    """What compiles grammars for the stage that draws."""
-
-    async def check(self, grammar: Grammar) -> None:
-        """As `runtime.grammar.Grammars.check`."""
-        ...
 
 
 async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None:

@@ -11,8 +11,9 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import Message
 
 from engine.core.request import Request
+from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.leader import Leader
-from pool.request.conversion import GrammarCheck, check_grammar, request_from_proto
+from pool.request.conversion import check_grammar, request_from_proto
 from pool.request.inbox import Inbox
 from pool.request.reclaimer import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters

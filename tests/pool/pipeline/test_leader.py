@@ -126,7 +126,8 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def hand_back(error: BatonError) -> None:
         handed_back.append(error)
 
-    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, step_limit_s=step_limit_s))
+    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, step_limit_s=step_limit_s,
+                                                frame_timeout_s=10.0))
     leader = Leader(config, cast(Stage, stage), scheduler, GuidedSampler(None), warm_up=warm_up, empty=empty,
                     hand_back=hand_back, reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))
