@@ -33,6 +33,7 @@ class DecodeEntry(Entry[Event]):
     """One request, with what it has drawn."""
 
     outputs: list[int] = field(default_factory=list)
+    told: int | None = None  # tokens of the output that the last stage keeps; None: it knows nothing of the request
     draft: DraftState = field(default_factory=DraftState)
     running: bool = False  # has its memory filled and may be scheduled
     joined_s: float = 0.0

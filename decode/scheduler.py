@@ -15,6 +15,7 @@ replayed in the same way. Belongs to the engine thread.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
 from decode.entry import DecodeEntry, Drawn, Emit, Finished
 from decode.memory import RequestMemory, Reservation
@@ -32,6 +33,7 @@ from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError
 
+MAX_ENDED_KEYS = 1024  # per batch
 _DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
 
 
@@ -48,6 +50,7 @@ class DecodeScheduler:
     _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
     _waiting: list[DecodeEntry] = field(default_factory=list)
     _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
+    _ended: dict[int, None] = field(default_factory=dict)  # keys the last stage still has to forget
     _next_key: int = 1
     _since_s: float = 0.0  # the last result, or the first launch after a pause
 
@@ -120,6 +123,9 @@ class DecodeScheduler:
         return None if batch is None else self._launched(batch)
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
+        if result.error is None:  # a batch that failed may not have reached the last stage
+            for key in batch.ended_keys:
+                self._ended.pop(key, None)
         if self.limits.speculates and batch.mode in _DECODING and result.error is None:
             self._note_verified(batch, result)
         self._since_s = self.clock.now()
@@ -250,6 +256,7 @@ class DecodeScheduler:
 
     def _launched(self, batch: ForwardBatch) -> ForwardBatch:
         """Its requests go to the end of the queue for turns."""
+        batch.ended_keys = tuple(islice(self._ended, MAX_ENDED_KEYS))
         for key in batch.request_keys:
             self._entries[key].in_flight = 1
             del self._turns[key]
@@ -301,4 +308,6 @@ class DecodeScheduler:
     def _forget(self, entry: DecodeEntry) -> None:
         self._stop_running(entry)
         entry.free()
+        if entry.told is not None:
+            self._ended[entry.key] = None
         del self._entries[entry.key]

@@ -119,5 +119,9 @@ class StepBuilder:
 def _row(entry: DecodeEntry, tokens: list[int], *, draws: bool) -> Row:
     assert entry.pages is not None
     assert entry.slot is not None
-    return Row(entry.key, tokens, entry.computed, entry.pages.page_ids, entry.slot.slot_id,
-               sampling_row(entry.request, entry.outputs) if draws else None)
+    sampling = None
+    if draws:
+        sampling = sampling_row(entry.request, entry.outputs, key=entry.key, known=entry.told, is_only=False)
+        if sampling.output is not None:
+            entry.told = len(entry.outputs)
+    return Row(entry.key, tokens, entry.computed, entry.pages.page_ids, entry.slot.slot_id, sampling)

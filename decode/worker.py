@@ -67,7 +67,7 @@ class DecodeLeading:
             self._observe_speculation(parts)
         service = DecodeService(DecodeParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            grammars=parts.stage.grammars, stall_s=parts.config.caller_stall_s,
+            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s,
             scheduler=self.scheduler, arrivals=ArrivalMetrics.create(parts.registry)))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 

@@ -136,6 +136,8 @@ async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> 
     try:
         await work
     finally:
+        if process.stage.grammars is not None:
+            await asyncio.to_thread(process.stage.grammars.close)
         await asyncio.to_thread(process.stage.agent.shutdown, 5.0)
         await asyncio.to_thread(process.tracing.close)
 

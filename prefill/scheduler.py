@@ -280,7 +280,7 @@ class PrefillScheduler:
         end = chunk_end(entry.computed, len(prompt), budget, self.limits.grid)
         if end == entry.computed or entry.pages is None or entry.slot is None:
             return 0
-        sampling = sampling_row(entry.request, ()) if end == len(prompt) else None
+        sampling = sampling_row(entry.request, (), key=entry.key) if end == len(prompt) else None
         spec = None
         if self.limits.drafts:
             spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)

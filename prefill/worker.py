@@ -56,7 +56,7 @@ class PrefillLeading:
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         service = PrefillService(PrefillParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            grammars=parts.stage.grammars, stall_s=parts.config.caller_stall_s,
+            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s,
             scheduler=self.scheduler, chunk_tokens=parts.config.chunk_tokens))
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 

@@ -1,4 +1,5 @@
 from protos import transfer_pb2 as _transfer_pb2
+from protos import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -83,15 +84,27 @@ class Leaving(_message.Message):
     grace_s: float
     def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
 
+class GrammarChecked(_message.Message):
+    __slots__ = ("check_id", "problem", "refused")
+    CHECK_ID_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    check_id: int
+    problem: str
+    refused: bool
+    def __init__(self, check_id: _Optional[int] = ..., problem: _Optional[str] = ..., refused: _Optional[bool] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "session", "leaving")
+    __slots__ = ("hello", "session", "leaving", "grammar_checked")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_CHECKED_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     session: StageSession
     leaving: Leaving
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    grammar_checked: GrammarChecked
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., grammar_checked: _Optional[_Union[GrammarChecked, _Mapping]] = ...) -> None: ...
 
 class PoolFormed(_message.Message):
     __slots__ = ("pool_epoch", "channel_addresses")
@@ -121,12 +134,22 @@ class CloseSession(_message.Message):
     request_key: int
     def __init__(self, session_id: _Optional[str] = ..., request_key: _Optional[int] = ...) -> None: ...
 
+class CheckGrammar(_message.Message):
+    __slots__ = ("check_id", "grammar")
+    CHECK_ID_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    check_id: int
+    grammar: _types_pb2.StructuredOutput
+    def __init__(self, check_id: _Optional[int] = ..., grammar: _Optional[_Union[_types_pb2.StructuredOutput, _Mapping]] = ...) -> None: ...
+
 class JoinResponse(_message.Message):
-    __slots__ = ("formed", "open_session", "close_session")
+    __slots__ = ("formed", "open_session", "close_session", "check_grammar")
     FORMED_FIELD_NUMBER: _ClassVar[int]
     OPEN_SESSION_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
+    CHECK_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     formed: PoolFormed
     open_session: OpenSession
     close_session: CloseSession
-    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ...) -> None: ...
+    check_grammar: CheckGrammar
+    def __init__(self, formed: _Optional[_Union[PoolFormed, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., check_grammar: _Optional[_Union[CheckGrammar, _Mapping]] = ...) -> None: ...

@@ -92,6 +92,8 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
         await server.stop()
         if exposition is not None:
             exposition.close()
+        if model.grammars is not None:
+            await asyncio.to_thread(model.grammars.close)
         await asyncio.to_thread(tracing.close)
 
 

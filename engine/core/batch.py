@@ -41,29 +41,43 @@ _DROPPED = {"rule": FieldRule.DROPPED}
 
 
 @dataclass(frozen=True)
-class GrammarRow:
-    """A row's grammar and the output tokens so far. `request_id` only helps to find again what was made of them."""
+class OutputOpening:
+    """What the last stage has to know of a request to begin with. `prompt_token_ids` where penalties count them."""
 
-    request_id: str
-    grammar: Grammar
+    prompt_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """The output so far of a row whose penalties or grammar depend on it, as a change to what the last stage keeps of
+    the request: its first `kept` tokens stand, and `token_ids` follow them.
+
+    The last stage keeps it under `key` until a batch names that in `ended_keys`. An `opening` comes with the first row
+    of a request; whatever was kept under its key before is void. `is_only`: no other row will follow.
+    """
+
+    key: int
+    kept: int
     token_ids: tuple[int, ...]
+    opening: OutputOpening | None = None
+    is_only: bool = False
 
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """What the last stage needs to draw one row's next token; it keeps nothing between steps.
+    """What the last stage needs to draw one row's next token, beyond the output that it keeps.
 
-    `history` is (prompt ids, output ids) for rows whose penalties need it. `banned_token_ids` cannot be drawn (stop
-    tokens before min_tokens); from position `banned_before` on they may, which matters to the nodes of a draft tree.
+    `output` is given for rows whose penalties or grammar need it. `banned_token_ids` cannot be drawn (stop tokens
+    before min_tokens); from position `banned_before` on they may, which matters to the nodes of a draft tree.
     """
 
     params: SamplingParams
     position: int  # absolute position of the token to be drawn; with the seed it keys the random number
     num_top_logprobs: int | None = None
-    history: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     banned_token_ids: tuple[int, ...] = ()
     banned_before: int = 0
-    grammar: GrammarRow | None = None
+    output: OutputRow | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +148,7 @@ class ForwardBatch:
     slot_ids           [R] int32 state slots, 0 (the null slot) for models without recurrent state
     sampling           per row, or None where no token is to be drawn (prompt not finished by this chunk)
     scoring            per row, or None where no token is to be scored; empty where no row scores
+    ended_keys         requests whose output the last stage may forget; also ones it has forgotten already
     spec_info          `SpecInfo` on a pool that speculates, `CarriedKeys` on a draft whose steps share keys
     graph_bucket       set where the rows are padded to a captured shape: planning then refreshes that capture's buffers
     plan_mark          what was planned for it, None before; set by `mark_forward_metadata_ready` alone
@@ -149,6 +164,7 @@ class ForwardBatch:
     slot_ids: Tensor = field(metadata=_RECOMPUTED)
     sampling: tuple[SamplingRow | None, ...] = field(metadata=_RECOMPUTED)
     scoring: tuple[ScoringRow | None, ...] = field(default=(), metadata=_RECOMPUTED)
+    ended_keys: tuple[int, ...] = field(default=(), metadata=_CARRIED)
     spec_info: SpecInfo | CarriedKeys | None = field(default=None, metadata=_DROPPED)
     graph_bucket: GraphBucket | None = field(default=None, metadata=_DROPPED)
     plan_mark: PlanMark | None = field(default=None, metadata=_DROPPED)
@@ -227,6 +243,7 @@ class ForwardBatch:
             slot_ids=self.slot_ids[row_index],
             sampling=tuple(self.sampling[row] for row in rows),
             scoring=tuple(self.scoring[row] for row in rows) if self.scoring else (),
+            ended_keys=self.ended_keys,
         )
 
     def split(self, at: int) -> tuple["ForwardBatch", "ForwardBatch"]:
@@ -284,6 +301,7 @@ def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
         slot_ids=torch.cat([first.slot_ids, second.slot_ids]),
         sampling=first.sampling + second.sampling,
         scoring=_all_scoring(first) + _all_scoring(second) if first.scoring or second.scoring else (),
+        ended_keys=tuple(dict.fromkeys(first.ended_keys + second.ended_keys)),
     )
 
 

@@ -29,7 +29,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether earlier tokens change the distribution, so that they must travel with the batch."""
+        """Whether earlier tokens change the distribution, so that the last stage must know them."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
 
@@ -48,6 +48,11 @@ class Request:
     priority: int = 0
     grammar: Grammar | None = None  # what the output must follow, from its first token on
     speculates: bool = True  # drafts for it where the pool has a draft; never changes its output
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether drawing a token takes more than the logits: what was drawn before, or what may follow it."""
+        return self.sampling.needs_history or self.grammar is not None
 
     def finish_reason(self, output_token_ids: list[int], max_context_tokens: int) -> FinishReason | None:
         """Whether the last output token ends the request."""

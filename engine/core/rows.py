@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
+from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import SpecInfo, SpecRow, node_depths
 from engine.core.request import Request
 
@@ -53,17 +53,21 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
     )
 
 
-def sampling_row(request: Request, output_token_ids: Sequence[int]) -> SamplingRow:
-    """How the token after `output_token_ids` is drawn."""
-    params = request.sampling
-    history = (request.prompt_token_ids, tuple(output_token_ids)) if params.needs_history else None
+def sampling_row(request: Request, output_token_ids: Sequence[int], *, key: int = 0,
+                 known: int | None = None, is_only: bool = True) -> SamplingRow:
+    """How the token after `output_token_ids` is drawn. `known`: tokens of the output that the last stage has under
+    `key`, None where it has nothing; `is_only`: it needs to keep nothing."""
     banned = tuple(sorted(request.stop_token_ids)) if len(output_token_ids) < request.min_tokens else ()
     position = len(request.prompt_token_ids) + len(output_token_ids)
     banned_before = len(request.prompt_token_ids) + request.min_tokens if banned else 0
-    grammar = None
-    if request.grammar is not None:
-        grammar = GrammarRow(request.request_id, request.grammar, tuple(output_token_ids))
-    return SamplingRow(params, position, request.num_top_logprobs, history, banned, banned_before, grammar)
+    output = None
+    if request.needs_output:
+        opening = None
+        if known is None:
+            prompt = request.prompt_token_ids if request.sampling.needs_history else ()
+            opening = OutputOpening(prompt, request.grammar)
+        output = OutputRow(key, known or 0, tuple(output_token_ids[known or 0:]), opening, is_only)
+    return SamplingRow(request.sampling, position, request.num_top_logprobs, banned, banned_before, output)
 
 
 def scoring_row(request: Request, start: int, end: int) -> ScoringRow | None:

@@ -1,7 +1,8 @@
 """What a packet's record says: a batch on its way through the stages, the result of the last one, or an error.
 
-Stage 0 decides membership and ships it with every batch; later stages keep nothing between packets but their pools.
-What a stage computed are the tensors of the same packet. Where a whole number may be absent, -1 stands for that.
+Stage 0 decides membership and ships it with every batch; later stages keep nothing between packets but their pools, the
+last one also the output of requests whose penalties or grammar need it: batches bring what changed of it. What a stage
+computed are the tensors of the same packet. Where a whole number may be absent, -1 stands for that.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
+from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.pipeline.channel import Packet, PacketKind
@@ -23,9 +24,11 @@ from engine.pipeline.tables import (
     Table,
     column,
     counts_of,
+    get_bytes,
     get_lists,
     get_texts,
     lists,
+    put_bytes,
     put_lists,
     put_texts,
     row_type,
@@ -50,18 +53,19 @@ _BATCH = Table(
     # One entry per row that draws.
     column("drawing", row_type(
         row="i4", temperature="f8", top_k="i8", top_p="f8", min_p="f8", frequency_penalty="f8", presence_penalty="f8",
-        repetition_penalty="f8", seed="u8", position="i8", num_top_logprobs="i8", has_history="u1",
-        banned_before="i8"), "drawing"),
+        repetition_penalty="f8", seed="u8", position="i8", num_top_logprobs="i8", banned_before="i8"),
+        "drawing"),
     *lists("logit_bias", _PAIR, per="drawing"),
-    *lists("prompt", "i8", per="drawing"),
-    *lists("output", "i8", per="drawing"),
     *lists("banned", "i8", per="drawing"),
-    # One per drawing row with a grammar.
+    # One per drawing row whose output matters; of these one per opening; of these one per grammar.
+    column("outputs", row_type(drawing="i4", key="i8", kept="i8", is_only="u1"), "outputs"),
+    *lists("output.tokens", "i8", per="outputs"),
+    column("openings", "i4", "openings"),
+    *lists("opening.prompt", "i8", per="openings"),
     column("grammars", "i4", "grammars"),
-    *lists("grammar.request_id", "u1", per="grammars"),
     *lists("grammar.kind", "u1", per="grammars"),
     *lists("grammar.text", "u1", per="grammars"),
-    *lists("grammar.tokens", "i8", per="grammars"),
+    column("ended_keys", "i8", "ended_keys"),
     # One per row that scores.
     column("scoring", row_type(row="i4", num_top="i8"), "scoring"),
     *lists("scoring.tokens", "i8", per="scoring"),
@@ -123,6 +127,7 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
         "slot_ids": batch.slot_ids.numpy(),
         "page_tables": batch.page_tables.numpy(),
         "positions": batch.positions.numpy(),
+        "ended_keys": batch.ended_keys,
         **_sampling_values(batch.sampling), **_scoring_values(batch.scoring), **_spec_values(spec),
     })
     return Packet(record, tuple(tensors), PacketKind.BATCH, sequence)
@@ -194,13 +199,15 @@ def _batch_of(arrays: Mapping[str, Array], tensors: Sequence[Tensor]) -> StageIn
     mode, has_hidden, has_selected_keys, has_scoring, has_spec = arrays["head"].tolist()[0]
     rows, num_tokens = arrays["rows"].tolist(), len(arrays["positions"])
     counts_of(arrays["rows"]["query_len"], num_tokens, "tokens of the rows")
-    _refuse_negative(arrays, ("rows", "context_len"), ("page_tables", ""), ("slot_ids", ""), ("positions", ""))
+    _refuse_negative(arrays, ("rows", "context_len"), ("page_tables", ""), ("slot_ids", ""), ("positions", ""),
+                     ("outputs", "kept"))
     batch = ForwardBatch(
         mode=_MODES[mode], request_keys=tuple(row[0] for row in rows), query_lens=tuple(row[1] for row in rows),
         context_lens=tuple(row[2] for row in rows), token_ids=None, positions=_owned(arrays["positions"]),
         page_tables=_owned(arrays["page_tables"]), slot_ids=_owned(arrays["slot_ids"]),
         sampling=_spread(_sampling_of(arrays), len(rows)),
         scoring=_spread(_scoring_of(arrays), len(rows)) if has_scoring else (),
+        ended_keys=tuple(arrays["ended_keys"].tolist()),
         spec_info=_spec_of(arrays, [row[1] for row in rows], num_tokens) if has_spec else None)
     if any(len(tensor) != num_tokens if tensor.dim() else True for tensor in tensors):
         raise ValueError(f"tensors of other than {num_tokens} tokens")
@@ -215,44 +222,60 @@ def _batch_of(arrays: Mapping[str, Array], tensors: Sequence[Tensor]) -> StageIn
 
 def _sampling_values(rows: Sequence[SamplingRow | None]) -> dict[str, object]:
     drawing = [(place, row, row.params) for place, row in enumerate(rows) if row is not None]
-    histories = [row.history or ((), ()) for _, row, _ in drawing]
-    grammars = [(index, row.grammar) for index, (_, row, _) in enumerate(drawing) if row.grammar is not None]
     return {
         "drawing": [(place, p.temperature, p.top_k, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty,
                      p.repetition_penalty, p.seed, row.position,
-                     -1 if row.num_top_logprobs is None else row.num_top_logprobs, row.history is not None,
-                     row.banned_before) for place, row, p in drawing],
+                     -1 if row.num_top_logprobs is None else row.num_top_logprobs, row.banned_before)
+                    for place, row, p in drawing],
         **put_lists("logit_bias", [p.logit_bias for _, _, p in drawing]),
-        **put_lists("prompt", [prompt for prompt, _ in histories]),
-        **put_lists("output", [output for _, output in histories]),
         **put_lists("banned", [row.banned_token_ids for _, row, _ in drawing]),
-        "grammars": [index for index, _ in grammars],
-        **put_texts("grammar.request_id", [row.request_id for _, row in grammars]),
-        **put_texts("grammar.kind", [row.grammar.kind for _, row in grammars]),
-        **put_texts("grammar.text", [row.grammar.text for _, row in grammars]),
-        **put_lists("grammar.tokens", [row.token_ids for _, row in grammars]),
+        **_output_values([row.output for _, row, _ in drawing]),
     }
 
 
 def _sampling_of(arrays: Mapping[str, Array]) -> Iterator[tuple[int, SamplingRow]]:
     drawing = arrays["drawing"].tolist()
-    grammars = _spread(zip(arrays["grammars"].tolist(), _grammars_of(arrays), strict=True), len(drawing))
-    columns = (get_lists(arrays, name) for name in ("logit_bias", "prompt", "output", "banned"))
-    for values, grammar, bias, prompt, output, banned in zip(drawing, grammars, *columns, strict=True):
+    outputs = _spread(_outputs_of(arrays), len(drawing))
+    columns = (get_lists(arrays, name) for name in ("logit_bias", "banned"))
+    for values, output, bias, banned in zip(drawing, outputs, *columns, strict=True):
         (place, temperature, top_k, top_p, min_p, frequency, presence, repetition, seed, position, num_top,
-         has_history, banned_before) = values
+         banned_before) = values
         yield place, SamplingRow(
             SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                            frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition,
                            seed=seed, logit_bias=bias),
-            position, None if num_top < 0 else num_top, (prompt, output) if has_history else None, banned,
-            banned_before, grammar)
+            position, None if num_top < 0 else num_top, banned, banned_before, output)
 
 
-def _grammars_of(arrays: Mapping[str, Array]) -> Iterator[GrammarRow]:
-    texts = (get_texts(arrays, f"grammar.{name}") for name in ("request_id", "kind", "text"))
-    for request_id, kind, text, tokens in zip(*texts, get_lists(arrays, "grammar.tokens"), strict=True):
-        yield GrammarRow(request_id, Grammar(GrammarKind(kind), text), tokens)
+def _output_values(rows: Sequence[OutputRow | None]) -> dict[str, object]:
+    outputs = [(place, row) for place, row in enumerate(rows) if row is not None]
+    openings = [(place, row.opening) for place, (_, row) in enumerate(outputs) if row.opening is not None]
+    grammars = [(place, opening.grammar) for place, (_, opening) in enumerate(openings) if opening.grammar is not None]
+    return {
+        "outputs": [(place, row.key, row.kept, row.is_only) for place, row in outputs],
+        **put_lists("output.tokens", [row.token_ids for _, row in outputs]),
+        "openings": [place for place, _ in openings],
+        **put_lists("opening.prompt", [opening.prompt_token_ids for _, opening in openings]),
+        "grammars": [place for place, _ in grammars],
+        **put_texts("grammar.kind", [grammar.kind for _, grammar in grammars]),
+        **put_bytes("grammar.text", [grammar.encoded for _, grammar in grammars]),
+    }
+
+
+def _outputs_of(arrays: Mapping[str, Array]) -> Iterator[tuple[int, OutputRow]]:
+    outputs = arrays["outputs"].tolist()
+    grammars = _spread(zip(arrays["grammars"].tolist(), _grammars_of(arrays), strict=True), len(arrays["openings"]))
+    opened = [OutputOpening(prompt, grammar)
+              for prompt, grammar in zip(get_lists(arrays, "opening.prompt"), grammars, strict=True)]
+    openings = _spread(zip(arrays["openings"].tolist(), opened, strict=True), len(outputs))
+    for (place, key, kept, is_only), tokens, opening in zip(outputs, get_lists(arrays, "output.tokens"), openings,
+                                                            strict=True):
+        yield place, OutputRow(key, kept, tokens, opening, bool(is_only))
+
+
+def _grammars_of(arrays: Mapping[str, Array]) -> Iterator[Grammar]:
+    for kind, text in zip(get_texts(arrays, "grammar.kind"), get_bytes(arrays, "grammar.text"), strict=True):
+        yield Grammar(GrammarKind(kind), text.decode("utf-8", "surrogatepass"))
 
 
 def _scoring_values(rows: Sequence[ScoringRow | None]) -> dict[str, object]:

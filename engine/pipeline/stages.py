@@ -23,7 +23,7 @@ from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.records import StageInput, StageResult
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import RequestSampler
 from engine.sampling.scoring import Scores, score
 from engine.speculative.drafter import Drafter
 from engine.speculative.verify import draw_runs
@@ -77,7 +77,7 @@ class LastStage:
     Without a drafter a speculating pool verifies root tokens only, which is plain decoding.
     """
 
-    sampler: Sampler
+    sampler: RequestSampler
     drafter: Drafter | None = None
 
     def finish(self, batch: ForwardBatch, output: StageOutput) -> StageResult:
@@ -100,7 +100,7 @@ class SingleStage:
 
     depth = 1
 
-    def __init__(self, executor: StageExecutor, sampler: Sampler, drafter: Drafter | None = None) -> None:
+    def __init__(self, executor: StageExecutor, sampler: RequestSampler, drafter: Drafter | None = None) -> None:
         self._executor = executor
         self._last = LastStage(sampler, drafter)
         self._results: deque[StepResult] = deque()
@@ -109,6 +109,7 @@ class SingleStage:
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
         try:
+            self._last.sampler.prepare(batch)
             result = self._last.finish(batch, self._executor.run(batch))
             self._results.append(_step_result(self._sequence, result))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
@@ -177,9 +178,10 @@ def _failure(rank: int, error: Exception) -> str:
 
 
 class FollowerStage:
-    """Rank 1..n-1: receive, run, pass on. Keeps nothing between batches but its pools."""
+    """Rank 1..n-1: receive, run, pass on. Keeps nothing between batches but its pools and, on the last stage, what its
+    sampler and drafter know of requests."""
 
-    def __init__(self, executor: StageExecutor, sampler: Sampler, channel: StageChannel, *, rank: int, size: int,
+    def __init__(self, executor: StageExecutor, sampler: RequestSampler, channel: StageChannel, *, rank: int, size: int,
                  drafter: Drafter | None = None,
                  on_step: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None,
                  frame_timeout_s: float = 10) -> None:
@@ -215,6 +217,7 @@ class FollowerStage:
     def _last(self, sequence: int, stage_input: StageInput) -> Packet:
         batch = stage_input.batch
         try:
+            self._last_stage.sampler.prepare(batch)
             output = self._executor.run(batch, stage_input.incoming)
             result = self._last_stage.finish(batch, output)
             return records.pack_result(sequence, result.tokens, result.verified, result.scores)

@@ -122,14 +122,23 @@ def get_lists(arrays: Mapping[str, Array], name: str) -> list[tuple[Any, ...]]:
 
 def put_texts(name: str, texts: Sequence[str]) -> dict[str, object]:
     """`put_lists` of texts in UTF-8, in columns of bytes."""
-    encoded = [text.encode() for text in texts]
-    return {f"{name}.lengths": [len(text) for text in encoded], name: np.frombuffer(b"".join(encoded), np.uint8)}
+    return put_bytes(name, [text.encode() for text in texts])
 
 
 def get_texts(arrays: Mapping[str, Array], name: str) -> list[str]:
     """What `put_texts` was given. Raises ValueError as `get_lists` does, and for what is not UTF-8."""
+    return [text.decode() for text in get_bytes(arrays, name)]
+
+
+def put_bytes(name: str, values: Sequence[bytes]) -> dict[str, object]:
+    """`put_lists` of byte strings, in columns of bytes."""
+    return {f"{name}.lengths": [len(value) for value in values], name: np.frombuffer(b"".join(values), np.uint8)}
+
+
+def get_bytes(arrays: Mapping[str, Array], name: str) -> list[bytes]:
+    """What `put_bytes` was given. Raises ValueError as `get_lists` does."""
     whole = arrays[name].tobytes()
-    return [whole[start:end].decode() for start, end in _spans(arrays, name)]
+    return [whole[start:end] for start, end in _spans(arrays, name)]
 
 
 def counts_of(counts: Array, total: int, name: str) -> list[int]:

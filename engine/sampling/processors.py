@@ -4,12 +4,12 @@ One row at a time makes the result independent of the batch; double precision ke
 probabilities exact enough to invert. Legend: V the vocabulary, n tokens kept.
 """
 
-from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.batch import SamplingRow
+from engine.core.batch import OutputRow, SamplingRow
 from engine.core.request import SamplingParams
 
 Floats = NDArray[np.float64]
@@ -19,27 +19,65 @@ Mask = NDArray[np.bool_]
 _NUCLEUS_GUESS = 4096
 
 
+class TokenCounts:
+    """Which tokens occur in a request's prompt, and how often in its output. Moves with the output: a step costs what
+    it changes, whatever the context's length. Keeps 5 bytes per token of the vocabulary, and the output."""
+
+    def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+        self._in_prompt = np.zeros(vocab_size, np.bool_)
+        self._in_prompt[np.fromiter(prompt_token_ids, np.int64)] = True
+        self._counts = np.zeros(vocab_size, np.int32)
+        self._output: list[int] = []
+
+    def move(self, kept: int, token_ids: Sequence[int]) -> None:
+        """The output is its first `kept` tokens, then `token_ids`. Raises IndexError if it is shorter than that."""
+        if kept > len(self._output):
+            raise IndexError(f"{kept} tokens are to stand, {len(self._output)} are known")
+        np.subtract.at(self._counts, np.fromiter(self._output[kept:], np.int64), 1)
+        del self._output[kept:]
+        self._output += token_ids
+        np.add.at(self._counts, np.fromiter(token_ids, np.int64), 1)
+
+    @property
+    def seen(self) -> Ids:
+        """[n] ascending: tokens of prompt or output."""
+        return np.flatnonzero(self._in_prompt | (self._counts > 0)).astype(np.int64)
+
+    @property
+    def output(self) -> tuple[Ids, Ids]:
+        """[n] ascending: tokens of the output, and how often they occur."""
+        ids = np.flatnonzero(self._counts).astype(np.int64)
+        return ids, self._counts[ids].astype(np.int64)
+
+
+def counts_of(output: OutputRow, vocab_size: int) -> TokenCounts:
+    """Of a row that opens a request."""
+    counts = TokenCounts(() if output.opening is None else output.opening.prompt_token_ids, vocab_size)
+    counts.move(output.kept, output.token_ids)
+    return counts
+
+
 def changes_logits(row: SamplingRow) -> bool:
     """Whether the most likely token may differ from that of the raw logits."""
     return bool(row.banned_token_ids or row.params.logit_bias or row.params.needs_history)
 
 
-def adjusted(logits: Floats, row: SamplingRow) -> Floats:
-    """[V] logits after penalties, bias and bans, in this order; a copy.
+def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None) -> Floats:
+    """[V] logits after penalties, bias and bans, in this order; a copy. `counts` are those of the row's output; without
+    them a row that opens its request is counted here.
 
     Repetition divides positive and multiplies negative logits of every token in prompt or output (Keskar et al.,
     2019); frequency is subtracted per occurrence in the output, presence once.
     """
     params, result = row.params, logits.copy()
-    if row.history is not None:
-        prompt, output = row.history
-        seen = np.fromiter(set(prompt).union(output), dtype=np.int64)
+    if params.needs_history and row.output is not None:
+        counts = counts_of(row.output, len(logits)) if counts is None else counts
+        seen = counts.seen
         values = result[seen]
         rate = params.repetition_penalty
         result[seen] = np.where(values > 0, values / rate, values * rate)
-        counts = Counter(output)
-        ids = np.fromiter(counts.keys(), dtype=np.int64)
-        result[ids] -= params.frequency_penalty * np.fromiter(counts.values(), dtype=np.float64)
+        ids, occurrences = counts.output
+        result[ids] -= params.frequency_penalty * occurrences
         result[ids] -= params.presence_penalty
     for token_id, bias in params.logit_bias:
         result[token_id] += bias

@@ -6,23 +6,39 @@ that node's logits and row: the walk over the tree emits exactly what plain deco
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import SamplingRow
+from engine.core.batch import ForwardBatch, SamplingRow
 from engine.core.request import DrawnToken, TokenLogprobs
-from engine.sampling.processors import Floats, Mask, adjusted, changes_logits, filtered, largest
+from engine.sampling.processors import Floats, Mask, TokenCounts, adjusted, changes_logits, filtered, largest
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
 
 Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask | None] = ()) -> list[DrawnToken]:
-    """One token per row. logits: [R, vocab] fp32, `rows` its R rows; `allowed`, if given, has for each row None or
-    [vocab] bool: tokens that may be drawn.
+class RequestSampler(Protocol):
+    """A `Sampler` that keeps what it knows of requests, from their first row to the end that a batch names."""
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]: ...
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Before the batch's forward, what can be done without its logits."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every request."""
+        ...
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask | None] = (),
+           counts: Sequence[TokenCounts | None] = ()) -> list[DrawnToken]:
+    """One token per row. logits: [R, vocab] fp32, `rows` its R rows. If given, `allowed` has for each row None or
+    [vocab] bool, tokens that may be drawn; `counts` what its penalties count, or None for a row that brings it all.
 
     Temperature 0 takes the largest logit (the lowest id among equals); otherwise the inverse of the cumulative
     distribution, in the order of token ids, at `uniform(seed, position)`. A row without a largest finite logit (NaN,
@@ -40,13 +56,14 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask |
     # In one copy: filters and the random number then run as on any other device, so every device draws alike from the
     # same logits.
     host = logits.detach().cpu().numpy()
-    return [draw(host[index].astype(np.float64), row, allowed[index] if allowed else None)
-            for index, row in enumerate(rows)]
+    return [draw(host[index].astype(np.float64), row, allowed[index] if allowed else None,
+                 counts[index] if counts else None) for index, row in enumerate(rows)]
 
 
-def draw(logits: Floats, row: SamplingRow, allowed: Mask | None = None) -> DrawnToken:
+def draw(logits: Floats, row: SamplingRow, allowed: Mask | None = None,
+         counts: TokenCounts | None = None) -> DrawnToken:
     """One token from one row of logits, [vocab] in double precision, as in `sample`."""
-    final = adjusted(logits, row) if changes_logits(row) else logits
+    final = adjusted(logits, row, counts) if changes_logits(row) else logits
     if allowed is not None:
         final = np.where(allowed, final, -np.inf)
     best = int(final.argmax())  # NaN counts as largest

@@ -31,12 +31,9 @@ def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
     if not path:
         return row
     position = row.position + len(path)
-    history = None if row.history is None else (row.history[0], (*row.history[1], *path))
     banned = row.banned_token_ids if position < row.banned_before else ()
-    grammar = row.grammar
-    if grammar is not None:
-        grammar = replace(grammar, token_ids=(*grammar.token_ids, *path))
-    return replace(row, position=position, grammar=grammar, history=history, banned_token_ids=banned,
+    output = None if row.output is None else replace(row.output, token_ids=(*row.output.token_ids, *path))
+    return replace(row, position=position, output=output, banned_token_ids=banned,
                    banned_before=row.banned_before if banned else 0)
 
 

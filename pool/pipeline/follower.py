@@ -22,7 +22,8 @@ import grpc
 
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import RequestSampler
+from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
 from pool.pipeline.join_stream import JoinReports, JoinStream
 from pool.pipeline.membership import weights_to_proto
 from pool.pipeline.stage_channel import PoolChannel
@@ -31,7 +32,14 @@ from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import ChannelOptions, open_channel
-from runtime.errors import BatonError, DeadlineError, IntegrityError, PeerLostError
+from runtime.errors import (
+    BatonError,
+    DeadlineError,
+    FieldViolation,
+    IntegrityError,
+    InvalidRequestError,
+    PeerLostError,
+)
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from transfer.plan import codec
@@ -50,10 +58,11 @@ class FollowerEngine:
     `on_broken` is called from the thread when an error ended the serving: the pool has to form anew.
     """
 
-    def __init__(self, stage: Stage, sampler: Sampler, channel: PoolChannel, *, rank: int, size: int,
+    def __init__(self, stage: Stage, sampler: RequestSampler, channel: PoolChannel, *, rank: int, size: int,
                  on_step: Callable[[float, ForwardBatch], None], frame_timeout_s: float = 10) -> None:
         self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, drafter=stage.drafter,
                                        on_step=on_step, frame_timeout_s=frame_timeout_s)
+        self._sampler = sampler
         self._channel = channel
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
         self._formed = False
@@ -86,6 +95,7 @@ class FollowerEngine:
 
     def _connect(self, addresses: list[bytes], epoch: int) -> None:
         self._channel.connect(addresses, epoch)
+        self._sampler.reset()  # a new leader counts its requests anew
         self._formed = True
 
     def _leave(self, left: Future[None]) -> None:
@@ -126,6 +136,7 @@ class Follower:
         self._stage = stage
         self._engine = engine
         self._channel_address = channel_address
+        self._checks: set[asyncio.Task[None]] = set()
         self._reports = reports
         self._was_formed = False  # since the last try to join
         self._is_leaving = False
@@ -211,6 +222,25 @@ class Follower:
                     self._stage.agent.close_request(command.close_session.request_key)
                 else:
                     self._stage.agent.close(command.close_session.session_id)
+            case "check_grammar":
+                task = asyncio.create_task(self._check_grammar(command.check_grammar))
+                self._checks.add(task)
+                task.add_done_callback(self._checks.discard)
+
+    async def _check_grammar(self, command: pb.CheckGrammar) -> None:
+        """Compile, and answer the leader that asked, if its stream is still open then."""
+        stream, answer = self._reports.stream, pb.GrammarChecked(check_id=command.check_id)
+        grammar, grammars = grammar_from_proto(command.grammar), self._stage.grammars
+        try:
+            if grammars is None or grammar is None:
+                raise InvalidRequestError(FieldViolation("structured_output", NO_GRAMMARS))
+            await grammars.check(grammar)
+        except InvalidRequestError as error:
+            answer.problem, answer.refused = error.violations[0].description, True
+        except BatonError as error:
+            answer.problem = str(error)
+        if stream is not None:
+            stream.send(pb.JoinRequest(grammar_checked=answer))
 
     def _drop(self) -> None:
         """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""

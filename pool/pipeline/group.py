@@ -11,12 +11,15 @@ A report takes five hops from the thread of the leader's own transfer agent to t
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pool.pipeline.grammars import grammar_to_proto
 from pool.pipeline.membership import StageLink
 from protos import pipeline_pb2 as pb
-from runtime.errors import PeerLostError, UnavailableError
+from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
+from runtime.grammar import Grammar
 from transfer.agent.agent import TransferAgent
 from transfer.plan import codec
 from transfer.plan.handoff_terms import (
@@ -27,6 +30,8 @@ from transfer.plan.handoff_terms import (
     StageSessionState,
 )
 from transfer.session import ReceiveSession, SendSession
+
+GRAMMAR_TIMEOUT_S = 75.0  # for a stage that has yet to load its tokenizer; what it compiles, it ends by itself
 
 Session = ReceiveSession | SendSession
 
@@ -113,6 +118,8 @@ class StageGroup:
         self._size = size
         self._reports = reports
         self._links: list[StageLink] = []
+        self._checks: dict[int, tuple[Grammar, asyncio.Future[None]]] = {}
+        self._check_ids = itertools.count(1)
 
     @property
     def formed(self) -> bool:
@@ -135,7 +142,47 @@ class StageGroup:
     def stage_lost(self, rank: int, what: str) -> None:
         """`what` became of it, as a sentence: the error of all sessions."""
         self._links = [link for link in self._links if link.rank != rank]
+        if rank == self._size - 1:
+            self._fail_checks(UnavailableError(what))
         self._reports.stage_lost(rank, what)
+
+    async def check(self, grammar: Grammar) -> None:
+        """Have the last stage, which draws, compile it.
+
+        Raises:
+            InvalidRequestError: it cannot be followed.
+            CapacityError: the stage has too many others to compile.
+            UnavailableError: the stage is missing, gone, or does not answer.
+        """
+        if not self.formed:
+            raise UnavailableError("the stage that follows grammars is missing")
+        check_id, checked = next(self._check_ids), asyncio.get_running_loop().create_future()
+        self._checks[check_id] = grammar, checked
+        try:
+            async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
+                self._links[-1].send(check_grammar=pb.CheckGrammar(check_id=check_id,
+                                                                   grammar=grammar_to_proto(grammar)))
+                await checked
+        except TimeoutError:
+            raise UnavailableError(f"the last stage has not checked a grammar within {GRAMMAR_TIMEOUT_S:g} s") from None
+        finally:
+            del self._checks[check_id]
+
+    def grammar_checked(self, answer: pb.GrammarChecked) -> None:
+        grammar, checked = self._checks.get(answer.check_id, (None, None))
+        if grammar is None or checked is None or checked.done():
+            return
+        if not answer.problem:
+            checked.set_result(None)
+        elif answer.refused:
+            checked.set_exception(grammar.refused(answer.problem))
+        else:
+            checked.set_exception(CapacityError(answer.problem, resource="grammar compiler"))
+
+    def _fail_checks(self, error: BatonError) -> None:
+        for _, checked in self._checks.values():
+            if not checked.done():
+                checked.set_exception(error)
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
                      on_change: Callable[[], object]) -> None:

@@ -11,13 +11,15 @@ from collections.abc import Awaitable, Callable
 from engine.hang import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
 from engine.pipeline.stages import HeadStage, SingleStage
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import RequestSampler
 from models.weights_digest import PoolWeights
+from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
+from protos import pipeline_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, PeerLostError, UnavailableError
 from transfer.plan.compatibility import Compatibility
@@ -44,7 +46,7 @@ class Leader:
     same holds for a pool whose state cannot be trusted any more (`unhealthy`): it never serves again.
     """
 
-    def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: Sampler, *,
+    def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: RequestSampler, *,
                  reports: SessionReports, warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
                  empty: Callable[[float], Awaitable[None]], hand_back: Callable[[BatonError], Awaitable[None]],
                  observer: LoopObserver | None = None,
@@ -83,6 +85,11 @@ class Leader:
     def failure(self) -> BaseException | None:
         """Why this process can never serve again."""
         return self._failure or self.loop.failure
+
+    @property
+    def grammars(self) -> GrammarCheck | None:
+        """What compiles grammars where tokens are drawn; None on a pool of one stage that has no tokenizer."""
+        return self._stage.grammars if self._channel is None else self.group
 
     @property
     def weights(self) -> PoolWeights | None:
@@ -140,6 +147,9 @@ class Leader:
 
         self.loop.post(attach)
         self._warming = asyncio.create_task(self._become_ready())
+
+    def grammar_checked(self, answer: pb.GrammarChecked) -> None:
+        self.group.grammar_checked(answer)
 
     def _know_weights(self, links: list[StageLink]) -> None:
         self._weights = PoolWeights.of([self._stage.weights, *(link.weights for link in links)])

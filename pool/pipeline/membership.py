@@ -77,6 +77,8 @@ class MembershipObserver(Protocol):
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None: ...
 
+    def grammar_checked(self, answer: pb.GrammarChecked) -> None: ...
+
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
         """Dismiss it when nothing runs any more, at the latest after the grace."""
         ...
@@ -127,6 +129,8 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
                     self._observer.stage_event(link.rank, codec.event_from_proto(request.session))
                 case "leaving":
                     self._observer.stage_leaving(link, request.leaving.grace_s)
+                case "grammar_checked":
+                    self._observer.grammar_checked(request.grammar_checked)
 
     def _welcome(self, request: pb.JoinRequest) -> StageLink:
         hello = request.hello

@@ -5,9 +5,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from engine.core.request import DrawnToken, Request, SamplingParams
+from pool.pipeline.grammars import NO_GRAMMARS, GrammarCheck, grammar_from_proto
 from protos import types_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
-from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
+from runtime.grammar import MAX_GRAMMAR_BYTES
 
 MAX_TOP_LOGPROBS = 20
 
@@ -23,26 +24,22 @@ def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_contex
         stop_token_ids=frozenset(message.stop_token_ids),
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        grammar=_grammar(message.structured_output) if message.HasField("structured_output") else None,
+        grammar=grammar_from_proto(message.structured_output) if message.HasField("structured_output") else None,
         priority=message.priority, speculates=message.speculate or not message.HasField("speculate"))
 
 
-def _grammar(message: pb.StructuredOutput) -> Grammar | None:
-    kind = message.WhichOneof("grammar")
-    return None if kind is None else Grammar(GrammarKind(kind), getattr(message, kind))
-
-
-async def check_grammar(request: Request, grammars: Grammars | None) -> None:
-    """Before any work on a request: its grammar is compiled, off the event loop.
+async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None:
+    """Before any work on a request: its grammar is compiled where its tokens will be drawn.
 
     Raises:
-        InvalidRequestError: it is no grammar, or the model has no tokenizer to follow one with.
+        InvalidRequestError: it is no grammar, takes too long, or the model has no tokenizer to follow one with.
         CapacityError: too many others wait to be compiled.
+        UnavailableError: the stage that draws is gone.
     """
     if request.grammar is None:
         return
     if grammars is None:
-        raise request.grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
+        raise request.grammar.refused(NO_GRAMMARS)
     await grammars.check(request.grammar)
 
 

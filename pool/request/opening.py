@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import Message
 
 from engine.core.request import Request
+from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.leader import Leader
 from pool.request.conversion import check_grammar, request_from_proto
 from pool.request.inbox import Inbox
@@ -19,7 +20,6 @@ from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from protos import types_pb2
 from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError, UnavailableError
-from runtime.grammar import Grammars
 from runtime.log import bind
 from runtime.server import first_message
 from runtime.tracing import note
@@ -41,7 +41,7 @@ class RequestParts:
     plan: StagePlan
     reclaimer: MemoryReclaimer
     meters: LeaderMeters
-    grammars: Grammars | None = None
+    grammars: GrammarCheck | None = None
     stall_s: float = 120.0  # how long the caller may leave a response unread
 
 

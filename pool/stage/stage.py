@@ -121,7 +121,7 @@ class Stage:
     agent: TransferAgent
     drafter: Drafter | None = None  # on the last stage of a pool that speculates
     counts: StageCounts = field(default_factory=StageCounts)
-    grammars: Grammars | None = None  # on the first stage, which checks them, and on the last, which draws
+    grammars: Grammars | None = None  # on the last stage, which draws
     device: torch.device = HOST
     weights: StageWeights = field(default_factory=StageWeights)
     counted: Mapping[str, str] = field(default_factory=dict)  # digests of what stages behind this one copy, by name
@@ -190,15 +190,15 @@ def _counts(executor: StageExecutor, drafter: EagleDrafter | None) -> StageCount
 
 
 def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:
-    if config.rank not in (0, config.world_size - 1):
+    if config.rank != config.world_size - 1:
         return None
     return load_grammars(config.model, facts.eos_token_ids)
 
 
 def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
     """An upper bound for a batch between stages: hidden states (and three captured ones) and selected keys of a full
-    chunk with its scores, tables of all rows, and per row everything sampling may carry (three token histories of the
-    context, biases, bans, a grammar)."""
+    chunk with its scores, tables of all rows, and per row everything sampling may carry (the tokens of the context,
+    biases, bans, a grammar)."""
     facts = plan.description.facts
     tokens = max(config.chunk_tokens, plan.max_held * (1 + plan.num_draft_tokens))
     latent = plan.description.latent_geometry(config.page_size)

@@ -57,7 +57,8 @@ def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
         tokenizer_digest=tokenizer_digest(model_dir),
     )
-    return ServedModel(facts, load_tokeniser(model_dir), load_grammars(model_dir, facts.eos_token_ids))
+    return ServedModel(facts, load_tokeniser(model_dir), 
+                       load_grammars(model_dir, facts.eos_token_ids, computes_masks=False))
 
 
 def _positive(config: dict[str, Any], name: str) -> int:

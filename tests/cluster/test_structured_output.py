@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from baton.values import Completion, FinishReason, Query, Sampling, Stop, StructuredOutput
-from runtime.errors import InvalidRequestError
+from runtime.errors import CapacityError, InvalidRequestError
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.drafts.eagle import save_draft
 from tests.support.models.guided import write_character_tokenizer
+from tests.support.models.hostile_grammars import never_compiled
 
 PATTERN = "(cat|dog)-[0-9]{2,6}( [a-f]+)?!"
 SCHEMA = json.dumps({
@@ -64,3 +65,17 @@ async def test_grammars_hold_and_no_topology_or_draft_changes_the_answer(
         found = await answers(speller, prefill_pp, decode_pp, settings)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
         assert [answer.text for answer in found] == [answer.text for answer in expected]
+
+
+async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(speller: Path) -> None:
+    """On a pool whose last stage, which draws, is not the one that is asked."""
+    async with cluster_in_process(speller, prefill_pp=2, decode_pp=2) as client:
+        hostile = [asyncio.create_task(client.complete(
+            Query((5,), structured_output=StructuredOutput(never_compiled(str(number)).text)), timeout_s=60))
+            for number in range(4)]
+        answers = await asyncio.gather(*(client.complete(query, timeout_s=60) for query in QUERIES))
+        assert all(answer.finish.reason is FinishReason.STOP for answer in answers)
+        for refused in await asyncio.gather(*hostile, return_exceptions=True):
+            assert isinstance(refused, InvalidRequestError | CapacityError)
+            if isinstance(refused, InvalidRequestError):
+                assert "within 1 s of computing, the limit" in str(refused)

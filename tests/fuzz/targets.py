@@ -12,7 +12,7 @@ import torch
 from google.protobuf.message import DecodeError, Message
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardMode, GrammarRow, SamplingRow, ScoringRow
+from engine.core.batch import ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecRow, TokenTree, Verified
 from engine.core.layer_range import LayerRange
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
@@ -52,6 +52,7 @@ def _batch_packet(numbers: random.Random) -> Packet:
     is_tree = numbers.random() < 0.4
     rows = [_row(numbers, key, is_tree=is_tree) for key in range(numbers.randrange(4))]
     batch = build_batch(ForwardMode.VERIFY if is_tree else ForwardMode.PREFILL, rows)
+    batch.ended_keys = tuple(range(numbers.randrange(3)))
     tensors = torch.zeros(batch.num_tokens, 4, dtype=torch.bfloat16)
     return records.pack_batch(numbers.getrandbits(32), batch, StageOutput(
         hidden=tensors if numbers.random() < 0.8 else None, aux_hidden={3: tensors} if numbers.random() < 0.3 else {}))
@@ -60,9 +61,11 @@ def _batch_packet(numbers: random.Random) -> Packet:
 def _row(numbers: random.Random, key: int, *, is_tree: bool) -> Row:
     count = numbers.randrange(1, 5)
     tokens = [numbers.randrange(100) for _ in range(count)]
-    grammar = GrammarRow("r", Grammar(GrammarKind.REGEX, "[a-z]+"), (1, 2)) if numbers.random() < 0.3 else None
+    grammar = Grammar(GrammarKind.REGEX, "[a-z]+") if numbers.random() < 0.3 else None
+    opening = OutputOpening((1, 2, 3), grammar) if numbers.random() < 0.5 else None
+    output = OutputRow(key, 2, (4,), opening, numbers.random() < 0.5) if numbers.random() < 0.8 else None
     params = SamplingParams(seed=numbers.getrandbits(64), logit_bias=((3, 0.5),) * numbers.randrange(3))
-    sampling = SamplingRow(params, 7, 3, ((1, 2, 3), (4,)), (5,), 9, grammar) if numbers.random() < 0.8 else None
+    sampling = SamplingRow(params, 7, 3, (5,), 9, output) if numbers.random() < 0.8 else None
     spec = SpecRow(tuple(numbers.randrange(-1, node) if node else -1 for node in range(count)),
                    AcceptedNodes(3, (0, 1)), None, 0, 4) if is_tree else None
     scoring = ScoringRow((1, 2), 3) if numbers.random() < 0.2 else None

@@ -1,6 +1,7 @@
 """`python -m router` as it is started: announce, serve, metrics, drain, and one clear line when it cannot."""
 
 import asyncio
+import json
 import signal
 import sys
 import urllib.request
@@ -15,6 +16,7 @@ from protos import generation_pb2_grpc
 from runtime.announce import Announcement, read_announcement
 from runtime.client import wait_serving
 from tests.router.harness import eventually, token_request, write_model_dir
+from tests.support.models.hostile_grammars import never_compiled
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
 
 
@@ -62,6 +64,34 @@ async def test_it_serves_drains_and_ends_with_zero(tmp_path: Path) -> None:
             assert token_ids == expected_tokens([3], 60), "what runs is finished before the process ends"
         assert await process.wait() == 0
     assert not prefill.open_requests + decode.open_requests
+    await asyncio.gather(prefill.die(), decode.die())
+
+
+async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -> None:
+    """Nothing can interrupt a compilation but the end of its process."""
+    fabric, journal = Fabric(), Journal()
+    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    await asyncio.gather(prefill.start(), decode.start())
+    model, path = write_model_dir(tmp_path / "model"), tmp_path / "router.json"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))  # in its vocabulary: texts can end
+    flags = ("--prefill", prefill.address, "--decode", decode.address, "--model", str(model), "--listen", "127.0.0.1:0",
+             "--drain-s", "1", "--announce", str(path))
+    async with (router_process(*flags) as process,
+                grpc.aio.insecure_channel((await announced(path)).address) as channel):
+        await wait_serving(channel, "baton.v1.Generation", timeout_s=60)
+        calls = []
+        for number in range(8):
+            request = token_request([3])
+            request.structured_output.json_schema = never_compiled(str(number)).text
+            calls.append(generation_pb2_grpc.GenerationStub(channel).Generate(request))
+        await asyncio.sleep(0.5)
+        assert not any(call.done() for call in calls), "they compile, or wait for their turn"
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(15):
+            assert await process.wait() == 0
+        for call in calls:
+            call.cancel()
     await asyncio.gather(prefill.die(), decode.die())
 
 

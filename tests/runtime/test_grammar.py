@@ -1,55 +1,243 @@
-"""One compiler for all grammars: a client hears whether its grammar is bad or others are in its way."""
+"""One client's grammar costs that client: too large, too slow or too hungry, it is refused by name, and it alone."""
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from runtime import grammar as module
-from runtime.errors import CapacityError, InvalidRequestError
-from runtime.grammar import MAX_COMPILING, Grammar, GrammarKind, Grammars, load_grammars
-from tests.router.harness import byte_level_tokenizer
+from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
+from runtime.grammar import Grammar, GrammarKind, Grammars, children, load_grammars, process
+from runtime.grammar.language import check_shape, shown
+from tests.support.models.grammars import LONG_S, allowed_after
+from tests.support.models.guided import EOS, spelled, write_character_tokenizer
+from tests.support.models.hostile_grammars import never_compiled, regex, schema, slow_to_follow
 
-WORD = Grammar(GrammarKind.REGEX, "[a-z]+")
-
-
-@pytest.fixture
-def grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grammars:
-    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    grammars = load_grammars(tmp_path, (0,))
-    assert grammars is not None
-    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.1)
-    return grammars
+SECRET = "customer-name-"
 
 
 @pytest.fixture
-def hold() -> Iterator[Callable[..., None]]:
-    """Work that keeps the compiler's thread until the test is over."""
-    over = threading.Event()
-
-    def work(*_: object) -> None:
-        over.wait(timeout=30)
-
-    yield work
-    over.set()
+def grammars(tmp_path: Path) -> Iterator[Grammars]:
+    write_character_tokenizer(tmp_path)
+    loaded = load_grammars(tmp_path, (EOS,))
+    assert loaded is not None
+    yield loaded
+    loaded.close()
 
 
-async def test_a_grammar_whose_turn_does_not_come_is_not_called_bad(grammars: Grammars,
-                                                                    hold: Callable[..., None]) -> None:
-    grammars._compiler.submit(hold)
-    for _ in range(2):  # the places of the first round are free again
-        ends = await asyncio.gather(*(grammars.check(WORD) for _ in range(MAX_COMPILING)), return_exceptions=True)
-        for end in ends:
-            assert isinstance(end, CapacityError)
-            assert "other grammars" in str(end)
-            assert end.resource == "grammar compiler"
+async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_and_remembered(
+        grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asyncio.timeout(LONG_S):
+        with pytest.raises(InvalidRequestError, match="could not be compiled within 1 s of computing, the limit"):
+            await grammars.check(never_compiled())
+    monkeypatch.setattr(grammars._nursery, "fork", lambda: pytest.fail("compiled again"))
+    with pytest.raises(InvalidRequestError, match="could not be compiled"):
+        await grammars.check(never_compiled())
 
 
-async def test_a_grammar_that_takes_too_long_itself_is_refused(grammars: Grammars, hold: Callable[..., None],
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(grammars, "_compile", hold)
-    with pytest.raises(InvalidRequestError, match=r"structured_output.regex: could not be compiled within 1 s"):
-        await grammars.check(WORD)
+async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -> None:
+    hostile = [asyncio.create_task(grammars.check(never_compiled(str(number)))) for number in range(12)]
+    async with asyncio.timeout(LONG_S):
+        await asyncio.gather(*(grammars.check(regex(f"[a-z]{{{number}}}")) for number in range(1, 9)))
+        assert not all(task.done() for task in hostile), "they were in the way of nobody"
+        ends = await asyncio.gather(*hostile, return_exceptions=True)
+    assert {type(end) for end in ends} <= {process.TooSlow, CapacityError}
+    assert any(isinstance(end, process.TooSlow) for end in ends)
+
+
+async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(grammars: Grammars,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    forks, fork = list[children.Child](), grammars._nursery.fork
+
+    def counted() -> children.Child:
+        forks.append(fork())
+        return forks[-1]
+
+    monkeypatch.setattr(grammars._nursery, "fork", counted)
+    await asyncio.gather(*(grammars.check(regex("[a-z]+")) for _ in range(20)))
+    assert len(forks) == 1
+
+
+async def test_more_than_may_wait_are_told_so(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.grammar.checking.MAX_WAITING", 3)
+    ends = await asyncio.gather(*(grammars.check(regex(f"a{{{n + 1}}}")) for n in range(12)), return_exceptions=True)
+    refused = [end for end in ends if end is not None]
+    assert len(refused) == 12 - 4 - 3
+    assert all(isinstance(end, CapacityError) and "3 grammars wait" in str(end) for end in refused)
+
+
+NESTED: dict[str, object] = {"type": "integer"}
+for _ in range(70):
+    NESTED = {"items": NESTED}
+TOO_LARGE = [
+    (regex("a" * 20_000), "20000 bytes, the limit of an expression is 16384"),
+    (schema({"pattern": "a" * 20_000}), "pattern has 20000 bytes"),
+    (schema({"title": "x" * 70_000}), "bytes, the limit is 65536"),
+    (schema(NESTED), "nested 71 deep, the limit is 64"),
+    (schema({"properties": {f"p{n}": {} for n in range(2001)}}), "2001 properties, the limit is 2000"),
+    (schema({"enum": [1] * 20_001}), "values, the limit is 20000"),
+    (schema({"maxItems": 10**7}), "maxItems must be at most 1000000"),
+    (regex("((a{100}b){100}){100}"), "repeats something 1000000 times, the limit is 10000"),
+    (regex("a{0,99999}"), "repeats something 99999 times"),
+    (regex("a{" + "9" * 5000 + "}"), "repeats something"),
+    (schema({"properties": {"x": {"pattern": "(a{200}){200}"}}}), "pattern repeats something 40000 times"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "problem"), TOO_LARGE, ids=[problem for _, problem in TOO_LARGE])
+async def test_size_and_shape_are_refused_before_anything_is_compiled(
+        grammars: Grammars, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, problem: str) -> None:
+    monkeypatch.setattr(grammars._nursery, "fork", lambda: pytest.fail("compiled"))
+    with pytest.raises(InvalidRequestError, match=problem) as refused:
+        await grammars.check(grammar)
+    assert refused.value.violations[0].field == grammar.field
+
+
+@pytest.mark.parametrize("text", ["a{99}b{99}c{99}", "(a|b{50}){99}", r"\{99999}", "[{99999}]", "(a{10}b){10}x{500}"])
+def test_repetitions_that_do_not_nest_do_not_multiply(text: str) -> None:
+    check_shape(regex(text))
+
+
+async def test_one_that_needs_too_much_memory_is_refused_alone(grammars: Grammars,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    await grammars.check(regex("a"))
+    monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 20)
+    huge = schema({"enum": [f"{number:0>24}" for number in range(2000)]})
+    with pytest.raises(InvalidRequestError, match="it needs more than 1 MiB, or ends the compiler"):
+        await grammars.check(huge)
+    monkeypatch.undo()
+    await grammars.check(regex("b"))
+
+
+async def test_no_text_of_a_grammar_reaches_an_error_or_a_log_at_length(
+        grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
+    """The library quotes what it does not like; a client could forge log lines with it, or fill them."""
+    marks = SECRET + "\n\x1b[31mERROR " + "x" * 5000
+    for grammar in (regex(f"[{marks}"), regex(f"{marks}(?=a)"), schema({"type": marks}), schema({marks: {"not": {}}}),
+                    schema({"$ref": f"#/{marks}"}), schema({"pattern": f"({marks}"}),
+                    Grammar(GrammarKind.JSON_SCHEMA, marks),
+                    schema({"allOf": [{"type": "string", "pattern": f"^.*a.{{{n}}}x{marks}*$"} for n in range(20)]})):
+        try:
+            await grammars.check(grammar)
+        except InvalidRequestError as error:
+            text = error.violations[0].description
+            assert len(text) < 400
+            assert text.isprintable()
+        assert SECRET not in repr(grammar)
+    assert SECRET not in caplog.text
+    assert shown("a\nb\x1b" + "c" * 200, 12) == "a\\nb\\x1bcccc…"
+
+
+async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(grammars: Grammars,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is stopped from outside, as if a mask never came."""
+    monkeypatch.setattr(process, "ANSWER_S", 0.3)
+    grammar = regex("a*b[12]+")
+    await grammars.check(grammar)
+    hangs, goes_on = grammars.open(grammar), grammars.open(grammar)
+    before = allowed_after(goes_on, 0, spelled("aab"))
+    child = grammars._processes[grammar]._child
+    assert child is not None
+    signal.pidfd_send_signal(child._pidfd, signal.SIGSTOP)
+    job, next_job = hangs.ask(0, ()), goes_on.ask(3, spelled("1"))
+    assert job.wait(time.monotonic() + LONG_S)
+    assert "could not be computed within 0.3 s, the limit" in job.problem
+    monkeypatch.undo()
+    assert next_job.wait(time.monotonic() + LONG_S)
+    assert next_job.problem == ""
+    assert (allowed_after(goes_on, 3, ()) == before).all(), "a new process knows what the text was"
+
+
+async def test_a_text_that_takes_too_much_computing_fails_by_its_budget_alone(
+        grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a mask costs is the process's own time of computing, whatever else the machine does."""
+    monkeypatch.setattr(process, "BURST_CPU_S", 0.002)
+    monkeypatch.setattr(process, "TOKEN_CPU_S", 0.0002)
+    slow = slow_to_follow()
+    await grammars.check(slow)
+    await grammars.check(regex("[a-z]+"))
+    text, other = grammars.open(slow), grammars.open(regex("[a-z]+"))
+
+    def follow_on() -> None:
+        for length in range(200):
+            allowed_after(text, max(0, length - 1), spelled("[")[:length])
+
+    with pytest.raises(InvalidRequestError, match=r"more computing than the limit of 0\.002 s at once and 0\.2 ms"):
+        follow_on()
+    monkeypatch.undo()
+    allowed_after(other, 0, spelled("abc"))
+
+
+async def test_a_process_that_was_killed_is_replaced(grammars: Grammars) -> None:
+    await grammars.check(regex("a+b"))
+    text = grammars.open(regex("a+b"))
+    allowed_after(text, 0, spelled("aa"))
+    nursery = grammars._nursery._process
+    assert nursery is not None
+    nursery.kill()
+    nursery.wait()
+    job = text.ask(2, ())  # its process ended with the nursery: this token fails by name
+    assert job.wait(time.monotonic() + LONG_S)
+    await grammars.check(regex("c"))
+    assert allowed_after(text, 2, ()).nonzero()[0].tolist() == [ord("a"), ord("b")]
+
+
+async def test_closing_ends_what_compiles_and_every_process(grammars: Grammars) -> None:
+    compiling = asyncio.create_task(grammars.check(never_compiled()))
+    await grammars.check(regex("a"))
+    nursery = grammars._nursery._process
+    assert nursery is not None
+    forked = descendants(nursery.pid)
+    assert forked
+    grammars.close()
+    async with asyncio.timeout(LONG_S):
+        with pytest.raises((InvalidRequestError, UnavailableError)):
+            await compiling
+        while any(alive(pid) for pid in (nursery.pid, *forked)):  # noqa: ASYNC110 - a process's end has no event here
+            await asyncio.sleep(0.01)
+        with pytest.raises(UnavailableError):
+            await grammars.check(regex("b"))
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from runtime.grammar import load_grammars
+from tests.support.models.hostile_grammars import never_compiled, regex
+
+async def main():
+    grammars = load_grammars(Path(sys.argv[1]), (2,))
+    await grammars.check(regex("a"))
+    print(grammars._nursery._process.pid, flush=True)
+    await grammars.check(never_compiled())
+
+asyncio.run(main())
+"""
+
+
+def test_an_owner_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        nursery = int(owner.stdout.readline())
+        forked = descendants(nursery)
+        owner.kill()
+    deadline_s = time.monotonic() + LONG_S
+    while any(alive(pid) for pid in (nursery, *forked)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def descendants(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,11 +1,15 @@
 """A batch that cannot run ends its own requests, whatever it was that a stage met, and the next ones are served."""
 
+from collections.abc import Sequence
+
 import pytest
+from torch import Tensor
 
 from decode.entry import Finished
+from engine.core.batch import SamplingRow
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.pipeline.stages import StepFailed
-from engine.sampling.sampler import sample
+from engine.sampling.guided import GuidedSampler
 from tests.support.models.tiny_models import QWEN3, tiny
 from tests.support.pool import local_pool as pools
 
@@ -29,12 +33,13 @@ def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(size: 
 def test_what_the_last_stage_cannot_finish_ends_its_request_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [KeyError("a bug")]
 
-    def sampler(*args: object) -> list[DrawnToken]:
-        if errors:
-            raise errors.pop()
-        return sample(*args)  # type: ignore[arg-type]
+    class Sampler(GuidedSampler):
+        def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
+            if errors:
+                raise errors.pop()
+            return super().__call__(logits, rows)
 
-    monkeypatch.setattr(pools, "sample", sampler)
+    monkeypatch.setattr(pools, "GuidedSampler", Sampler)
     with pools.local_pool(tiny(QWEN3), size) as pool:
         (answer,) = pool.generate([request(1, 2, 3)])
         assert answer.failed is not None

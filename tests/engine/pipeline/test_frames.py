@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardBatch, ForwardMode, GrammarRow, SamplingRow, ScoringRow
+from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
@@ -25,10 +25,10 @@ PARAMS = st.builds(
     logit_bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 5)), max_size=3).map(tuple))
 TOKENS = st.lists(st.integers(0, 999), max_size=4).map(tuple)
 SAMPLING = st.none() | st.builds(
-    SamplingRow, PARAMS, st.integers(0, 10**6), st.none() | st.integers(0, 20), st.none() | st.tuples(TOKENS, TOKENS),
-    TOKENS, st.integers(0, 10**6),
-    st.none() | st.builds(GrammarRow, st.text(max_size=5), st.builds(Grammar, st.sampled_from(GrammarKind), st.text()),
-                          TOKENS))
+    SamplingRow, PARAMS, st.integers(0, 10**6), st.none() | st.integers(0, 20), TOKENS, st.integers(0, 10**6),
+    st.none() | st.builds(OutputRow, st.integers(0, 2**40), st.integers(0, 10**6), TOKENS,
+                          st.none() | st.builds(OutputOpening, TOKENS, st.none() | st.builds(
+                              Grammar, st.sampled_from(GrammarKind), st.text())), st.booleans()))
 SPEC_ROWS = st.builds(
     SpecRow, st.just(()), st.none() | st.builds(AcceptedNodes, st.integers(0, 99), TOKENS),
     st.none() | st.integers(0, 99),
@@ -42,7 +42,8 @@ def batches() -> st.SearchStrategy[ForwardBatch]:
                     context_len=st.integers(0, 70), page_ids=st.lists(st.integers(1, 50), min_size=1, max_size=4),
                     slot_id=st.integers(0, 9), sampling=SAMPLING,
                     scoring=st.none() | st.builds(ScoringRow, TOKENS, st.integers(0, 20)))
-    plain = st.builds(build_batch, st.sampled_from(ForwardMode), st.lists(row, max_size=4))
+    plain = st.builds(lambda batch, ended: replace(batch, ended_keys=ended), st.builds(
+        build_batch, st.sampled_from(ForwardMode), st.lists(row, max_size=4)), TOKENS)
     chain = st.builds(lambda row, spec: replace(row, spec=replace(
         spec, parents=tuple(range(-1, len(row.token_ids) - 1)))), row, SPEC_ROWS)
     return plain | st.builds(build_batch, st.just(ForwardMode.VERIFY), st.lists(chain, max_size=4))
@@ -63,7 +64,7 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
     assert all(torch.equal(incoming.aux_hidden[layer_id], captured[layer_id]) for layer_id in aux)
     assert (incoming.selected_keys is None) == (selected is None)
     assert selected is None or torch.equal(torch.as_tensor(incoming.selected_keys), selected)
-    for name in ("mode", "request_keys", "query_lens", "context_lens", "sampling", "scoring"):
+    for name in ("mode", "request_keys", "query_lens", "context_lens", "sampling", "scoring", "ended_keys"):
         assert getattr(arrived.batch, name) == getattr(batch, name)
     for name in ("positions", "page_tables", "slot_ids"):
         assert torch.equal(getattr(arrived.batch, name), getattr(batch, name))

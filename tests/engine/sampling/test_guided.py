@@ -2,33 +2,44 @@
 
 import itertools
 import re
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.core.batch import ForwardMode, GrammarRow, SamplingRow
+from engine.core.batch import ForwardMode, OutputOpening, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecRow, node_depths
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
+from engine.sampling import guided
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import sample
 from engine.speculative.verify import draw_runs, sampling_at
 from runtime.errors import InternalError, InvalidRequestError
-from runtime.grammar import MAX_COMPILED, Grammar, GrammarKind, Grammars, load_grammars
+from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, checking, load_grammars
+from tests.support.models.grammars import allowed_after, fresh_after
 from tests.support.models.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
 
 
 @pytest.fixture(scope="module")
-def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_character_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grammars(folder: Path) -> Iterator[Grammars]:
     loaded = load_grammars(folder, (EOS,))
     assert loaded is not None
-    return loaded
+    yield loaded
+    loaded.close()
 
 
 def regex(text: str) -> Grammar:
@@ -37,9 +48,7 @@ def regex(text: str) -> Grammar:
 
 def after(grammars: Grammars, grammar: Grammar, text: str) -> str:
     """The characters that may follow; $ for the end."""
-    matcher = grammars.matcher(grammar)
-    matcher.move_to(spelled(text))
-    allowed = np.flatnonzero(matcher.allowed(VOCAB_SIZE)).tolist()
+    allowed = np.flatnonzero(fresh_after(grammars, grammar, spelled(text))).tolist()
     return "".join(sorted("$" if token == EOS else chr(token) for token in allowed))
 
 
@@ -55,33 +64,35 @@ def test_a_schema_allows_what_completes_it(grammars: Grammars) -> None:
     assert after(grammars, schema, "null") == "$"
 
 
-def test_whitespace_of_json_has_an_end(grammars: Grammars) -> None:
+def test_whitespace_of_json_has_an_end(grammars: Grammars, folder: Path) -> None:
     schema = Grammar(GrammarKind.JSON_SCHEMA, '{"const": [1]}')
-    matcher = grammars.matcher(schema)
-    (newline,) = (token for token in range(VOCAB_SIZE) if grammars._tokenizer.decode_str([token]) == "\n")
-    start = ord("[")
+    # As byte-level BPE spells it.
+    newline = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("\u010a")
+    assert newline is not None
+    start, text = ord("["), grammars.open(schema)
     for count in range(20):
-        matcher.move_to((start, *[newline] * count))
-        assert matcher.allowed(VOCAB_SIZE)[newline], count
-    matcher.move_to((start, *[newline] * 20))
-    assert np.flatnonzero(matcher.allowed(VOCAB_SIZE)).tolist() == [ord("1")]
+        assert allowed_after(text, 0, (start, *[newline] * count))[newline], count
+    assert np.flatnonzero(allowed_after(text, 0, (start, *[newline] * 20))).tolist() == [ord("1")]
+    text.close()
 
 
 @pytest.mark.parametrize("path", [("aab", "ab1", "", "b2"), ("ab12", "ab1", "ab12"), ("b2", "", "b2", "aab1", "aab2")])
-def test_a_matcher_that_stood_elsewhere_says_the_same(grammars: Grammars, path: tuple[str, ...]) -> None:
+def test_a_text_that_stood_elsewhere_says_the_same(grammars: Grammars, path: tuple[str, ...]) -> None:
     """Back and forth, as when drafted tokens were not accepted or a request is replayed."""
     grammar = regex("a*b[12]+")
-    matcher = grammars.matcher(grammar)
+    moved, known = grammars.open(grammar), ""
     for text in path:
-        matcher.move_to(spelled(text))
-        fresh = grammars.matcher(grammar)
-        fresh.move_to(spelled(text))
-        assert np.array_equal(matcher.allowed(VOCAB_SIZE), fresh.allowed(VOCAB_SIZE)), text
+        kept = next((at for at, pair in enumerate(zip(known, text, strict=False)) if pair[0] != pair[1]),
+                    min(len(known), len(text)))
+        found = allowed_after(moved, kept, spelled(text[kept:]))
+        assert np.array_equal(found, fresh_after(grammars, grammar, spelled(text))), text
+        known = text
+    moved.close()
 
 
 def row(grammar: Grammar, seed: int, text: str = "", *, temperature: float = 1.0, top_p: float = 1.0) -> SamplingRow:
     return SamplingRow(SamplingParams(temperature=temperature, top_p=top_p, seed=seed), position=len(text),
-                       grammar=GrammarRow(f"r{seed}", grammar, spelled(text)))
+                       output=OutputRow(seed, 0, spelled(text), OutputOpening(grammar=grammar)))
 
 
 def position_logits(position: int) -> Tensor:
@@ -112,7 +123,7 @@ def test_draws_are_those_of_the_distribution_cut_to_what_is_allowed(grammars: Gr
     allowed = {ord("x"), ord("y"), ord("z")}
     for seed, temperature in itertools.product(range(10), (0.0, 0.7)):
         guided = replace(row(regex("[xyz]"), seed, temperature=temperature, top_p=0.9), num_top_logprobs=2)
-        by_hand = replace(guided, grammar=None,
+        by_hand = replace(guided, output=None,
                           banned_token_ids=tuple(token for token in range(VOCAB_SIZE) if token not in allowed))
         assert GuidedSampler(grammars)(logits, [guided]) == sample(logits, [by_hand])
 
@@ -147,7 +158,8 @@ def test_rows_without_a_grammar_are_drawn_as_ever(grammars: Grammars) -> None:
 
 def test_what_follows_the_end_counts_for_nothing_and_harms_nothing(grammars: Grammars) -> None:
     """A draft may go on behind an end that was drawn in the same step."""
-    ended = replace(row(regex("q"), 0), grammar=GrammarRow("r", regex("q"), (ord("q"), EOS)))
+    ended = replace(row(regex("q"), 0),
+                    output=OutputRow(0, 0, (ord("q"), EOS), OutputOpening(grammar=regex("q"))))
     (token,) = GuidedSampler(grammars)(torch.zeros(1, VOCAB_SIZE), [ended])
     assert token.problem == ""
 
@@ -159,17 +171,53 @@ def test_a_text_that_left_its_grammar_fails_alone(grammars: Grammars) -> None:
     assert (right.token_id, right.error) == (ord("b"), None)
 
 
+def test_masks_are_computed_beside_the_forward(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `prepare` nothing is asked any more: neither at the root nor at the nodes that the grammar can reach."""
+    grammar, sampler = regex("ab[0-9]+"), GuidedSampler(grammars)
+    at = row(grammar, 11)
+    tree = Row(1, [0, ord("a"), ord("b"), ord("7"), ord("~")], 0, [1], 0, at, SpecRow((-1, 0, 1, 2, 0)))
+    batch = build_batch(ForwardMode.VERIFY, [tree])
+    sampler.prepare(batch)
+    asked = GuidedText.ask
+    monkeypatch.setattr(GuidedText, "ask", lambda *given, **named: pytest.fail("asked behind the forward"))
+    logits = torch.full((5, VOCAB_SIZE), -9.0)
+    logits[0, ord("a")] = logits[1, ord("b")] = logits[2, ord("7")] = logits[3, ord("8")] = 50.0
+    (run,) = draw_runs(logits, batch, sampler)
+    assert "".join(chr(token.token_id) for token in run.tokens) == "ab78"
+    monkeypatch.setattr(GuidedText, "ask", asked)
+    sampler.reset()
+
+
+def test_a_grammar_that_hangs_costs_the_others_of_its_batch_one_limit(grammars: Grammars,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guided, "STEP_WAIT_S", 0.3)
+    sampler, hung = GuidedSampler(grammars), row(regex("xy"), 21)
+    fine = row(regex("zy"), 22)
+    sampler(torch.zeros(1, VOCAB_SIZE), [hung])
+    child = grammars._processes[regex("xy")]._child
+    assert child is not None
+    signal.pidfd_send_signal(child._pidfd, signal.SIGSTOP)
+    batch = build_batch(ForwardMode.DECODE, [Row(21, [0], 0, [1], 0, hung), Row(22, [0], 0, [2], 0, fine)])
+    sampler.prepare(batch)
+    failed, drawn = sampler(torch.zeros(2, VOCAB_SIZE), [hung, fine])
+    assert isinstance(failed.error, InvalidRequestError)
+    assert "could not be computed within 0.3 s of a step, the limit" in failed.problem
+    assert (drawn.token_id, drawn.problem) == (ord("z"), "")
+    sampler.reset()
+
+
 REFUSED = [
     (GrammarKind.REGEX, "(", "unclosed group"), (GrammarKind.REGEX, "a(?=b)", "look-around"),
     (GrammarKind.JSON_SCHEMA, "{", "is not JSON"), (GrammarKind.JSON_SCHEMA, "[1]", "must be a JSON object"),
     (GrammarKind.JSON_SCHEMA, '{"type": "frob"}', "frob"), (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
     (GrammarKind.JSON_SCHEMA, '{"$ref": "#/nowhere"}', "nowhere"),
     (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "("}', "unclosed group"),
-    (GrammarKind.JSON_SCHEMA, '{"a":' * 2000, "is not JSON"),
+    (GrammarKind.JSON_SCHEMA, '{"a":' * 60, "is not JSON"),
+    (GrammarKind.JSON_SCHEMA, '{"a":' * 2000, "is nested 2000 deep, the limit is 64"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "problem"), REFUSED, ids=[text[:20] for _, text, _ in REFUSED])
+@pytest.mark.parametrize(("kind", "text", "problem"), REFUSED, ids=map(str, range(len(REFUSED))))
 async def test_what_is_no_grammar_is_refused_by_field(grammars: Grammars, kind: GrammarKind, text: str,
                                                       problem: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
@@ -180,17 +228,23 @@ async def test_what_is_no_grammar_is_refused_by_field(grammars: Grammars, kind: 
     assert "\n" not in violation.description
 
 
-async def test_only_so_many_grammars_are_kept(grammars: Grammars) -> None:
-    for number in range(MAX_COMPILED + 10):
+async def test_only_so_many_grammars_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "MAX_PROCESSES", 4)
+    grammars = load_grammars(folder, (EOS,))
+    assert grammars is not None
+    used = grammars.open(regex("b"))
+    for number in range(10):
         await grammars.check(regex(f"a{{{number + 1}}}"))
-    assert len(grammars._compiled) == MAX_COMPILED
+    assert len(grammars._processes) == 4
+    assert np.flatnonzero(allowed_after(used, 0, ())).tolist() == [ord("b")], "one that is in use stays"
     assert after(grammars, regex("a{1}"), "") == "a", "one that was dropped is compiled again"
+    grammars.close()
 
 
 def test_a_model_without_a_tokenizer_offers_none(tmp_path: Path) -> None:
     assert load_grammars(tmp_path, (EOS,)) is None
-    with pytest.raises(InternalError):
-        GuidedSampler(None)(torch.zeros(1, VOCAB_SIZE), [row(regex("q"), 0)])
+    (token,) = GuidedSampler(None)(torch.zeros(1, VOCAB_SIZE), [row(regex("q"), 0)])
+    assert isinstance(token.error, InternalError)
     write_character_tokenizer(tmp_path)
     assert load_grammars(tmp_path, ()) is None, "no text could end"
     assert load_grammars(tmp_path, (VOCAB_SIZE,)) is None

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.batch import SamplingRow
+from engine.core.batch import OutputOpening, OutputRow, SamplingRow
 from engine.core.request import DrawnToken, SamplingParams
 from engine.sampling.processors import adjusted, filtered, largest
 from engine.sampling.sampler import sample
@@ -60,6 +60,11 @@ def test_uniform_numbers_differ_by_seed_and_position_and_fill_the_interval() -> 
 
 def row(position: int = 0, **params: object) -> SamplingRow:
     return SamplingRow(SamplingParams(**params), position=position)  # type: ignore[arg-type]
+
+
+def all_of(prompt: tuple[int, ...], output: tuple[int, ...]) -> OutputRow:
+    """A row that brings everything."""
+    return OutputRow(0, 0, output, OutputOpening(prompt), is_only=True)
 
 
 def draw_one(logits: Sequence[float], sampling_row: SamplingRow) -> DrawnToken:
@@ -209,8 +214,9 @@ def test_penalties_equal_naive_counting(
         presence_penalty=presence,
         logit_bias=tuple(bias.items()),
     )
-    history = (prompt, output) if params.needs_history else None
-    sampling_row = SamplingRow(params, position=0, history=history, banned_token_ids=tuple(banned))
+    history = (tuple(prompt), tuple(output)) if params.needs_history else None
+    sampling_row = SamplingRow(params, position=0, output=None if history is None else all_of(*history),
+                               banned_token_ids=tuple(banned))
     before = np.array(logits)
     result = adjusted(before, sampling_row).tolist()
     assert result == pytest.approx(naive_adjusted(logits, params, history, list(banned)), rel=1e-12, abs=1e-12)
@@ -218,7 +224,7 @@ def test_penalties_equal_naive_counting(
 
 
 def test_history_is_ignored_without_penalties() -> None:
-    sampling_row = SamplingRow(SamplingParams(), position=0, history=((0,), (1,)))
+    sampling_row = SamplingRow(SamplingParams(), position=0, output=all_of((0,), (1,)))
     assert adjusted(np.array([1.0, 2.0]), sampling_row).tolist() == [1.0, 2.0]
 
 
@@ -233,10 +239,10 @@ def test_greedy_follows_penalties_bias_and_bans() -> None:
         SamplingParams(temperature=0, frequency_penalty=0.3),
         SamplingParams(temperature=0, repetition_penalty=1.3),
     ):
-        assert draw_one(logits, SamplingRow(params, 0, history=((), (1, 1)))).token_id == 2
-        assert draw_one(logits, SamplingRow(params, 0, history=((), (3, 0)))).token_id == 1
+        assert draw_one(logits, SamplingRow(params, 0, output=all_of(*((), (1, 1))))).token_id == 2
+        assert draw_one(logits, SamplingRow(params, 0, output=all_of(*((), (3, 0))))).token_id == 1
     prompt_only = SamplingParams(temperature=0, repetition_penalty=1.3)
-    assert draw_one(logits, SamplingRow(prompt_only, 0, history=((1,), ()))).token_id == 2
+    assert draw_one(logits, SamplingRow(prompt_only, 0, output=all_of(*((1,), ())))).token_id == 2
 
 
 @pytest.mark.parametrize("num_top_logprobs", [None, 1])
@@ -342,7 +348,8 @@ def random_rows(num_rows: int, vocab_size: int) -> list[SamplingRow]:
             logit_bias=((seed, 1.5),) if seed % 2 else (),
         )
         history = (tuple(range(20)), tuple(rng.randrange(vocab_size) for _ in range(30))) if penalty else None
-        rows.append(SamplingRow(params, 100 + seed, num_top, history, (seed + 1,) if seed % 3 == 0 else ()))
+        rows.append(SamplingRow(params, 100 + seed, num_top, (seed + 1,) if seed % 3 == 0 else (),
+                                output=None if history is None else all_of(*history)))
     return rows
 
 
@@ -389,7 +396,7 @@ def test_walking_a_draft_tree_emits_what_plain_decoding_emits() -> None:
 
     def sampling_row(path: tuple[int, ...], seed: int) -> SamplingRow:
         params = SamplingParams(temperature=0.9, presence_penalty=0.4, seed=seed)
-        return SamplingRow(params, position=10 + len(path), history=((1, 2), path))
+        return SamplingRow(params, position=10 + len(path), output=all_of((1, 2), path))
 
     for seed in range(30):
         plain: tuple[int, ...] = ()

@@ -10,7 +10,11 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
+from engine.core.request import Request, SamplingParams
+from engine.core.rows import sampling_row
+from engine.sampling.guided import GuidedSampler
 from models.weights_digest import StageWeights
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
@@ -126,7 +130,7 @@ async def joined() -> AsyncIterator[Rig]:
     stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(settings={}), executor=None,
                                         weights=StageWeights("0" * 32),
                                         drafter=None))
-    engine = FollowerEngine(stage, lambda *given: [], cast(PoolChannel, channel), rank=1, size=2,
+    engine = FollowerEngine(stage, GuidedSampler(None), cast(PoolChannel, channel), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
     engine.start()
     reports = JoinReports(asyncio.get_running_loop())
@@ -214,6 +218,18 @@ async def test_a_stage_that_cannot_let_go_of_its_memory_ends(monkeypatch: pytest
         with pytest.raises(DeadlineError, match="cannot join again"):
             await asyncio.wait_for(rig.joining, 60)
         gate.set()
+
+
+def test_what_was_kept_of_requests_ends_with_their_leader() -> None:
+    """Another one counts its requests from 1 again, too."""
+    sampler, stage = GuidedSampler(None), cast(Stage, SimpleNamespace(executor=None, drafter=None))
+    engine = FollowerEngine(stage, sampler, cast(PoolChannel, ScriptedChannel()), rank=1, size=2,
+                            on_step=lambda seconds, batch: None)
+    request = Request("r", (1, 2), 4, SamplingParams(frequency_penalty=1))
+    sampler(torch.zeros(1, 8), [sampling_row(request, (3,), key=1, is_only=False)])
+    engine._connect([], 1)
+    (token,) = sampler(torch.zeros(1, 8), [sampling_row(request, (3, 4), key=1, known=1, is_only=False)])
+    assert token.is_fault
 
 
 async def test_an_engine_that_meets_an_error_makes_the_pool_form_anew() -> None:

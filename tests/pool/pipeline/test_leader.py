@@ -14,6 +14,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import Row, build_batch
 from engine.pipeline.channel import Packet
 from engine.pipeline.stages import StepResult
+from engine.sampling.guided import GuidedSampler
 from pool import process as process_module
 from pool.pipeline import leader as leader_module
 from pool.pipeline.group import SessionReports
@@ -125,8 +126,9 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def hand_back(error: BatonError) -> None:
         handed_back.append(error)
 
-    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, step_limit_s=step_limit_s))
-    leader = Leader(config, cast(Stage, stage), scheduler, lambda *given: [], warm_up=warm_up, empty=empty,
+    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, step_limit_s=step_limit_s,
+                                                frame_timeout_s=10.0))
+    leader = Leader(config, cast(Stage, stage), scheduler, GuidedSampler(None), warm_up=warm_up, empty=empty,
                     hand_back=hand_back, reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()

@@ -29,7 +29,7 @@ from engine.pipeline.channel import FrameChannel
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
 from engine.pipeline.tensor_channel import TensorChannel
-from engine.sampling.sampler import sample
+from engine.sampling.guided import GuidedSampler
 from engine.speculative.drafter import Drafter
 from models.loader import ModelDescription
 from pool.request.entry import Failed
@@ -117,10 +117,10 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
                  for layers in ranges]
     drafter = None if speculation is None else speculation.drafter(num_pages)
     if size == 1:
-        yield SingleStage(executors[0], sample, drafter)
+        yield SingleStage(executors[0], GuidedSampler(None), drafter)
         return
     channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in connected(size)]
-    followers = [FollowerStage(executors[rank], sample, channels[rank], rank=rank, size=size,
+    followers = [FollowerStage(executors[rank], GuidedSampler(None), channels[rank], rank=rank, size=size,
                                drafter=drafter if rank == size - 1 else None) for rank in range(1, size)]
     threads = [threading.Thread(target=_serve, args=(follower, channel), daemon=True)
                for follower, channel in zip(followers, channels[1:], strict=True)]

@@ -1,0 +1,25 @@
+"""Grammars between the stages of a pool: as messages, and what compiles them for the stage that draws."""
+
+from typing import Protocol
+
+from protos import types_pb2 as pb
+from runtime.grammar import Grammar, GrammarKind
+
+NO_GRAMMARS = "needs a model with a tokenizer and an end-of-sequence token"
+
+
+def grammar_from_proto(message: pb.StructuredOutput) -> Grammar | None:
+    kind = message.WhichOneof("grammar")
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(message, kind))
+
+
+def grammar_to_proto(grammar: Grammar) -> pb.StructuredOutput:
+    return pb.StructuredOutput(**{grammar.kind: grammar.text})
+
+
+class GrammarCheck(Protocol):
+    """What compiles grammars for the stage that draws."""
+
+    async def check(self, grammar: Grammar) -> None:
+        """As `runtime.grammar.Grammars.check`."""
+        ...

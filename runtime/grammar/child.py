@@ -1,0 +1,84 @@
+"""A grammar's own process, from its compilation to its last mask. Forked by the nursery, which has loaded the
+tokenizer.
+
+It ends when its owner closes the socket, and at once by SIGPROF, whose default that is, when compiling has taken the
+processor for too long: a timer of the kernel's, because nothing can interrupt the library.
+"""
+
+import resource
+import signal
+import socket
+import time
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from runtime.errors import InvalidRequestError
+from runtime.grammar.library import Text, Unfollowable, compiled
+from runtime.grammar.messages import (
+    MAX_MESSAGE_BYTES,
+    Answer,
+    Call,
+    TextAnswer,
+    TextCall,
+    pack_answer,
+    unpack_call,
+    unpack_order,
+)
+
+TREE_CPU_S = 0.005  # for masks of a tree's further nodes, which may not be needed
+
+
+def serve(owner: socket.socket, tokenizer: LLTokenizer, end_token_ids: frozenset[int]) -> None:
+    """Until the owner is gone."""
+    order = unpack_order(owner.recv(MAX_MESSAGE_BYTES))
+    _limit_memory(order.memory_bytes)
+    signal.setitimer(signal.ITIMER_PROF, order.cpu_limit_s)
+    try:
+        automaton = compiled(tokenizer, order.grammar)
+    except InvalidRequestError as error:
+        owner.send(_problem(error.violations[0].description))
+        return
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    owner.send(_done(0.0))
+    texts: dict[int, Text] = {}
+    while data := owner.recv(MAX_MESSAGE_BYTES):
+        _obey(unpack_call(data), texts, owner, automaton, end_token_ids)
+
+
+def _obey(call: TextCall, texts: dict[int, Text], owner: socket.socket, automaton: LLMatcher,
+          end_token_ids: frozenset[int]) -> None:
+    if call.call is Call.END:
+        texts.pop(call.key, None)
+        return
+    began_s = time.thread_time()
+    try:
+        text = texts[call.key] if call.key in texts else texts.setdefault(call.key, Text(automaton, end_token_ids))
+        text.move(call.kept, call.token_ids)
+        if call.call is Call.MOVE:
+            return
+        tree_began_s = None
+        for node, mask in text.masks(call.tree_token_ids or (0,), call.tree_parents or (-1,)):
+            owner.send(pack_answer(TextAnswer(Answer.MASK, node, 0.0, mask)))
+            tree_began_s = time.thread_time() if tree_began_s is None else tree_began_s
+            if time.thread_time() - tree_began_s > TREE_CPU_S:
+                break
+        owner.send(_done(time.thread_time() - began_s))
+    except Unfollowable as error:  # of a move too: a text that failed fails again when it is asked
+        if call.call is Call.ASK:
+            owner.send(_problem(str(error)))
+
+
+def _done(cpu_s: float) -> bytes:
+    return pack_answer(TextAnswer(Answer.DONE, 0, cpu_s, b""))
+
+
+def _problem(text: str) -> bytes:
+    return pack_answer(TextAnswer(Answer.PROBLEM, 0, 0.0, text.encode("utf-8", "backslashreplace")))
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Beyond it allocations fail, which ends the process."""
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+    limit = pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

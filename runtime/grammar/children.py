@@ -1,0 +1,123 @@
+"""Starting and ending processes for grammars, from their owner's side (`nursery` is the other)."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from runtime.errors import UnavailableError
+from runtime.grammar.messages import MAX_MESSAGE_BYTES
+
+NURSERY_START_S = 60.0
+FORK_S = 5.0
+
+
+class Nursery:
+    """Starts processes for grammars. Any thread."""
+
+    def __init__(self, tokenizer_json: Path, end_token_ids: Sequence[int]) -> None:
+        self._arguments = [str(tokenizer_json.resolve()), *map(str, end_token_ids)]
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+
+    def fork(self) -> "Child":
+        """Raises UnavailableError when there is none and none can be started."""
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("grammars are not compiled any more: the process ends")
+            for is_last in (False, True):  # one that has died is replaced
+                try:
+                    return self._fork(self._control or self._start())
+                except (OSError, IndexError) as error:
+                    self._end()
+                    if is_last:
+                        raise UnavailableError(f"no process for a grammar could be started: {error}") from error
+        raise AssertionError
+
+    def close(self) -> None:
+        """End it, and with it all of its children."""
+        with self._lock:
+            self._is_closed = True
+            self._end()
+
+    def _start(self) -> socket.socket:
+        ours, theirs = _socket_pair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "runtime.grammar.nursery", str(theirs.fileno()), *self._arguments],
+                cwd=Path(__file__).parents[2], pass_fds=(theirs.fileno(),), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL)  # where the library would print clients' grammars
+        self._control = ours
+        ours.settimeout(NURSERY_START_S)
+        if not ours.recv(16):
+            raise OSError("the tokenizer could not be loaded")
+        ours.settimeout(FORK_S)
+        return ours
+
+    @staticmethod
+    def _fork(control: socket.socket) -> "Child":
+        ours, theirs = _socket_pair()
+        try:
+            with theirs:
+                socket.send_fds(control, [b"fork"], [theirs.fileno()])
+            return Child(ours, socket.recv_fds(control, 16, 1)[1][0])
+        except (OSError, IndexError):
+            ours.close()
+            raise
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None
+
+
+class Child:
+    """One forked process: a socket to talk over, and a file descriptor to kill it by."""
+
+    def __init__(self, owner: socket.socket, pidfd: int) -> None:
+        self._socket = owner
+        self._pidfd = pidfd
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def send(self, message: bytes, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+        self._socket.send(message)
+
+    def receive(self, timeout_s: float) -> bytes:
+        """Raises OSError when it has ended, or says nothing in time (TimeoutError)."""
+        self._socket.settimeout(max(1e-3, timeout_s))
+        data = self._socket.recv(MAX_MESSAGE_BYTES)
+        if not data:
+            raise ConnectionError("the process has ended")
+        return data
+
+    def kill(self) -> None:
+        """Any thread: whoever waits for it is answered by the end of the connection."""
+        with self._lock:
+            if self._is_open:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._pidfd)
+                self._socket.close()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

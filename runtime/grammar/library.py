@@ -1,0 +1,116 @@
+"""What a grammar's own process does with llguidance: compile, follow texts, compute masks. Nobody else imports it, but
+to see whether a tokenizer serves."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from runtime.grammar.language import Grammar, GrammarKind, schema_of, shown
+from runtime.grammar.messages import path_to
+
+# Between JSON tokens. Without a bound a weak model may indent until its tokens run out.
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+
+
+def library_limits() -> LLParserLimits:
+    """At most about 10 ms per mask with a vocabulary of 128,000; the library's own are 65 ms and 500 MB of states."""
+    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=30_000,
+                          max_grammar_size=100_000, verbose_errors=False)
+
+
+class Unfollowable(Exception):
+    """The text has left its grammar, or the grammar has become too complex to follow."""
+
+
+def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """May take very long. Raises InvalidRequestError."""
+    matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=library_limits())
+    if matcher.is_error():
+        raise grammar.refused(first_line(matcher.get_error()))
+    return matcher
+
+
+@dataclass
+class Text:
+    """One text on its way through a grammar. Behind an end-of-sequence token nothing counts, so all is allowed."""
+
+    automaton: LLMatcher  # at its start, shared by all texts
+    end_token_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.matcher = self.automaton.deep_copy()
+
+    def move(self, kept: int, token_ids: Sequence[int]) -> None:
+        """Keep the first `kept` tokens, whereupon `token_ids` follow. Raises Unfollowable."""
+        known = self.token_ids[kept:]
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, token_ids, strict=False)))
+        self._cut(kept + common)
+        for token_id in token_ids[common:]:
+            if not self.matcher.consume_token(token_id):
+                raise self._unfollowable()
+            self.token_ids.append(token_id)
+
+    def mask(self) -> bytes:
+        """A bit per token of the tokenizer's vocabulary, lowest first. Raises Unfollowable."""
+        packed = self.matcher.compute_bitmask()
+        if self.token_ids and self.token_ids[-1] in self.end_token_ids:
+            return b"\xff" * len(packed)
+        if self.matcher.is_error():
+            raise self._unfollowable()
+        return packed
+
+    def masks(self, token_ids: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """The mask at node 0, the text's end, then at each further node of a tree that the grammar lets it reach.
+
+        Raises:
+            Unfollowable: at node 0. A further node may never be drawn, so one that cannot be followed is left out.
+        """
+        base = len(self.token_ids)
+        found: dict[int, bytes] = {}
+        for node in range(len(parents)):
+            if node:
+                before = found.get(parents[node])
+                if before is None or not _has_bit(before, token_ids[node]):
+                    continue
+            try:
+                self.move(base, path_to(node, token_ids, parents))
+                found[node] = self.mask()
+            except Unfollowable:
+                if not node:
+                    raise
+                known, self.matcher, self.token_ids = self.token_ids[:base], self.automaton.deep_copy(), []
+                self.move(0, known)  # with a new one, because one that failed stays failed
+                continue
+            yield node, found[node]
+
+    def _cut(self, length: int) -> None:
+        if length < len(self.token_ids):
+            self.matcher.rollback(len(self.token_ids) - length)
+            del self.token_ids[length:]
+
+    def _unfollowable(self) -> Unfollowable:
+        return Unfollowable(f"cannot be followed beyond {len(self.token_ids)} tokens: "
+                            f"{first_line(self.matcher.get_error())}")
+
+
+def first_line(text: str) -> str:
+    """The library's messages draw the source below the problem, and quote it at any length."""
+    lines = [line.strip() for line in text[:4096].splitlines() if line.strip()]
+    problem = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "no reason given")
+    return shown(problem.removeprefix("error: "))
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in the library's terms. Raises InvalidRequestError for a schema that is not JSON."""
+    if grammar.kind is GrammarKind.REGEX:
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_json_schema(schema_of(grammar), defaults={"whitespace_pattern": JSON_WHITESPACE})
+
+
+def _has_bit(packed: bytes, token_id: int) -> bool:
+    return token_id >> 3 < len(packed) and bool(packed[token_id >> 3] >> (token_id & 7) & 1)
+
+

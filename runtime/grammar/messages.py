@@ -1,0 +1,111 @@
+"""What a grammar's process and its owner say to each other, over a socket that keeps messages apart.
+
+    owner                                       grammar
+    compile  limits, kind, text      ──▶
+                                     ◀──        verdict  accepted or not, why not
+    end      of a text               ──▶
+    move     kept, tokens            ──▶
+    ask      kept, tokens, tree      ──▶
+                                     ◀──        mask     of a node, for each node reached
+                                     ◀──        done     seconds of computing, or why there is no mask
+
+A text begins with the first message that names it. Little-endian; token ids are 32 bits wide.
+"""
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from runtime.grammar.language import Grammar, GrammarKind
+
+MAX_MESSAGE_BYTES = 1 << 18
+CHUNK_TOKENS = 1 << 14  # as many as one message takes
+
+_COMPILE, _ASK, _ANSWER = struct.Struct("<dQB"), struct.Struct("<BQIII"), struct.Struct("<BId")
+_KINDS = tuple(GrammarKind)
+
+
+class Call(IntEnum):
+    MOVE = 1
+    ASK = 2
+    END = 3
+
+
+class Answer(IntEnum):
+    MASK = 1  # of a node
+    DONE = 2
+    PROBLEM = 3
+
+
+@dataclass(frozen=True)
+class CompileOrder:
+    grammar: Grammar
+    cpu_limit_s: float
+    memory_bytes: int  # beyond what the process has at its start
+
+
+@dataclass(frozen=True)
+class TextCall:
+    """Of the text `key`: its first `kept` tokens stay, `token_ids` follow, and then the nodes of a tree, of which the
+    first is the text's end."""
+
+    call: Call
+    key: int
+    kept: int = 0
+    token_ids: Sequence[int] = ()
+    tree_token_ids: Sequence[int] = ()
+    tree_parents: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    answer: Answer
+    node: int
+    cpu_s: float
+    data: bytes
+
+
+def pack_order(order: CompileOrder) -> bytes:
+    return _COMPILE.pack(order.cpu_limit_s, order.memory_bytes,
+                         _KINDS.index(order.grammar.kind)) + order.grammar.encoded
+
+
+def unpack_order(data: bytes) -> CompileOrder:
+    cpu_limit_s, memory_bytes, kind = _COMPILE.unpack_from(data)
+    return CompileOrder(Grammar(_KINDS[kind], data[_COMPILE.size:].decode("utf-8", "surrogatepass")), cpu_limit_s,
+                        memory_bytes)
+
+
+def pack_call(call: TextCall) -> bytes:
+    head = _ASK.pack(call.call, call.key, call.kept, len(call.token_ids), len(call.tree_parents))
+    return b"".join((head, array("I", call.token_ids).tobytes(), array("I", call.tree_token_ids).tobytes(),
+                     array("i", call.tree_parents).tobytes()))
+
+
+def unpack_call(data: bytes) -> TextCall:
+    call, key, kept, num_tokens, num_nodes = _ASK.unpack_from(data)
+    tokens, parents = array("I"), array("i")
+    end = _ASK.size + 4 * (num_tokens + num_nodes)
+    tokens.frombytes(data[_ASK.size:end])
+    parents.frombytes(data[end:])
+    return TextCall(Call(call), key, kept, tokens[:num_tokens].tolist(), tokens[num_tokens:].tolist(), parents.tolist())
+
+
+def pack_answer(answer: TextAnswer) -> bytes:
+    return _ANSWER.pack(answer.answer, answer.node, answer.cpu_s) + answer.data
+
+
+def unpack_answer(data: bytes) -> TextAnswer:
+    answer, node, cpu_s = _ANSWER.unpack_from(data)
+    return TextAnswer(Answer(answer), node, cpu_s, data[_ANSWER.size:])
+
+
+def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The tokens after node 0 on the way to `node`."""
+    path: list[int] = []
+    while node > 0:
+        path.append(token_ids[node])
+        node = parents[node]
+    return path[::-1]

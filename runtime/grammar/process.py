@@ -1,0 +1,254 @@
+"""Grammars' processes from their owner's side: they are asked here, and ended here.
+
+Each has a thread that talks to it, so that whoever needs masks asks before a forward, and collects behind it. A
+process that does not answer in time is killed; the text that it was computing for fails, others go on with a new
+process from the tokens that are known of them.
+"""
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+)
+from runtime.grammar.children import FORK_S, Child, Nursery
+from runtime.grammar.language import Grammar
+from runtime.grammar.messages import (
+    CHUNK_TOKENS,
+    Answer,
+    Call,
+    CompileOrder,
+    TextCall,
+    pack_call,
+    pack_order,
+    path_to,
+    unpack_answer,
+)
+
+Masks = dict[tuple[int, ...], bytes]  # a bit per token, by the tokens after the text's end
+
+COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing says nothing
+MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
+ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
+# Of one text: what it may save up, what a step adds to it, and what a step adds to all of its texts at most.
+BURST_CPU_S, TOKEN_CPU_S, STEP_CPU_S = 0.1, 0.005, 0.04
+REPLAYED_TOKEN_CPU_S = 0.0001  # where many tokens come at once, of a text that began elsewhere
+MAX_JOBS = 65536
+
+
+class TooSlow(InvalidRequestError):
+    """Compiling needs more than the time of computing that was given."""
+
+
+@dataclass
+class MaskJob:
+    """What may follow one text, and at the nodes of a tree behind it, being computed."""
+
+    call: TextCall
+    masks: Masks = field(default_factory=dict)
+    problem: str = ""
+    cpu_s: float = 0.0
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, deadline_s: float) -> bool:
+        """Whether it is done by then, in terms of `time.monotonic`."""
+        return self.done.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def fail(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        self.done.set()
+
+    def add(self, node: int, mask: bytes) -> None:
+        self.masks.setdefault(tuple(path_to(node, self.call.tree_token_ids, self.call.tree_parents)), mask)
+
+
+def unpacked(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
+    """[vocab_size]: the tokens that may come next. Those beyond the tokenizer's vocabulary may not."""
+    allowed = np.zeros(vocab_size, np.bool_)
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
+    allowed[:len(bits)] = bits
+    return allowed
+
+
+class GrammarProcess:
+    """One grammar, compiled in a process of its own, and the texts that follow it."""
+
+    def __init__(self, nursery: Nursery, grammar: Grammar, cpu_limit_s: float, *, stays: bool) -> None:
+        """Starts to compile. `stays`: for masks; else the process ends with its verdict."""
+        self._nursery = nursery
+        self._grammar = grammar
+        self._cpu_limit_s = cpu_limit_s
+        self._stays = stays
+        self._jobs: queue.Queue[MaskJob | TextCall | None] = queue.Queue(MAX_JOBS)
+        self._child: Child | None = None
+        self._known: dict[int, list[int]] = {}  # tokens by text
+        self._begun: set[int] = set()  # texts that the present process knows
+        self.num_texts = 0  # open ones
+        self.compiled: Future[None] = Future()
+        self.compiled.set_running_or_notify_cancel()  # nobody who waits can cancel it
+        self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: MaskJob | TextCall) -> None:
+        self._jobs.put_nowait(job)
+
+    def close(self) -> None:
+        """Any thread; ends what it computes."""
+        self._stays = False
+        child = self._child
+        if child is not None:
+            child.kill()
+        self._jobs.put_nowait(None)
+
+    def _run(self) -> None:
+        try:
+            self._compile()
+        except BatonError as error:
+            self._stays = False
+            self.compiled.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever waits must hear of it
+            self._stays = False
+            self.compiled.set_exception(InternalError(f"a grammar's process could not be used: {error!r}"))
+        else:
+            self.compiled.set_result(None)
+        while self._stays and (job := self._jobs.get()) is not None:
+            self._serve(job)
+        if self._child is not None:
+            self._child.close()
+        while not self._jobs.empty():
+            left = self._jobs.get_nowait()
+            if isinstance(left, MaskJob):
+                left.fail("its grammar is not followed any more: the process ends")
+
+    def _compile(self) -> None:
+        child = self._child = self._nursery.fork()
+        began_s = time.monotonic()
+        try:
+            child.send(pack_order(CompileOrder(self._grammar, self._cpu_limit_s, MEMORY_BYTES)), FORK_S)
+            verdict = unpack_answer(child.receive(COMPILE_WALL_S))
+        except TimeoutError:
+            raise CapacityError(f"the processor is too busy to compile a grammar within {COMPILE_WALL_S:g} s",
+                                resource="grammar compiler") from None
+        except OSError:
+            if time.monotonic() - began_s >= self._cpu_limit_s:
+                raise TooSlow(FieldViolation(self._grammar.field, "could not be compiled within "
+                                             f"{self._cpu_limit_s:g} s of computing, the limit")) from None
+            raise self._grammar.refused(f"cannot be compiled: it needs more than {MEMORY_BYTES >> 20} MiB, or ends "
+                                        "the compiler") from None
+        finally:
+            if not self._stays:
+                child.close()
+        if verdict.answer is Answer.PROBLEM:
+            raise self._grammar.refused(verdict.data.decode())
+
+    def _serve(self, job: MaskJob | TextCall) -> None:
+        if isinstance(job, TextCall):  # the end of a text
+            self._known.pop(job.key, None)
+            if job.key in self._begun and self._child is not None:
+                self._begun.discard(job.key)
+                with suppress(OSError):
+                    self._child.send(pack_call(job), ANSWER_S)
+            return
+        if job.done.is_set():
+            return  # nobody waits any more
+        try:
+            if self._child is None:
+                self._compile()
+            self._answer(job)
+        except BatonError as error:
+            self._drop()
+            job.fail(f"its grammar cannot be compiled again: {error}")
+        except (OSError, struct.error, ValueError) as error:
+            self._drop()
+            job.fail(f"its next token could not be computed within {ANSWER_S:g} s, the limit"
+                     if isinstance(error, TimeoutError) else
+                     f"its next token needs more than {MEMORY_BYTES >> 20} MiB, the limit, or ended the computation")
+
+    def _answer(self, job: MaskJob) -> None:
+        """Raises OSError when the process has ended or hangs."""
+        child, call = self._child, job.call
+        assert child is not None
+        known = self._known.setdefault(call.key, [])
+        del known[call.kept:]
+        known += call.token_ids
+        kept, tokens = (call.kept, call.token_ids) if call.key in self._begun else (0, known)
+        self._begun.add(call.key)
+        patience_s = ANSWER_S
+        while len(tokens) > CHUNK_TOKENS:
+            child.send(pack_call(TextCall(Call.MOVE, call.key, kept, tokens[:CHUNK_TOKENS])), ANSWER_S)
+            kept, tokens = kept + CHUNK_TOKENS, tokens[CHUNK_TOKENS:]
+            patience_s += ANSWER_S
+        child.send(pack_call(TextCall(Call.ASK, call.key, kept, tokens, call.tree_token_ids, call.tree_parents)),
+                   ANSWER_S)
+        while (answer := unpack_answer(child.receive(patience_s))).answer is Answer.MASK:
+            job.add(answer.node, answer.data)
+        job.cpu_s = answer.cpu_s
+        if answer.answer is Answer.PROBLEM:
+            job.fail(answer.data.decode())
+        job.done.set()
+
+    def _drop(self) -> None:
+        if self._child is not None:
+            self._child.close()
+        self._child = None
+        self._begun.clear()
+
+
+class GuidedText:
+    """One text that follows a grammar. Belongs to one thread."""
+
+    def __init__(self, process: GrammarProcess, key: int) -> None:
+        self._process = process
+        self._key = key
+        self._left_s = BURST_CPU_S  # of computing
+        self._asked: MaskJob | None = None
+        self._is_open = True
+        process.num_texts += 1
+
+    def ask(self, kept: int, token_ids: Sequence[int], tree_token_ids: Sequence[int] = (),
+            tree_parents: Sequence[int] = (), *, share: float = 1.0) -> MaskJob:
+        """Begin to compute what may follow when the first `kept` tokens stay and `token_ids` follow them; with a tree,
+        whose node 0 is the last of them, also at its further nodes, as far as that is quick. `share`: this text's part
+        of all that are asked in a step.
+
+        Raises:
+            InvalidRequestError: the text has taken more computing than it may.
+        """
+        self._settle()
+        if self._left_s < 0:
+            raise InvalidRequestError(FieldViolation(
+                "structured_output", f"its tokens take more computing than the limit of {BURST_CPU_S:g} s at once and "
+                                     f"{min(TOKEN_CPU_S, share * STEP_CPU_S) * 1e3:.3g} ms for each further one"))
+        self._left_s = min(BURST_CPU_S, self._left_s + min(TOKEN_CPU_S, share * STEP_CPU_S))
+        self._left_s += REPLAYED_TOKEN_CPU_S * max(0, len(token_ids) - len(tree_parents) - 1)
+        job = MaskJob(TextCall(Call.ASK, self._key, kept, tuple(token_ids), tuple(tree_token_ids),
+                               tuple(tree_parents)))
+        self._process.submit(job)
+        self._asked = job
+        return job
+
+    def _settle(self) -> None:
+        if self._asked is not None:
+            self._left_s -= self._asked.cpu_s
+            self._asked = None
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._process.num_texts -= 1
+            self._process.submit(TextCall(Call.END, self._key))
+

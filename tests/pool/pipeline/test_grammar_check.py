@@ -1,0 +1,60 @@
+"""Grammars of a pool of several stages are compiled by the last one; its leader asks, and hears why not."""
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from models.weights_digest import StageWeights
+from pool.pipeline.group import SessionReports, StageGroup
+from pool.pipeline.membership import StageLink
+from protos import pipeline_pb2 as pb
+from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
+from runtime.grammar import Grammar, GrammarKind
+from transfer.agent.agent import TransferAgent
+from transfer.plan.handoff_terms import StageEndpoint
+
+WORD = Grammar(GrammarKind.REGEX, "[a-z]+")
+
+
+def formed() -> tuple[StageGroup, list[StageLink]]:
+    """A pool of three."""
+    group = StageGroup(cast(TransferAgent, None), 3, SessionReports(asyncio.get_running_loop()))
+    links = [StageLink(rank, cast(StageEndpoint, None), b"", StageWeights("0" * 32)) for rank in (1, 2)]
+    group.pool_formed(links)
+    return group, links
+
+
+async def asked(link: StageLink) -> pb.CheckGrammar:
+    response = await asyncio.wait_for(link.window.get(), 10)
+    assert response is not None
+    assert response.WhichOneof("command") == "check_grammar"
+    return response.check_grammar
+
+
+async def test_the_last_stage_is_asked_and_its_answer_is_passed_on() -> None:
+    group, links = formed()
+    checks = [asyncio.create_task(group.check(WORD)) for _ in range(3)]
+    ids = [await asked(links[-1]) for _ in checks]
+    assert links[0].window.empty()
+    assert {found.grammar.regex for found in ids} == {WORD.text}
+    group.grammar_checked(pb.GrammarChecked(check_id=ids[1].check_id, problem="no", refused=True))
+    group.grammar_checked(pb.GrammarChecked(check_id=ids[0].check_id))
+    group.grammar_checked(pb.GrammarChecked(check_id=ids[2].check_id, problem="busy"))
+    group.grammar_checked(pb.GrammarChecked(check_id=999))
+    await checks[0]
+    with pytest.raises(InvalidRequestError, match=r"structured_output\.regex: no"):
+        await checks[1]
+    with pytest.raises(CapacityError, match="busy"):
+        await checks[2]
+
+
+async def test_a_check_ends_with_the_stage_that_was_asked() -> None:
+    group, links = formed()
+    check = asyncio.create_task(group.check(WORD))
+    await asked(links[-1])
+    group.stage_lost(2, "stage 2 of the pool died")
+    with pytest.raises(UnavailableError, match="stage 2 of the pool died"):
+        await check
+    with pytest.raises(UnavailableError, match="missing"):
+        await group.check(WORD)

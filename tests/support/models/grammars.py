@@ -1,0 +1,30 @@
+"""What may follow a text under a grammar, asked as the last stage asks."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.grammar import Grammars, GuidedText, unpacked
+from runtime.grammar.language import Grammar
+from tests.support.models.guided import VOCAB_SIZE
+
+LONG_S = 60.0  # nothing here is about time
+
+
+def allowed_after(text: GuidedText, kept: int, token_ids: Sequence[int]) -> NDArray[np.bool_]:
+    """[VOCAB_SIZE]. Fails with the problem if there is one."""
+    job = text.ask(kept, token_ids)
+    assert job.wait(time.monotonic() + LONG_S)
+    assert job.problem == ""
+    return unpacked(job.masks[()], VOCAB_SIZE)
+
+
+def fresh_after(grammars: Grammars, grammar: Grammar, token_ids: Sequence[int]) -> NDArray[np.bool_]:
+    """Of a text of its own."""
+    text = grammars.open(grammar)
+    try:
+        return allowed_after(text, 0, token_ids)
+    finally:
+        text.close()
