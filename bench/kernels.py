@@ -34,7 +34,8 @@ class SideProcess:
     """One side of the comparison. It computes only while it is asked to."""
 
     def __init__(self, name: str, *, threads: int, layers: int) -> None:
-        command = [sys.executable, "-m", "bench.kernels", f"--side={name}", f"--threads={threads}", f"--layers={layers}"]
+        command = [sys.executable, "-m", "bench.kernels", f"--side={name}", f"--threads={threads}",
+                   f"--layers={layers}"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                          env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1", **SIDES[name]})
 
