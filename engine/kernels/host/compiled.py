@@ -4,6 +4,8 @@ A kernel is a C function of one argument, the address of a record of sizes and a
 it, and they share the work by counting items up. It cannot raise, so it also counts what is done.
 """
 
+import os
+import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from numba import cfunc, types
 from numba.extending import intrinsic, overload
 from xxhash import xxh3_64_hexdigest
 
+from engine.kernels.host.alone import alone
 from engine.kernels.host.team import Team
 from runtime.errors import InternalError
 
@@ -27,6 +30,9 @@ PART = {**NUMBERS, "inline": "always"}
 STRICT = {"error_model": "numpy"}
 STRICT_PART = {**STRICT, "inline": "always"}
 NEXT, DONE = 0, 1  # the places of these fields in every record
+# The processes of a host that start together would all compile the same kernels; so one does, and the others load them.
+LOCK_FILE = Path(tempfile.gettempdir()) / f"baton-kernels-{os.getuid()}.lock"
+PATIENCE_S = 120.0
 
 
 def has_kernels(*dtypes: torch.dtype) -> bool:
@@ -60,7 +66,8 @@ def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers:
     work.__qualname__ = f"{name}_{xxh3_64_hexdigest(b''.join(files))}"
     options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **numbers}
     try:
-        return cfunc(**options, cache=True)(work)
+        with alone(LOCK_FILE, patience_s=PATIENCE_S):
+            return cfunc(**options, cache=True)(work)
     except Exception:  # noqa: BLE001 - nowhere to keep it, a full disk, a damaged file: a fault of the code comes again
         return cfunc(**options)(work)
 

@@ -1,0 +1,37 @@
+"""One process at a time holds the lock; nobody waits for ever, and nothing fails for want of a file."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.kernels.host.alone import alone
+
+HOLDER = """
+import sys
+from pathlib import Path
+from engine.kernels.host.alone import alone
+with alone(Path(sys.argv[1]), patience_s=60) as held:
+    print(held, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_has_to_wait_and_then_goes_on_without(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "True\n"
+        with alone(path, patience_s=0.2) as held:
+            assert not held
+        holder.communicate()
+    with alone(path, patience_s=0.2) as held:
+        assert held
+
+
+def test_what_cannot_be_opened_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for path in (tmp_path / "absent" / "lock", tmp_path / "link"):
+        with alone(path, patience_s=60) as held:
+            assert not held
+    assert not (tmp_path / "elsewhere").exists()
