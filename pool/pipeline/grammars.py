@@ -21,5 +21,5 @@ class GrammarCheck(Protocol):
     """What compiles grammars for the stage that draws."""
 
     async def check(self, grammar: Grammar) -> None:
-        """As `runtime.grammar.Grammars.check`."""
+        """As `runtime.grammar.checking.Grammars.check`."""
         ...

@@ -18,7 +18,7 @@ from pathlib import Path
 from llguidance import LLTokenizer
 
 from runtime.errors import CapacityError, InvalidRequestError
-from runtime.grammar.children import Nursery
+from runtime.grammar.children import GrammarNursery
 from runtime.grammar.language import Grammar, check_shape, shown
 from runtime.grammar.process import GrammarProcess, GuidedText, TooSlow
 
@@ -87,7 +87,7 @@ class Grammars:
 
     def __init__(self, tokenizer_json: Path, end_token_ids: Sequence[int], *, computes_masks: bool = True) -> None:
         """Without `computes_masks` a grammar's process ends with its verdict."""
-        self._nursery = Nursery(tokenizer_json, end_token_ids)
+        self._nursery = GrammarNursery(tokenizer_json, end_token_ids)
         self._computes_masks = computes_masks
         self._lock = threading.Lock()
         self._verdicts = _Verdicts()

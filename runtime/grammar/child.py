@@ -17,7 +17,7 @@ from runtime.errors import InvalidRequestError
 from runtime.grammar.library import Text, Unfollowable, compiled
 from runtime.grammar.messages import (
     MAX_MESSAGE_BYTES,
-    Answer,
+    AnswerKind,
     Call,
     TextAnswer,
     TextCall,
@@ -59,7 +59,7 @@ def _obey(call: TextCall, texts: dict[int, Text], owner: socket.socket, automato
             return
         tree_began_s = None
         for node, mask in text.masks(call.tree_token_ids or (0,), call.tree_parents or (-1,)):
-            owner.send(pack_answer(TextAnswer(Answer.MASK, node, 0.0, mask)))
+            owner.send(pack_answer(TextAnswer(AnswerKind.MASK, node, 0.0, mask)))
             tree_began_s = time.thread_time() if tree_began_s is None else tree_began_s
             if time.thread_time() - tree_began_s > TREE_CPU_S:
                 break
@@ -70,11 +70,11 @@ def _obey(call: TextCall, texts: dict[int, Text], owner: socket.socket, automato
 
 
 def _done(cpu_s: float) -> bytes:
-    return pack_answer(TextAnswer(Answer.DONE, 0, cpu_s, b""))
+    return pack_answer(TextAnswer(AnswerKind.DONE, 0, cpu_s, b""))
 
 
 def _problem(text: str) -> bytes:
-    return pack_answer(TextAnswer(Answer.PROBLEM, 0, 0.0, text.encode("utf-8", "backslashreplace")))
+    return pack_answer(TextAnswer(AnswerKind.PROBLEM, 0, 0.0, text.encode("utf-8", "backslashreplace")))
 
 
 def _limit_memory(more_bytes: int) -> None:

@@ -17,7 +17,7 @@ NURSERY_START_S = 60.0
 FORK_S = 5.0
 
 
-class Nursery:
+class GrammarNursery:
     """Starts processes for grammars. Any thread."""
 
     def __init__(self, tokenizer_json: Path, end_token_ids: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
-    def fork(self) -> "Child":
+    def fork(self) -> "GrammarChild":
         """Raises UnavailableError when there is none and none can be started."""
         with self._lock:
             if self._is_closed:
@@ -63,12 +63,12 @@ class Nursery:
         return ours
 
     @staticmethod
-    def _fork(control: socket.socket) -> "Child":
+    def _fork(control: socket.socket) -> "GrammarChild":
         ours, theirs = _socket_pair()
         try:
             with theirs:
                 socket.send_fds(control, [b"fork"], [theirs.fileno()])
-            return Child(ours, socket.recv_fds(control, 16, 1)[1][0])
+            return GrammarChild(ours, socket.recv_fds(control, 16, 1)[1][0])
         except (OSError, IndexError):
             ours.close()
             raise
@@ -82,7 +82,7 @@ class Nursery:
         self._control = self._process = None
 
 
-class Child:
+class GrammarChild:
     """One forked process: a socket to talk over, and a file descriptor to kill it by."""
 
     def __init__(self, owner: socket.socket, pidfd: int) -> None:

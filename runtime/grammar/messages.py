@@ -33,7 +33,7 @@ class Call(IntEnum):
     END = 3
 
 
-class Answer(IntEnum):
+class AnswerKind(IntEnum):
     MASK = 1  # of a node
     DONE = 2
     PROBLEM = 3
@@ -61,7 +61,7 @@ class TextCall:
 
 @dataclass(frozen=True)
 class TextAnswer:
-    answer: Answer
+    answer: AnswerKind
     node: int
     cpu_s: float
     data: bytes
@@ -99,7 +99,7 @@ def pack_answer(answer: TextAnswer) -> bytes:
 
 def unpack_answer(data: bytes) -> TextAnswer:
     answer, node, cpu_s = _ANSWER.unpack_from(data)
-    return TextAnswer(Answer(answer), node, cpu_s, data[_ANSWER.size:])
+    return TextAnswer(AnswerKind(answer), node, cpu_s, data[_ANSWER.size:])
 
 
 def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:

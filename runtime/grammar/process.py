@@ -24,11 +24,11 @@ from runtime.errors import (
     InternalError,
     InvalidRequestError,
 )
-from runtime.grammar.children import FORK_S, Child, Nursery
+from runtime.grammar.children import FORK_S, GrammarChild, GrammarNursery
 from runtime.grammar.language import Grammar
 from runtime.grammar.messages import (
     CHUNK_TOKENS,
-    Answer,
+    AnswerKind,
     Call,
     CompileOrder,
     TextCall,
@@ -86,14 +86,14 @@ def unpacked(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
 class GrammarProcess:
     """One grammar, compiled in a process of its own, and the texts that follow it."""
 
-    def __init__(self, nursery: Nursery, grammar: Grammar, cpu_limit_s: float, *, stays: bool) -> None:
+    def __init__(self, nursery: GrammarNursery, grammar: Grammar, cpu_limit_s: float, *, stays: bool) -> None:
         """Starts to compile. `stays`: for masks; else the process ends with its verdict."""
         self._nursery = nursery
         self._grammar = grammar
         self._cpu_limit_s = cpu_limit_s
         self._stays = stays
         self._jobs: queue.Queue[MaskJob | TextCall | None] = queue.Queue(MAX_JOBS)
-        self._child: Child | None = None
+        self._child: GrammarChild | None = None
         self._known: dict[int, list[int]] = {}  # tokens by text
         self._begun: set[int] = set()  # texts that the present process knows
         self.num_texts = 0  # open ones
@@ -151,7 +151,7 @@ class GrammarProcess:
         finally:
             if not self._stays:
                 child.close()
-        if verdict.answer is Answer.PROBLEM:
+        if verdict.answer is AnswerKind.PROBLEM:
             raise self._grammar.refused(verdict.data.decode())
 
     def _serve(self, job: MaskJob | TextCall) -> None:
@@ -193,10 +193,10 @@ class GrammarProcess:
             patience_s += ANSWER_S
         child.send(pack_call(TextCall(Call.ASK, call.key, kept, tokens, call.tree_token_ids, call.tree_parents)),
                    ANSWER_S)
-        while (answer := unpack_answer(child.receive(patience_s))).answer is Answer.MASK:
+        while (answer := unpack_answer(child.receive(patience_s))).answer is AnswerKind.MASK:
             job.add(answer.node, answer.data)
         job.cpu_s = answer.cpu_s
-        if answer.answer is Answer.PROBLEM:
+        if answer.answer is AnswerKind.PROBLEM:
             job.fail(answer.data.decode())
         job.done.set()
 

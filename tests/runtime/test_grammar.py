@@ -51,9 +51,9 @@ async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -
 
 async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(grammars: Grammars,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    forks, fork = list[children.Child](), grammars._nursery.fork
+    forks, fork = list[children.GrammarChild](), grammars._nursery.fork
 
-    def counted() -> children.Child:
+    def counted() -> children.GrammarChild:
         forks.append(fork())
         return forks[-1]
 
