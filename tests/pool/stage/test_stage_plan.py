@@ -56,3 +56,28 @@ def test_a_draft_has_its_own_layers_from_zero_under_any_split_s0_8(folders: tupl
         drafted = [spec for spec in plan.geometry.local_specs() if spec.layer_id not in expected]
         assert {spec.layer_id for spec in drafted} == behind
         assert all(spec.of_draft for spec in drafted)
+
+
+@pytest.mark.parametrize("partition", ["1,3", "3,1"])
+def test_every_stage_counts_with_the_largest_share_s4_2(tmp_path: Path, partition: str) -> None:
+    """The stage with more layers holds fewer pages; both take its count, by the arithmetic of this page size."""
+    model = make_checkpoint(tmp_path, "llama")
+    counts = []
+    for rank in range(2):
+        config = WorkerConfig(model=model, rank=rank, world_size=2, partition=partition, memory_mb=1, page_size=16,
+                              max_running=64)
+        counts.append(plan_stage(config).geometry.num_pages)
+    page_bytes = 2 * 2 * 16 * 16 * 4  # keys and values, 2 kv heads of 16, tokens of a page, fp32
+    assert counts == [(1 << 20) // (3 * page_bytes)] * 2
+
+
+def test_states_of_verification_are_part_of_the_budget(folders: tuple[Path, Path]) -> None:
+    """A slot is one state, and one more for each node of a tree; a page is that of the target and of the draft."""
+    model, draft = folders
+    config = WorkerConfig(model=model, draft=draft, spec_prompt=False, memory_mb=5, page_size=64, max_running=16,
+                          spec_draft_tokens=7, spec_steps=7)
+    geometry = plan_stage(config, speculates=True).geometry
+    state_bytes = sum(spec.record_bytes for spec in geometry.specs if not spec.kind.is_paged)
+    draft_page = target_page = 2 * 2 * 64 * 32 * 4  # keys and values, 2 kv heads of 32, fp32
+    assert geometry.num_slots == 17
+    assert geometry.num_pages == ((5 << 20) - 17 * (1 + 8) * state_bytes) // (target_page + draft_page)
