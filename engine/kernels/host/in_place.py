@@ -73,22 +73,8 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
 @cache
 def compiled_for(dtype: torch.dtype, *, tiled: bool):
     """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`."""
-    stored = STORED_AS[dtype]
-    form = Form.FP32 if dtype is torch.float32 else Form.BF16
-    if tiled:
-        score, add_up = any_rows.tiled_product(adds=False), any_rows.tiled_product(adds=True)
-        begin, end = any_rows.shape_tiles, any_rows.end_tiles
-    else:
-        score, add_up = any_rows.plain_product(form, adds=False), any_rows.plain_product(form, adds=True)
-        begin, end = any_rows.no_tiles, any_rows.end_no_tiles
-    soften = soften_for(rounds=dtype is not torch.float32)
-    fill_values = _copy_values if dtype is torch.float32 else _pair_values
-
-    def work(pointer):
-        _take_tiles(pointer, stored, score, soften, fill_values, add_up, begin)
-        end()
-
-    name = f"attend_{stored.__name__}_{'tiled' if tiled else 'plain'}"
+    work = _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
+    name = f"attend_{STORED_AS[dtype].__name__}_{'tiled' if tiled else 'plain'}"
     parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__)
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
@@ -341,3 +327,28 @@ def _copy_values(a, room, found, ahead, num_keys):
             target = carray(pointer_to(place, np.float32), LANES)
             for lane in range(min(LANES, a.head_dim - channel)):
                 target[lane] = source[channel + lane]
+
+
+# What the three kernels are made of has names of the module: a function in a closure would be part of the name that
+# numba keeps code under, and no two processes spell it alike.
+_TILED_SCORE, _TILED_ADD = any_rows.tiled_product(adds=False), any_rows.tiled_product(adds=True)
+_BF16_SCORE, _BF16_ADD = any_rows.plain_product(Form.BF16, adds=False), any_rows.plain_product(Form.BF16, adds=True)
+_FP32_SCORE, _FP32_ADD = any_rows.plain_product(Form.FP32, adds=False), any_rows.plain_product(Form.FP32, adds=True)
+_SOFTEN_ROUNDED, _SOFTEN = soften_for(rounds=True), soften_for(rounds=False)
+_SHAPE_TILES, _END_TILES = any_rows.shape_tiles, any_rows.end_tiles
+_NO_TILES, _END_NO_TILES = any_rows.no_tiles, any_rows.end_no_tiles
+
+
+def _attend_tiled(pointer):
+    _take_tiles(pointer, np.uint16, _TILED_SCORE, _SOFTEN_ROUNDED, _pair_values, _TILED_ADD, _SHAPE_TILES)
+    _END_TILES()
+
+
+def _attend_bf16(pointer):
+    _take_tiles(pointer, np.uint16, _BF16_SCORE, _SOFTEN_ROUNDED, _pair_values, _BF16_ADD, _NO_TILES)
+    _END_NO_TILES()
+
+
+def _attend_fp32(pointer):
+    _take_tiles(pointer, np.float32, _FP32_SCORE, _SOFTEN, _copy_values, _FP32_ADD, _NO_TILES)
+    _END_NO_TILES()
