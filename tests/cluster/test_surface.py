@@ -32,7 +32,8 @@ SHORT: Json = {"text": "Mia has a red", "stop": {"maxTokens": 4}, "sampling": {"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def outsider() -> AsyncIterator[Outsider]:
-    flags = ("--channelz", "--vllm-engine", "--max-message-bytes", str(1 << 20), "--max-connection-age-s", "300")
+    flags = ("--channelz", "--vllm-engine", "--max-message-bytes", str(1 << 20), "--max-connection-age-s", "300",
+             "--priority-limits", "*=-100")
     async with running_cluster(MODEL, decode_pp=2, router_flags=flags) as running:
         client = Outsider(running.cluster.address)
         yield client
@@ -167,7 +168,6 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
                            "structured_output"),
     "grammar without end": ({"structuredOutput": {"regex": "a"}, "stop": {"ignoreEos": True}}, "stop.ignore_eos",
                             "structured_output"),
-    "large message": ({"text": "x" * (1 << 20)}, "request", "at most 1048576 bytes"),
 }
 
 
@@ -175,6 +175,13 @@ async def failure(outsider: Outsider, method: str, request: Json, timeout_s: flo
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         _ = [response async for response in outsider.ask(method, request, timeout_s=timeout_s)]
     return failed.value
+
+
+async def test_a_message_over_the_limit_is_refused_before_it_is_read(outsider: Outsider) -> None:
+    refused = await failure(outsider, GENERATE, merged(SHORT, {"text": "x" * (1 << 20)}))
+    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in (refused.details() or "")
+    assert "1048576" in (refused.details() or "")
 
 
 @pytest.mark.parametrize("name", REFUSED)
