@@ -9,7 +9,7 @@ import psutil
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 
 MAX_SHARE = 0.01  # of a core, for each process
-WINDOW_S, NUM_WINDOWS = 5.0, 6  # the cheapest window counts: what polls without end is cheap in none
+WINDOW_S, NUM_WINDOWS = 5.0, 16  # the cheapest window counts: what polls without end is cheap in none
 
 
 def used_s(processes: dict[str, psutil.Process]) -> dict[str, float]:
