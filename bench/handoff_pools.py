@@ -99,8 +99,8 @@ class Destination:
         source.send(number)
         terms: SourceTerms = source.recv()
         destination = plan_destination(terms, session_id=f"s{number}", epoch=0, nonce=number,
-                              page_ids=_scattered_pages(f"destination {number}"), slot_id=0,
-                              stages=[self._side.agent.endpoint], specs=self._side.pools.geometry.specs)
+                                       page_ids=_scattered_pages(f"destination {number}"), slot_id=0,
+                                       stages=[self._side.agent.endpoint], specs=self._side.pools.geometry.specs)
         self._side.agent.open_receive(terms, destination)
         self._side.wait(StageSessionState.OPEN)
         source.send(destination)

@@ -130,9 +130,9 @@ class DecodeStay:
         # The session follows when nothing can fail any more: stages know no epoch that was never opened.
         epoch = session.epoch + 1 if self._is_open else session.epoch
         destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
-                              epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
-                              slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
-                              with_draft=share_draft(mine.digest, source.compatibility))
+                                       epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
+                                       slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
+                                       with_draft=share_draft(mine.digest, source.compatibility))
         self._with_draft = destination.with_draft
         self._opened_s = time.monotonic()
         if self._is_open:
@@ -199,7 +199,7 @@ class DecodeStay:
         match message.WhichOneof("input"):
             case "first_token" if len(message.first_token.token_ids) == 1:
                 self._first_token, = in_vocabulary("first_token", message.first_token.token_ids,
-                                                    self._parts.plan.description.facts.vocab_size)
+                                                   self._parts.plan.description.facts.vocab_size)
                 self._first_token_s = time.monotonic()
                 return None
             case "source_lost":

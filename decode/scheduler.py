@@ -105,8 +105,8 @@ class DecodeScheduler:
         running = sum(entry.running for entry in self._entries.values())
         waiting = [entry.preempted_s for entry in self._waiting]
         return PoolOccupancy({"landing": len(landing), "running": running},
-                          sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
-                          self.clock.now() - min(waiting) if waiting else 0.0)
+                             sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
+                             self.clock.now() - min(waiting) if waiting else 0.0)
 
     def next_batch(self) -> ForwardBatch | None:
         self._readmit()

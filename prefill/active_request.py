@@ -143,7 +143,7 @@ class PrefillStay:
         if session is not None:
             session.abort("its stream ended")  # no change if everything was sent and released
         self._parts.reclaimer.end(lambda: self._parts.scheduler.release(key), session=session,
-                                close=lambda: self._parts.leader.group.close_request(key, session_id))
+                                  close=lambda: self._parts.leader.group.close_request(key, session_id))
 
     def _started(self, started: Started) -> pb.PrefillStarted:
         parts = self._parts

@@ -150,8 +150,8 @@ class PrefillScheduler:
         handing = [entry for entry in started if not entry.remaining and not entry.in_flight]
         queued = [entry.arrived_s for entry in self._entries.values() if entry.pages is None]
         return PoolOccupancy({"computing": len(started) - len(handing), "handoff": len(handing)},
-                          sum(entry.pages.num_pages for entry in handing if entry.pages is not None),
-                          self.clock.now() - min(queued) if queued else 0.0)
+                             sum(entry.pages.num_pages for entry in handing if entry.pages is not None),
+                             self.clock.now() - min(queued) if queued else 0.0)
 
     def next_batch(self) -> ForwardBatch | None:
         rows: list[Row] = []

@@ -66,7 +66,7 @@ class PrefillLeading:
 
         def end(key: int) -> None:
             parts.reclaimer.end(lambda: self.scheduler.release(key),
-                              close=lambda: parts.leader.group.close_request(key, None))
+                                close=lambda: parts.leader.group.close_request(key, None))
 
         await run_inside(parts.leader.loop, lambda emit: self.scheduler.submit(request, emit), _outcome, end)
 

@@ -67,7 +67,7 @@ class Readiness:
                 finishes.append(response)
 
         flow = RequestFlow(AdmissibleRequest(engine, (), wants_text=False), Output(engine, (), None), emit,
-                    Timeline(SystemClock(), self._services.metrics), self._services, self._warm_up_s)
+                           Timeline(SystemClock(), self._services.metrics), self._services, self._warm_up_s)
         try:
             await flow.run()
         except BatonError as error:

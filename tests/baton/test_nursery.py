@@ -81,7 +81,7 @@ async def test_a_signal_to_its_group_ends_it_and_nobody_else(link: NurseryLink) 
 
 
 async def test_forks_outlive_the_connection_but_not_the_nursery(tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_worker.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
     with Nursery(tmp_path) as nursery:

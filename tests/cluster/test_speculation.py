@@ -36,7 +36,7 @@ async def assert_declined_drafts_are_not_drafted(running: RunningCluster, expect
 
 @pytest.mark.parametrize(("prefill_pp", "decode_pp", "shape", "more"), [
     (1, 1, ("4", "3", "8"), ()), (2, 2, ("1", "3", "3"), ()), (1, 3, ("4", "4", "15"), ("--no-spec-prompt",))],
-    ids=["tree", "chain", "large tree without the prompt"])
+                         ids=["tree", "chain", "large tree without the prompt"])
 async def test_a_draft_changes_nothing(checkpoint: Path, draft: Path, reference: Reference, prefill_pp: int,
                                        decode_pp: int, shape: tuple[str, str, str], more: tuple[str, ...]) -> None:
     topk, steps, tokens = shape

@@ -364,7 +364,7 @@ async def test_vllm_control_calls(outsider: Outsider) -> None:
     assert (await stub.HealthCheck(vllm.HealthCheckRequest(), timeout=60)).healthy
     info = await stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=60)
     assert (info.served_model_name, info.is_generation, list(info.architectures)) == ("model", True,
-                                                                                     ["Qwen3_5ForCausalLM"])
+                                                                                      ["Qwen3_5ForCausalLM"])
     assert (info.model_type, list(info.eos_token_ids)) == ("qwen3_5_text", [0, 3])
     reading = asyncio.create_task(ask_vllm(outsider, vllm.GenerateRequest(
         request_id="long", text="Mia", stream=True,

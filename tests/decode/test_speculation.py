@@ -78,7 +78,7 @@ def speculating(drafter: OracleDrafter) -> Speculation:
 def assert_nothing_leaked(pool: LocalPool) -> None:
     scheduler = pool.scheduler
     assert (scheduler.pages.num_free, scheduler.slots.num_free) == (scheduler.pages.num_total,
-                                                                   scheduler.slots.num_total)
+                                                                    scheduler.slots.num_total)
     scheduler.on_idle()
 
 

@@ -110,7 +110,7 @@ def test_ports_are_the_ones_listened_on(documents: list[Document], settings_of: 
 
 
 def test_every_pod_has_the_certificate_of_its_role_or_none_has(documents: list[Document],
-                                                                settings_of: SettingsOf) -> None:
+                                                               settings_of: SettingsOf) -> None:
     secured = set()
     for pod in pod_kinds(documents):
         settings, mounts = settings_of(pod), {m["name"]: m["mountPath"] for m in pod.container["volumeMounts"]}

@@ -98,7 +98,7 @@ def test_names_of_other_models_in_the_file_are_not_layers_s4_5(checkpoint: Check
 
 
 def test_a_wrapper_saved_as_its_text_model_keeps_the_wrapper_keys(checkpoint: CheckpointMaker,
-                                                                   tmp_path: Path) -> None:
+                                                                  tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint("qwen3_5"), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))

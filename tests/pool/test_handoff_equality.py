@@ -117,7 +117,7 @@ def hand_over(model: str, source: Side, dest: Side) -> None:
     terms = SourceTerms("c", "text", PAGE_SIZE, len(PROMPT), CHUNK_TOKENS, tuple(SOURCE_PAGES), SOURCE_SLOT,
                         tuple(agent.endpoint for agent in source.agents))
     destination = plan_destination(terms, session_id="s", epoch=0, nonce=1, page_ids=DEST_PAGES[:len(SOURCE_PAGES)],
-                          slot_id=DEST_SLOT, stages=[agent.endpoint for agent in dest.agents], specs=specs)
+                                   slot_id=DEST_SLOT, stages=[agent.endpoint for agent in dest.agents], specs=specs)
     for agent in dest.agents:
         agent.open_receive(terms, destination)
     dest.wait(StageSessionState.OPEN)

@@ -71,7 +71,7 @@ async def test_the_only_prefill_worker_serves_again_when_it_is_back(workers: Wor
 
 @pytest.mark.parametrize("point", PREFILL_POINTS)
 async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, point: Point,
-                                                             caplog: pytest.LogCaptureFixture) -> None:
+                                                          caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
         workers.p0.die_at(point)
@@ -170,7 +170,7 @@ async def test_a_pool_that_dies_before_it_landed_is_replaced(workers: Workers) -
 
 @pytest.mark.parametrize("point", [Point.LANDED, Point.COMMIT, Point.TOKEN, Point.FINISH])
 async def test_the_only_decode_pool_lost_is_one_clear_status(workers: Workers, point: Point,
-                                                            caplog: pytest.LogCaptureFixture) -> None:
+                                                             caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
         workers.d0.die_at(point)

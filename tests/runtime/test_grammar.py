@@ -50,7 +50,7 @@ async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -
 
 
 async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(grammars: Grammars,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     forks, fork = list[children.GrammarChild](), grammars._nursery.fork
 
     def counted() -> children.GrammarChild:
@@ -103,7 +103,7 @@ def test_repetitions_that_do_not_nest_do_not_multiply(text: str) -> None:
 
 
 async def test_one_that_needs_too_much_memory_is_refused_alone(grammars: Grammars,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     await grammars.check(regex("a"))
     monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 20)
     huge = schema({"enum": [f"{number:0>24}" for number in range(2000)]})
@@ -133,7 +133,7 @@ async def test_no_text_of_a_grammar_reaches_an_error_or_a_log_at_length(
 
 
 async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(grammars: Grammars,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is stopped from outside, as if a mask never came."""
     monkeypatch.setattr(process, "ANSWER_S", 0.3)
     grammar = regex("a*b[12]+")

@@ -302,7 +302,7 @@ def test_a_role_has_all_three_files_or_none(tmp_path: Path, given: set[str]) -> 
 
 
 async def test_what_is_weak_beyond_this_machine_is_warned_of(authority: Authority, tmp_path: Path, token_file: Path,
-                                                            caplog: pytest.LogCaptureFixture) -> None:
+                                                             caplog: pytest.LogCaptureFixture) -> None:
     store, tokens = authority.store(tmp_path, "router"), TokenList(token_file)
     expected = {
         ServerSecurity(): "open to everybody", ServerSecurity(store, ClientCertificates.NONE): "open to everybody",

@@ -107,7 +107,7 @@ def hand_over(source: list[StageOfPools], dest: list[StageOfPools], specs: tuple
     terms = SourceTerms("c", "text", PAGE_SIZE, NUM_TOKENS, 2 * PAGE_SIZE, SOURCE_PAGES, SOURCE_SLOT,
                         tuple(stage.agent.endpoint for stage in source))
     destination = plan_destination(terms, session_id="s", epoch=0, nonce=7, page_ids=DEST_PAGES, slot_id=DEST_SLOT,
-                          stages=[stage.agent.endpoint for stage in dest], specs=specs)
+                                   stages=[stage.agent.endpoint for stage in dest], specs=specs)
     for stage in dest:
         stage.agent.open_receive(terms, destination)
     wait_all(dest, StageSessionState.OPEN)

@@ -26,5 +26,5 @@ class ChunkTimingLog:
     def chunk_timings(self) -> tuple[ChunkTiming, ...]:
         """By position in the prompt."""
         return tuple(ChunkTiming(min((chunk + 1) * self._source.chunk_tokens, self._source.num_tokens), num_bytes,
-                               self._released_s[chunk], left_s)
+                                 self._released_s[chunk], left_s)
                      for chunk, (num_bytes, left_s) in sorted(self._left.items()))

@@ -14,8 +14,8 @@ NONCE_BITS = 32
 
 
 def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce: int, page_ids: Sequence[int],
-                slot_id: int, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec],
-                with_draft: bool = False) -> DestinationTerms:
+                     slot_id: int, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec],
+                     with_draft: bool = False) -> DestinationTerms:
     """The destination's answer to `source`.
 
     `nonce` is random, 32 bits, drawn once per session; with the epoch it makes the tags nobody else uses. `page_ids`
@@ -31,7 +31,7 @@ def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce:
         raise ValueError(f"epoch must be in 0..{MAX_EPOCH}, got {epoch}")
     tag_base = (nonce << 32) | (epoch << TAG_OFFSET_BITS)
     destination = DestinationTerms(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="",
-                      with_draft=with_draft)
+                                   with_draft=with_draft)
     return replace(destination, plan_digest=CopyPlan(source, destination, specs).digest)
 
 

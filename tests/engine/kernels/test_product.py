@@ -72,7 +72,7 @@ def test_the_order_of_sums_is_the_described_one(dtype: torch.dtype, shape: tuple
 @pytest.mark.parametrize("shape", [(7, 3), (130, 250), (700, 1024)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(threads: int, dtype: torch.dtype,
-                                                                  shape: tuple[int, int]) -> None:
+                                                                   shape: tuple[int, int]) -> None:
     weight, up = packed(draw(*shape, dtype=dtype)), packed(draw(*shape, dtype=dtype, seed=1))
     x, residual = draw(1000, shape[1], dtype=dtype, seed=2), draw(1000, shape[0], dtype=dtype, seed=3)
     before = torch.get_num_threads()

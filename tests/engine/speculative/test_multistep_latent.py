@@ -23,7 +23,7 @@ def pools() -> tuple[Tensor, Tensor]:
         for position in range(context):
             for pool in (latent, index):
                 pool[pages[position // PAGE_SIZE], position % PAGE_SIZE] = torch.randn(pool.shape[-1],
-                                                                                      generator=generator)
+                                                                                       generator=generator)
     return latent, index
 
 
@@ -59,7 +59,7 @@ def chosen_by_hand(token: int, path: list[int], number: int, max_selected: int) 
     keys = committed(pools()[1], token // BRANCHES)
     keys += [drawn(4, INDEX_DIM, seed=20 + at)[before] for at, before in enumerate(path)]
     q, weights = (drawn(*shape, seed=seed + number)[token] for shape, seed in (((4, INDEX_HEADS, INDEX_DIM), 10),
-                                                                              ((4, INDEX_HEADS), 30)))
+                                                                               ((4, INDEX_HEADS), 30)))
     scores = [float((weights * torch.relu(q @ key * INDEX_DIM**-0.5)).sum()) for key in keys]
     return sorted(range(len(keys)), key=lambda key: (-scores[key], key))[:max_selected]
 

@@ -72,7 +72,7 @@ def test_a_matrix_for_each_head(num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 192), (704, 256), (300, 3072)])
 def test_a_row_has_the_same_bits_in_any_number_of_rows(threads: int, dtype: torch.dtype,
-                                                      shape: tuple[int, int]) -> None:
+                                                       shape: tuple[int, int]) -> None:
     weight = draw(*shape, dtype=dtype)
     linear, gated = Linear(weight), GatedLinear(Linear(weight), Linear(weight.flip(0)))
     heads = HeadwiseLinear(weight.view(4, shape[0] // 4, shape[1]))

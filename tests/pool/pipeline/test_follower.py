@@ -262,7 +262,7 @@ async def test_joining_again_leaves_no_task_behind() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("no such session"), asyncio.QueueFull(), PeerLostError("gone")])
 async def test_whatever_ends_the_stream_the_stage_joins_again(error: Exception,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     async with joined() as rig:
         def fail(session_id: str) -> None:
             raise error

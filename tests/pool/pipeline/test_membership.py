@@ -260,7 +260,7 @@ async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that
      "stage 1 has read another embed_tokens.weight than stage 0"),
 ])
 async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: LayerRange | None, numerics: str,
-                                                       weights: StageWeights, message: str) -> None:
+                                                        weights: StageWeights, message: str) -> None:
     async with leader() as (observer, stub):
         stage = FakeStage(stub)
         await stage.hello(rank, layers=layers, numerics=numerics, weights=weights)

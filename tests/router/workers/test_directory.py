@@ -116,7 +116,7 @@ async def test_the_largest_pair_counts_and_not_the_largest_workers() -> None:
 @pytest.mark.parametrize(("theirs", "ours", "accepted"), [("a", "a", True), ("a", "b", False), ("", "b", True),
                                                           ("a", "", True)])
 async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(theirs: str, ours: str, *,
-                                                                         accepted: bool) -> None:
+                                                                          accepted: bool) -> None:
     known = Known()
     facts = replace(FACTS, tokenizer_digest=ours)
     known.prefill.introduced(worker_info(WorkerRole.PREFILL, tokenizer_digest=theirs), facts)

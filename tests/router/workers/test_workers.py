@@ -220,7 +220,7 @@ async def test_a_draining_worker_gets_nothing_and_says_why() -> None:
 
 
 async def test_a_router_that_was_held_up_loses_nobody(monkeypatch: pytest.MonkeyPatch,
-                                                     caplog: pytest.LogCaptureFixture) -> None:
+                                                      caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("router.workers.watch.MIN_SILENCE_S", 0.5)
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:

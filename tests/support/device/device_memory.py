@@ -144,7 +144,7 @@ class DeviceStage:
 
     def destination(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s") -> DestinationTerms:
         return plan_destination(source, session_id=session_id, epoch=0, nonce=next(self._nonces), page_ids=page_ids,
-                           slot_id=1, stages=[self.agent.endpoint], specs=self.specs)
+                                slot_id=1, stages=[self.agent.endpoint], specs=self.specs)
 
     def open_send(self, source: SourceTerms, destination: DestinationTerms, *, request_key: int = 1) -> None:
         self.agent.expect_send(request_key, source.num_tokens)

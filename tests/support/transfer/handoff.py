@@ -127,7 +127,7 @@ class Pool:
                            tuple(stage.agent.endpoint for stage in self.stages))
 
     def destination(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s", epoch: int = 0,
-                nonce: int = 7, slot_id: int = 1) -> DestinationTerms:
+                    nonce: int = 7, slot_id: int = 1) -> DestinationTerms:
         """As the destination of a handoff."""
         return plan_destination(source, session_id=session_id, epoch=epoch, nonce=nonce, page_ids=page_ids,
                                 slot_id=slot_id,

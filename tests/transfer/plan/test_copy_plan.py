@@ -32,9 +32,9 @@ def terms(page_ids: tuple[int, ...], num_tokens: int, *, num_layers: int = 4, cu
 
 
 def destination_of(source: SourceTerms, page_ids: tuple[int, ...], specs: tuple[CacheSpec, ...], *, num_layers: int = 4,
-               cuts: set[int] | None = None, epoch: int = 0) -> DestinationTerms:
+                   cuts: set[int] | None = None, epoch: int = 0) -> DestinationTerms:
     return plan_destination(source, session_id="s", epoch=epoch, nonce=9, page_ids=page_ids, slot_id=5,
-                       stages=stages_of(num_layers, cuts or set()), specs=specs)
+                            stages=stages_of(num_layers, cuts or set()), specs=specs)
 
 
 @st.composite
