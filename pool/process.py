@@ -28,7 +28,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.layer_observer import LayerMark
 from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
-from pool.watch import WorkerService, worker_info, worker_load
+from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from runtime.access import PeerRole
 from runtime.announce import Announcement, write_announcement
@@ -184,9 +184,9 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
                     observer=observer, on_frame=meters.on_frame)
     reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
-    worker_service = WorkerService(
-        lambda: worker_info(config, stage.plan, leader.weights, role=role.name, incarnation=process.incarnation),
-        lambda: worker_load(leader, board.load))
+    info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
+    worker_service = WorkerService(lambda: formed_info(info, leader, stage.plan),
+                                   lambda: worker_load(leader, board.load))
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:

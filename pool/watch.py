@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from models.weights_digest import PoolWeights
 from pool.pipeline.leader import Leader
 from pool.stage.config import WorkerConfig
 from pool.stage.metrics import SchedulerLoad
@@ -24,19 +23,27 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
 _IDLE_INTERVALS = 2  # between two reports of a pool that has nothing to do; a router doubts after more of them
 
 
-def worker_info(config: WorkerConfig, plan: StagePlan, weights: PoolWeights | None, *, role: str,
-                incarnation: str) -> pb.WorkerInfo:
-    """`weights` None: the pool has not formed yet, and what other pools compare is not known."""
-    facts, known = plan.description.facts, None if weights is None else plan.compatibility(weights)
+def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation: str) -> pb.WorkerInfo:
+    """What is known before the pool has formed. Reads the tokenizer's file: once, not for each report."""
+    facts = plan.description.facts
     return pb.WorkerInfo(
         role=role, incarnation=incarnation, model=config.model_name or config.model.resolve().name,
-        architecture=facts.architecture, revision="" if weights is None else weights.revision(facts.revision),
-        compatibility="" if known is None else known.digest,
-        compatibility_text="" if known is None else known.text, vocab_size=facts.vocab_size,
+        architecture=facts.architecture, vocab_size=facts.vocab_size,
         max_context_tokens=plan.max_context_tokens, num_layers=facts.num_layers, page_size=config.page_size,
         pages_total=plan.geometry.num_pages - 1, slots_total=max(0, plan.geometry.num_slots - 1),
         max_running_requests=plan.max_held, max_queued_requests=config.max_queued,
         stages=[str(layers) for layers in plan.ranges], tokenizer_digest=tokenizer_digest(config.model))
+
+
+def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.WorkerInfo:
+    """`info` with what other pools compare, once the pool has formed."""
+    if leader.weights is None:
+        return info
+    known, formed = leader.compatibility, pb.WorkerInfo()
+    formed.CopyFrom(info)
+    formed.revision = leader.weights.revision(plan.description.facts.revision)
+    formed.compatibility, formed.compatibility_text = known.digest, known.text
+    return formed
 
 
 def worker_load(leader: Leader, load: SchedulerLoad) -> pb.WorkerLoad:

@@ -71,7 +71,8 @@ class Leader:
         self._channel: PoolChannel | None = None
         self._warming: asyncio.Task[None] | None = None
         self.service: PipelineService | None = None
-        self._weights: PoolWeights | None = None  # known once all stages are there
+        self._weights: PoolWeights | None = None  # known once all stages are there, as is what follows from it
+        self._compatibility: Compatibility | None = None
         self.serving = False
         self.reason = "starting"
         if config.world_size > 1:
@@ -99,9 +100,9 @@ class Leader:
     @property
     def compatibility(self) -> Compatibility:
         """What this pool and another one must have alike. Raises UnavailableError before it has formed."""
-        if self._weights is None:
+        if self._compatibility is None:
             raise UnavailableError("the pool has not formed yet")
-        return self._stage.plan.compatibility(self._weights)
+        return self._compatibility
 
     def start(self) -> None:
         """Start the engine; a pool of one stage begins to serve, a larger one waits for its stages."""
@@ -153,6 +154,7 @@ class Leader:
 
     def _know_weights(self, links: list[StageLink]) -> None:
         self._weights = PoolWeights.of([self._stage.weights, *(link.weights for link in links)])
+        self._compatibility = self._stage.plan.compatibility(self._weights)
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
         self._close(f"stage {link.rank} of the pool is leaving")
