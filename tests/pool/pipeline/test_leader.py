@@ -29,6 +29,7 @@ from runtime.exposition import new_registry
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from tests.pool.pipeline.test_membership import COUNTED, RANGES, SETTINGS, WEIGHTS, FakeStage
+from transfer.plan.compatibility import Compatibility
 
 
 class OneBatch:
@@ -113,7 +114,8 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
                   step_limit_s: float = 0.0) -> AsyncIterator[Rig]:
     scheduler, reasons, handed_back = OneBatch(), list[str](), list[BatonError]()
     stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
-                            plan=SimpleNamespace(ranges=RANGES[:world_size], settings=SETTINGS), counted=COUNTED,
+                            plan=SimpleNamespace(ranges=RANGES[:world_size], settings=SETTINGS,
+                                                 compatibility=lambda weights: Compatibility("c", "text")), counted=COUNTED,
                             weights=WEIGHTS)
     stage.agent = SimpleNamespace(endpoint=None)
 
