@@ -115,7 +115,8 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     scheduler, reasons, handed_back = OneBatch(), list[str](), list[BatonError]()
     stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
                             plan=SimpleNamespace(ranges=RANGES[:world_size], settings=SETTINGS,
-                                                 compatibility=lambda weights: Compatibility("c", "text")), counted=COUNTED,
+                                                 compatibility=lambda weights: Compatibility("c", "text")),
+                            counted=COUNTED,
                             weights=WEIGHTS)
     stage.agent = SimpleNamespace(endpoint=None)
 
