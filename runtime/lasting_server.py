@@ -14,7 +14,7 @@ import grpc
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.05
+LOOK_S = 0.25  # an idle process wakes this often for it
 REBIND_S = 10.0
 
 
