@@ -33,6 +33,7 @@ from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import human_line
+from runtime.model_folder import check_model_folder
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
@@ -79,8 +80,7 @@ class ClusterConfig:
             if not 1 <= count <= _MAX_PROCESSES:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
                                   field=name)
-        if not (self.model / "config.json").is_file():
-            raise ConfigError(f"{self.model} is not a model directory: it has no config.json", field="model")
+        check_model_folder(self.model)
 
 
 def demo_model() -> Path:

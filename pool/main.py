@@ -40,6 +40,8 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         page_size: Annotated[int | None, typer.Option(help="Tokens per cache page.")] = None,
         num_pages: Annotated[int | None, typer.Option(help="Cache pages; 0: from --memory-mb.")] = None,
         memory_mb: Annotated[int | None, typer.Option(help="Cache memory per stage in MiB.")] = None,
+        memory_share: Annotated[float | None, typer.Option(help="Share of the machine for weights and cache.")] = None,
+        max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; 0: the model's.")] = None,
         max_running: Annotated[int | None, typer.Option(help="Requests that hold memory at a time.")] = None,
         max_queued: Annotated[int | None, typer.Option(help="Prompts that may wait.")] = None,
         chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per forward.")] = None,

@@ -40,6 +40,7 @@ from runtime.metrics import RpcMetrics, StageMetrics
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
+from runtime.tokenizer_files import make_tokenizer
 from runtime.tracing import Tracing
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
@@ -125,6 +126,7 @@ class _Process:
 async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> None:
     """Until `stop`. Raises ConfigError when checkpoint, flags, files and memory do not fit together."""
     loop = asyncio.get_running_loop()
+    await asyncio.to_thread(make_tokenizer, config.model)  # the router says what it means that there is none
     if config.rank == 0:
         reports = SessionReports(loop)
         process = _build(config, role, stop, reports.report)
@@ -150,6 +152,8 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
     logger.info("%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
                 describe_pools(plan.geometry), config.numerics)
+    if plan.size.notice and config.rank == 0:
+        logger.warning(plan.size.notice)
     stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers,
                         speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
