@@ -1,10 +1,10 @@
 """Which files one plain request runs through, from the client to its last token: `python -m tools.request_path`.
 
-The whole cluster runs in this process (a prefill pool and a decode pool of two stages, real gRPC and UCX). A file of the
-product counts when the request, between its first message and its last event, enters one of the file's functions that
-the idle cluster does not enter. The idle cluster is looked at for some seconds before and after the request: reports,
-health checks and waiting threads are its work and not the request's, though they run beside it. A file of which the
-request enters only functions that an idle cluster enters, too, does not count.
+The whole cluster runs in this process (a prefill pool and a decode pool of two stages, real gRPC and UCX). A file of
+the product counts when the request, between its first message and its last event, enters one of the file's functions
+that the idle cluster does not enter. The idle cluster is looked at for some seconds before and after the request:
+reports, health checks and waiting threads are its work and not the request's, though they run beside it. A file of
+which the request enters only functions that an idle cluster enters, too, does not count.
 
 Shown beside it: the files of which the request enters any function, and those of the idle cluster.
 """
