@@ -1,6 +1,6 @@
 """One request's side towards its client: what it was told so far, and how it is told more."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from protos import generation_pb2, types_pb2
 from router.request.output import Output
@@ -12,12 +12,14 @@ Emit = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
 class Answer:
     """Chunks, then exactly one finish. `emit` may wait for chunks; it must take a finish at once."""
 
-    def __init__(self, request_id: str, output: Output, emit: Emit, timeline: Timeline) -> None:
+    def __init__(self, request_id: str, output: Output, emit: Emit, timeline: Timeline,
+                 resumed: Sequence[int] = ()) -> None:
+        """`resumed`: what the client has already, and `output` knows."""
         self._request_id = request_id
         self._output = output
         self._emit = emit
         self._timeline = timeline
-        self.token_ids: list[int] = []  # all that the client was sent
+        self.token_ids = list(resumed)  # all that the client has
         self.has_ended = False
 
     @property
