@@ -32,19 +32,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
-from router.request.admission import Admission
-from router.request.answer import Answer, Emit
+from router.request.admission import Admission, PrefillRateEstimate
+from router.request.answer import Answer, Emit, Output
 from router.request.decode_stream import DecodeStream
 from router.request.migration import Migrations
-from router.request.output import Output
-from router.request.parts import Event, FlowLimits, FlowParts
-from router.request.prefill_rate import PrefillRateEstimate
 from router.request.prefill_stream import PrefillStream
 from router.request.resumption import finish_of
-from router.request.task_group import task_group
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
-from router.request.worker_stream import Ended
+from router.request.worker_stream import Ended, Event, FlowLimits, FlowParts, task_group
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.errors import (

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from protos import generation_pb2, types_pb2
-from router.request.output import Output
+from router.request.answer import Output
 from router.text.model_facts import ModelLimits
 from runtime.errors import FieldViolation, InvalidRequestError
 
