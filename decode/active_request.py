@@ -30,7 +30,7 @@ from runtime.pairing import share_draft
 from runtime.tracing import begin
 from transfer.plan import codec
 from transfer.plan.compatibility import check_compatible
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 

@@ -21,7 +21,7 @@ from runtime.errors import (
 )
 from runtime.tracing import Span, begin
 from transfer.plan import codec
-from transfer.plan.destination import check_plan
+from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import SourceTerms
 from transfer.session import SendSession, SendState
 

@@ -13,7 +13,7 @@ from engine.memory.staging import CopyQueue, CudaCopies, DevicePools, PinnedStag
 from engine.pipeline.executor import LayerObserver
 from runtime.clock import SystemClock
 from transfer.agent.agent import TransferAgent
-from transfer.agent.readiness import DeviceEvent
+from transfer.agent.prompts import DeviceEvent
 from transfer.plan.copy_plan import MAX_RUN_BYTES
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.transport.device import DeviceTransport, Route
