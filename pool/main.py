@@ -35,7 +35,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         announce: Annotated[Path | None, typer.Option(help="Write addresses to this file once listening.")] = None,
         rank: Annotated[int | None, typer.Option(envvar="RANK", help="Pipeline stage; 0 leads the pool.")] = None,
         world_size: Annotated[int | None, typer.Option(envvar="WORLD_SIZE", help="Stages of the pool.")] = None,
-        leader: Annotated[str | None, typer.Option(help="HOST:PORT of stage 0, for the other stages.")] = None,
+        leader: Annotated[str | None, typer.Option(help="HOST:PORT or file:///PATH of stage 0.")] = None,
         partition: Annotated[str | None, typer.Option(help='Layers per stage, as "3,5".')] = None,
         page_size: Annotated[int | None, typer.Option(help="Tokens per cache page.")] = None,
         num_pages: Annotated[int | None, typer.Option(help="Cache pages; 0: from --memory-mb.")] = None,

@@ -14,18 +14,21 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class HostMemory:
-    """In bytes. `total_bytes` is the same for all processes of a machine or container, and does not change."""
+    """In bytes. `total_bytes` is the same for all processes of a machine or container, and does not change.
+    `is_limited`: it is a container's, below the machine's."""
 
     total_bytes: int
     available_bytes: int
+    is_limited: bool = False
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """Of the machine below `root`, lowered to what the control groups of this process leave."""
-    total, available = _machine(root)
+    machine, available = _machine(root)
+    total = machine
     for limit, used in _limits(root):
         total, available = min(total, limit), min(available, max(0, limit - used))
-    return HostMemory(total, available)
+    return HostMemory(total, available, is_limited=total < machine)
 
 
 def _machine(root: Path) -> tuple[int, int]:

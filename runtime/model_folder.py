@@ -56,8 +56,8 @@ def _file(file: Path, flag: str) -> str:
 
 
 def _gguf(path: Path) -> str:
-    return (f"{path} is GGUF, llama.cpp's format, which Baton does not read: take the checkpoint it was made from, with "
-            f"config.json and *.safetensors")
+    return (f"{path} is GGUF, llama.cpp's format, which Baton does not read: take the checkpoint it was made from, "
+            f"with config.json and *.safetensors")
 
 
 def _adapter(folder: Path) -> str:

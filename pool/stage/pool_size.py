@@ -18,7 +18,8 @@ from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError
 from runtime.host_memory import MIB, HostMemory, host_memory
 
-HOST_SHARE, DEVICE_SHARE = 0.4, 0.85  # a host has further processes: a prefill worker, a decode worker, a router
+HOST_SHARE = 0.4  # a host has further processes: another worker, a router
+CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these have none
 PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
 MIN_CONTEXT_TOKENS = 512  # a shorter context serves nobody, unless it is all that the model has
 
@@ -104,8 +105,10 @@ def _cache_bytes(config: WorkerConfig, ranges: Sequence[LayerRange], weights: Se
     """Of each stage; what the share leaves beside the largest stage's weights, so that all have the same."""
     if config.memory_mb:
         return config.memory_mb * MIB
-    total = memory(config.device).total_bytes
-    share = config.memory_share or (HOST_SHARE if config.device == "cpu" else DEVICE_SHARE)
+    found = memory(config.device)
+    total = found.total_bytes
+    host_share = CONTAINER_SHARE if found.is_limited else HOST_SHARE
+    share = config.memory_share or (host_share if config.device == "cpu" else DEVICE_SHARE)
     left = int(share * total) - PROCESS_BYTES - max(weights)
     if left <= 0:
         largest = weights.index(max(weights))

@@ -186,8 +186,8 @@ class Grammars:
 
 
 def load_grammars(model_dir: Path, eos_token_ids: Sequence[int], *, computes_masks: bool = True) -> Grammars | None:
-    """For the vocabulary of the model's tokenizer; None where structured output cannot be offered: without a tokenizer, or
-    without end-of-sequence tokens in its vocabulary, with which a text could end."""
+    """For the vocabulary of the model's tokenizer; None where structured output cannot be offered: without a
+    tokenizer, or without end-of-sequence tokens in its vocabulary, with which a text could end."""
     path = find_tokenizer(model_dir)
     if path is None or not eos_token_ids:
         return None

@@ -299,7 +299,7 @@ def test_interrupted_demo_stops_everything(tmp_path: Path) -> None:
     (tmp_path / "demo" / "model" / "slow").touch()  # it cannot be over before it is interrupted
     with subprocess.Popen([sys.executable, "-m", "baton", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True) as child:
-        read_until(child, "listens on")
+        read_until(child, "waiting for the pools")
         started = children_of(child.pid)
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 1
