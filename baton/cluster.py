@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
+from baton.gateway import check_installed, wait_ready
 from baton.nursery import Child, Nursery, NurseryLink, spawn
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
@@ -36,6 +37,8 @@ from runtime.log import human_line
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+_WORKERS = ("prefill", "decode")
+_GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _ANY_PORT = "127.0.0.1:0"
 _NARRATOR = "baton"
@@ -46,8 +49,11 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the router. Without
-    `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes beside it.
+    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the router. With `http`,
+    an address, a gateway serves OpenAI's API there.
+
+    Without `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes
+    beside it.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
     or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
@@ -60,6 +66,7 @@ class ClusterConfig:
     prefill_partition: str = ""
     decode_partition: str = ""
     listen: str = DEFAULT_TARGET
+    http: str = ""
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     config_file: Path | None = None
@@ -81,6 +88,17 @@ class ClusterConfig:
                                   field=name)
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"{self.model} is not a model directory: it has no config.json", field="model")
+        if self.http:
+            self._check_http()
+
+    def _check_http(self) -> None:
+        parse_address(self.http, field="http")
+        check_installed()
+        if not (self.model / "tokenizer.json").is_file():
+            raise ConfigError(f"--http needs a tokenizer: {self.model} has no tokenizer.json", field="http")
+        if self.security != PLAIN_CHANNEL:
+            raise ConfigError("--http cannot be used with TLS or tokens: the gateway shows a router neither",
+                              field="http")
 
 
 def demo_model() -> Path:
@@ -120,7 +138,15 @@ class LocalCluster:
     @property
     def address(self) -> str:
         """Of the router."""
-        announcement = self.processes["router"].announcement
+        return self._listens_at("router")
+
+    @property
+    def http_address(self) -> str:
+        """Of the gateway, where there is one."""
+        return self._listens_at(_GATEWAY)
+
+    def _listens_at(self, name: str) -> str:
+        announcement = self.processes[name].announcement
         assert announcement is not None
         return announcement.address
 
@@ -208,6 +234,10 @@ class LocalCluster:
         await self._address_of("router")
         self._say("waiting for the pools to load, form and warm up")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
+        if self._config.http:
+            self._launch_gateway()
+            await self._address_of(_GATEWAY)
+            await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         for process in self.processes.values():
             process.settle()
 
@@ -232,22 +262,36 @@ class LocalCluster:
         self._launch(pool.name(stage), pool.role, flags, listen=_ANY_PORT, leads=stage == 0)
 
     def _launch_router(self, leaders: dict[_Pool, str]) -> None:
-        flags = list(self._config.router_flags)
+        flags = ["--vllm-engine"] if self._config.http else []
+        flags += self._config.router_flags
         for pool, address in leaders.items():
             flags += [f"--{pool.role}", address]
         self._launch("router", "router", flags, listen=self._config.listen, leads=True)
 
+    def _launch_gateway(self) -> None:
+        """It stops after the router, with nothing left to wait for. It has warnings about whatever clients do wrong."""
+        level = "warning" if self._config.log_level == "info" else self._config.log_level
+        flags = ["--router", self.address, "--drain-s", "1", "--log-level", level]
+        self._run(ProcessSpec(_GATEWAY, _GATEWAY_MODULE, (*self._file_flags(), *flags), self._config.http, None,
+                              self._announcement_of(_GATEWAY), leads=True))
+
     def _launch(self, name: str, role: str, flags: list[str], *, listen: str, leads: bool) -> None:
         config = self._config
-        shared = ["--model", str(config.model), "--log-level", config.log_level]
-        shared += ["--config", str(config.config_file)] if config.config_file else []
-        spec = ProcessSpec(name, role, (*shared, *flags), listen,
-                           next(self._cores) if config.one_core_each else None,
-                           Path(self._folder.name) / f"{name}.json", leads)
-        until_serving = partial(self._until_serving, spec)
-        self.processes[name] = RoleProcess(spec, self._sink, until_serving,
-                                           spawn if self._link is None or role == "router" else self._fork)
-        self._lives[name] = asyncio.create_task(self.processes[name].run())
+        shared = ["--model", str(config.model), "--log-level", config.log_level, *self._file_flags()]
+        core = next(self._cores) if config.one_core_each else None
+        self._run(ProcessSpec(name, role, (*shared, *flags), listen, core, self._announcement_of(name), leads))
+
+    def _file_flags(self) -> list[str]:
+        return ["--config", str(self._config.config_file)] if self._config.config_file else []
+
+    def _announcement_of(self, name: str) -> Path:
+        return Path(self._folder.name) / f"{name}.json"
+
+    def _run(self, spec: ProcessSpec) -> None:
+        is_worker = spec.role in _WORKERS
+        self.processes[spec.name] = RoleProcess(spec, self._sink, partial(self._until_serving, spec),
+                                                self._fork if is_worker and self._link is not None else spawn)
+        self._lives[spec.name] = asyncio.create_task(self.processes[spec.name].run())
 
     async def _connect_nursery(self) -> NurseryLink:
         nursery = self._config.nursery
@@ -266,6 +310,9 @@ class LocalCluster:
 
     async def _until_serving(self, spec: ProcessSpec, announcement: Announcement) -> None:
         """A stage that does not lead serves once it has joined."""
+        if spec.role == _GATEWAY_MODULE:
+            await wait_ready(announcement.address, timeout_s=self._config.ready_timeout_s)
+            return
         service = _SERVICES[spec.role] if spec.leads else _FOLLOWER_SERVICE
         security = self._config.security.to(PeerRole(spec.role))
         async with open_channel(announcement.address, security=security) as channel:
@@ -291,6 +338,9 @@ def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int)
 async def _wait_process(process: RoleProcess, security: ChannelSecurity, timeout_s: float) -> None:
     announcement = process.announcement
     assert announcement is not None
+    if process.spec.role == _GATEWAY_MODULE:
+        await wait_ready(announcement.address, timeout_s=timeout_s)
+        return
     security = security.to(PeerRole(process.spec.role))
     async with open_channel(announcement.address, security=security) as channel:
         try:
