@@ -1,11 +1,11 @@
-"""A whole Baton cluster on this machine: router, prefill pools, decode pools, each stage a process of its own.
+"""A whole Baton cluster on this machine: routers, prefill pools, decode pools, each stage a process of its own.
 
     async with LocalCluster(ClusterConfig(model=demo_model(), decode_pp=2), sink=print_line) as cluster:
         ...cluster.address...                                # serving, by grpc health
 
     cluster.processes["decode-0.1"].kill()                   # comes back under the same address
 
-Leaders start first and announce the ports they got; their stages and the router start when those are known. Each
+Leaders start first and announce the ports they got; their stages and the routers start when those are known. Each
 process keeps to one core, where a core is what computes. Leaving the block, by whatever way, ends every process.
 """
 
@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
-from baton.gateway import check_installed, wait_ready
-from baton.nursery import Child, Nursery, NurseryLink, spawn
+from baton.gateway import check_can_serve, wait_ready
+from baton.nursery import HERE, Child, Nursery, NurseryLink, ProcessPlaces, Spawn, spawn
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
 from runtime.access import PeerRole
@@ -37,10 +37,8 @@ from runtime.log import human_line
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
-_WORKERS = ("prefill", "decode")
 _GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"
-_ANY_PORT = "127.0.0.1:0"
 _NARRATOR = "baton"
 _MAX_PROCESSES = 64
 _REAP_S = 5.0
@@ -49,11 +47,10 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the router. With `http`,
-    an address, a gateway serves OpenAI's API there.
-
-    Without `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes
-    beside it.
+    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
+    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
+    given, a gateway in front of all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those
+    on a GPU compile kernels as they start, and move bytes beside it.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
     or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
@@ -65,6 +62,7 @@ class ClusterConfig:
     decode_pp: int = 1
     prefill_partition: str = ""
     decode_partition: str = ""
+    routers: int = 1
     listen: str = DEFAULT_TARGET
     http: str = ""
     worker_flags: tuple[str, ...] = ()
@@ -76,12 +74,13 @@ class ClusterConfig:
     stop_grace_s: float = 8.0
     forks_workers: bool = True
     nursery: Nursery | None = None
+    places: ProcessPlaces = HERE
     security: ChannelSecurity = PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
 
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""
         parse_address(self.listen, field="listen")
-        for name in ("prefill", "decode", "prefill_pp", "decode_pp"):
+        for name in ("prefill", "decode", "prefill_pp", "decode_pp", "routers"):
             count: int = getattr(self, name)
             if not 1 <= count <= _MAX_PROCESSES:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
@@ -89,16 +88,7 @@ class ClusterConfig:
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"{self.model} is not a model directory: it has no config.json", field="model")
         if self.http:
-            self._check_http()
-
-    def _check_http(self) -> None:
-        parse_address(self.http, field="http")
-        check_installed()
-        if not (self.model / "tokenizer.json").is_file():
-            raise ConfigError(f"--http needs a tokenizer: {self.model} has no tokenizer.json", field="http")
-        if self.security != PLAIN_CHANNEL:
-            raise ConfigError("--http cannot be used with TLS or tokens: the gateway shows a router neither",
-                              field="http")
+            check_can_serve(self.http, self.model, self.security)
 
 
 def demo_model() -> Path:
@@ -137,16 +127,19 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """Of the router."""
-        return self._listens_at("router")
+        """Of the (first) router."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of all routers."""
+        announcements = [self.processes[name].announcement for name in self._router_names]
+        return tuple(announcement.address for announcement in announcements if announcement is not None)
 
     @property
     def http_address(self) -> str:
         """Of the gateway, where there is one."""
-        return self._listens_at(_GATEWAY)
-
-    def _listens_at(self, name: str) -> str:
-        announcement = self.processes[name].announcement
+        announcement = self.processes[_GATEWAY].announcement
         assert announcement is not None
         return announcement.address
 
@@ -163,7 +156,7 @@ class LocalCluster:
         await self.stop()
 
     async def wait_serving(self, *, timeout_s: float) -> None:
-        """Until the router and every pool serve, at start or after a death. Raises UnavailableError naming who does
+        """Until every router and every pool serve, at start or after a death. Raises UnavailableError naming who does
         not."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         for process in self.processes.values():
@@ -196,10 +189,10 @@ class LocalCluster:
         await asyncio.gather(*self._lives.values())
 
     async def stop(self) -> None:
-        """The router first, so that requests can end; then the workers. Nothing survives this call."""
+        """The routers first, so that requests can end; then the workers. Nothing survives this call."""
         try:
-            router = [process for name, process in self.processes.items() if name == "router"]
-            for group in (router, [p for p in self.processes.values() if p not in router]):
+            routers = [process for process in self.processes.values() if process.spec.role == "router"]
+            for group in (routers, [p for p in self.processes.values() if p not in routers]):
                 await asyncio.gather(*(process.stop(grace_s=self._config.stop_grace_s) for process in group))
         finally:
             for process in self.processes.values():
@@ -230,8 +223,10 @@ class LocalCluster:
         for pool, leader in leaders.items():
             for stage in range(1, pool.num_stages):
                 self._launch_stage(pool, stage, leader=leader)
-        self._launch_router(leaders)
-        await self._address_of("router")
+        for name in self._router_names:
+            self._launch_router(name, leaders)
+        for name in self._router_names:
+            await self._address_of(name)
         self._say("waiting for the pools to load, form and warm up")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         if self._config.http:
@@ -259,39 +254,48 @@ class LocalCluster:
         flags = ["--rank", str(stage), "--world-size", str(pool.num_stages), *self._config.worker_flags]
         flags += ["--leader", leader] if leader else []
         flags += ["--partition", pool.partition] if pool.partition else []
-        self._launch(pool.name(stage), pool.role, flags, listen=_ANY_PORT, leads=stage == 0)
+        self._launch(pool.name(stage), pool.role, flags, leads=stage == 0)
 
-    def _launch_router(self, leaders: dict[_Pool, str]) -> None:
+    @property
+    def _router_names(self) -> list[str]:
+        return ["router", *(f"router-{index}" for index in range(1, self._config.routers))]
+
+    def _launch_router(self, name: str, leaders: dict[_Pool, str]) -> None:
         flags = ["--vllm-engine"] if self._config.http else []
         flags += self._config.router_flags
         for pool, address in leaders.items():
             flags += [f"--{pool.role}", address]
-        self._launch("router", "router", flags, listen=self._config.listen, leads=True)
+        self._launch(name, "router", flags, leads=True)
 
     def _launch_gateway(self) -> None:
-        """It stops after the router, with nothing left to wait for. It has warnings about whatever clients do wrong."""
-        level = "warning" if self._config.log_level == "info" else self._config.log_level
-        flags = ["--router", self.address, "--drain-s", "1", "--log-level", level]
-        self._run(ProcessSpec(_GATEWAY, _GATEWAY_MODULE, (*self._file_flags(), *flags), self._config.http, None,
-                              self._announcement_of(_GATEWAY), leads=True))
+        """It ends after the routers, when there is nothing left to wait for."""
+        level = "warning" if self._config.log_level == "info" else self._config.log_level  # it warns of every bad request
+        flags = [flag for address in self.addresses for flag in ("--router", address)]
+        flags += ["--drain-s", "1", "--log-level", level]
+        flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
+        self._run(ProcessSpec(_GATEWAY, _GATEWAY_MODULE, tuple(flags), self._config.http, None,
+                              Path(self._folder.name) / f"{_GATEWAY}.json", leads=True), spawn)
 
-    def _launch(self, name: str, role: str, flags: list[str], *, listen: str, leads: bool) -> None:
+    def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
         config = self._config
-        shared = ["--model", str(config.model), "--log-level", config.log_level, *self._file_flags()]
-        core = next(self._cores) if config.one_core_each else None
-        self._run(ProcessSpec(name, role, (*shared, *flags), listen, core, self._announcement_of(name), leads))
+        listen = config.listen if name == "router" else f"{config.places.host(name)}:0"
+        shared = ["--model", str(config.model), "--log-level", config.log_level]
+        shared += ["--config", str(config.config_file)] if config.config_file else []
+        spec = ProcessSpec(name, role, (*shared, *flags), listen,
+                           next(self._cores) if config.one_core_each else None,
+                           Path(self._folder.name) / f"{name}.json", leads)
+        self._run(spec, spawn if self._link is None or role == "router" else self._fork)
 
-    def _file_flags(self) -> list[str]:
-        return ["--config", str(self._config.config_file)] if self._config.config_file else []
+    def _run(self, spec: ProcessSpec, start: Spawn) -> None:
+        process = RoleProcess(spec, self._sink, partial(self._until_serving, spec), self._placed(spec.name, start))
+        self.processes[spec.name], self._lives[spec.name] = process, asyncio.create_task(process.run())
 
-    def _announcement_of(self, name: str) -> Path:
-        return Path(self._folder.name) / f"{name}.json"
+    def _placed(self, name: str, start: Spawn) -> Spawn:
+        async def placed(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
+            module, arguments = self._config.places.program(name, module, arguments)
+            return await start(module, arguments, core=core, environment=environment)
 
-    def _run(self, spec: ProcessSpec) -> None:
-        is_worker = spec.role in _WORKERS
-        self.processes[spec.name] = RoleProcess(spec, self._sink, partial(self._until_serving, spec),
-                                                self._fork if is_worker and self._link is not None else spawn)
-        self._lives[spec.name] = asyncio.create_task(self.processes[spec.name].run())
+        return placed
 
     async def _connect_nursery(self) -> NurseryLink:
         nursery = self._config.nursery

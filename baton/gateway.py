@@ -27,6 +27,7 @@ from runtime.announce import Announcement, write_announcement
 from runtime.config import Address, AddressField, Config, load, parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import LEVELS, LogStyle
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 from runtime.supervision import EXIT_CONFIG, EXIT_FAILED
 from runtime.tokens import read_tokens
 
@@ -75,6 +76,17 @@ class GatewayConfig(Config):
                 raise ConfigError(f"{field}: {path} is no file", field=field)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key must be given together", field="tls_cert")
+
+
+def check_can_serve(listen: str, model: Path, security: ChannelSecurity) -> None:
+    """Raises ConfigError where no gateway can be put before the routers of `model`, which ask for `security`."""
+    parse_address(listen, field="http")
+    check_installed()
+    if not (model / "tokenizer.json").is_file():
+        raise ConfigError(f"--http needs a tokenizer: {model} has no tokenizer.json", field="http")
+    if security != PLAIN_CHANNEL:
+        raise ConfigError("--http cannot be used with TLS or tokens between the processes: the gateway shows routers "
+                          "neither", field="http")
 
 
 def check_installed() -> None:
