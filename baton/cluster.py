@@ -49,8 +49,8 @@ _POLL_S = 0.1
 class ClusterConfig:
     """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
     first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
-    given, a gateway in front of all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those
-    on a GPU compile kernels as they start, and move bytes beside it.
+    given, a gateway before all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those on
+    a GPU compile kernels as they start, and move bytes beside it.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
     or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
@@ -268,8 +268,8 @@ class LocalCluster:
         self._launch(name, "router", flags, leads=True)
 
     def _launch_gateway(self) -> None:
-        """It ends after the routers, when there is nothing left to wait for."""
-        level = "warning" if self._config.log_level == "info" else self._config.log_level  # it warns of every bad request
+        """It ends after the routers, when there is nothing left to wait for, and does not log bad requests."""
+        level = "warning" if self._config.log_level == "info" else self._config.log_level
         flags = [flag for address in self.addresses for flag in ("--router", address)]
         flags += ["--drain-s", "1", "--log-level", level]
         flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
