@@ -85,7 +85,8 @@ async def test_choices_and_grammars_on_the_wire(echo: tuple[EchoGeneration, str]
         assert (await client.load()).prefill_workers == 3
     assert echo[0].requests == [pb.GenerateRequest(
         token_ids=types_pb2.TokenIds(ids=[4]), sampling=types_pb2.SamplingParams(seed=3),
-        stop=types_pb2.StopConditions(), n=2, num_prompt_logprobs=0, structured_output=types_pb2.StructuredOutput(regex="a+"), speculate=False)]
+        stop=types_pb2.StopConditions(), n=2, num_prompt_logprobs=0,
+        structured_output=types_pb2.StructuredOutput(regex="a+"), speculate=False)]
 
 
 async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:

@@ -47,7 +47,8 @@ def pauses(of: Patience, error: BatonError) -> list[float]:
 
 @pytest.mark.parametrize("error", [
     InvalidRequestError(FieldViolation("n", "is wrong")), DuplicateRequestError("running"), DeadlineError("late"),
-    UnauthenticatedError("who?"), InternalError("a bug"), CapacityError("too large", resource="message", retry_after_s=None)])
+    UnauthenticatedError("who?"), InternalError("a bug"),
+    CapacityError("too large", resource="message", retry_after_s=None)])
 def test_what_cannot_help_is_not_tried_again(error: BatonError) -> None:
     assert pauses(patience(targets=3), error) == []
 

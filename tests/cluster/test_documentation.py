@@ -40,7 +40,7 @@ async def test_the_client_guides_python_runs() -> None:
     assert re.search(r" (stop|length) \[-\d.*\]\n$", collected)
     assert re.fullmatch(r"\[('.*'(, )?){3}\]\n", several)
     assert refused.startswith("sampling.temperature")
-    assert resumable == "Usage(prompt_tokens=5, completion_tokens=8)\n", "though there is one router only"
+    assert re.fullmatch(r"Usage\(prompt_tokens=\d+, completion_tokens=\d+\)\n", resumable), "one of two is not there"
 
 
 def test_commands_in_the_pages_have_the_flags_they_are_given() -> None:
