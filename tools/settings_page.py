@@ -41,8 +41,8 @@ _WORKERS = """`[prefill]` and `[decode]` have the same settings; each process of
 that launchers set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are read where flags are absent.
 
 """
-_COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above. Every command has
-`--help`.
+_COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above. Every command
+has `--help`.
 
 """
 
@@ -53,7 +53,8 @@ def configuration_page() -> str:
     worker = typer.main.get_command(worker_command("decode", lambda flags, file: 0))
     parts = [_HEAD, "## Router, `[router]`\n\n", *_settings(RouterConfig, _flags(router)),
              "\n## Prefill and decode workers, `[prefill]` and `[decode]`\n\n", _WORKERS,
-             *_settings(WorkerConfig, _flags(worker)), "\n## Gateway, `[gateway]`\n\n", *_settings(GatewayConfig, _flags(gateway)),
+             *_settings(WorkerConfig, _flags(worker)),
+             "\n## Gateway, `[gateway]`\n\n", *_settings(GatewayConfig, _flags(gateway)),
              "\n## Commands of `baton`\n\n", _COMMANDS, *_commands()]
     return "".join(parts)
 
