@@ -19,13 +19,14 @@ from baton.cluster import ClusterConfig, LocalCluster, demo_model
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, advice, connection
 from baton.conversation import converse
 from baton.demo import run_demo
+from baton.gateway import curl_line
 from baton.generate_command import first_question, print_text, prompt_of, read_prompt, structured_output_of
 from baton.load import Slo
 from baton.load_command import Api, LoadSpec, connect, measure, report
 from baton.load_plot import check_can_plot
 from baton.render import StartPrinter, event_json, log_printer, status_view
 from baton.status_command import watch_json, watch_status
-from baton.values import Query, Sampling, Stop
+from baton.values import ModelInfo, Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape
 from runtime.access import PeerRole
 from runtime.errors import BatonError, ConfigError, RequestAborted, UnavailableError
@@ -37,7 +38,9 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
 )
 
-Target = Annotated[str, typer.Option(help="HOST:PORT of the router.")]
+Target = Annotated[list[str] | None, typer.Option(
+    show_default=DEFAULT_TARGET, envvar="BATON_TARGET", help="HOST:PORT of the router. Several, repeated or with "
+    "commas between them, take turns, and one goes on with what another left unfinished.")]
 Timeout = Annotated[float | None, typer.Option(min=0.001, help="Give up after this many seconds.")]
 Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
@@ -59,15 +62,24 @@ def baton(
     """Serve language models with prefill and decode on separate workers."""
 
 
+def _targets(given: list[str] | None) -> tuple[str, ...]:
+    """Raises ConfigError when none is left of what was given."""
+    targets = tuple(part.strip() for text in given or [DEFAULT_TARGET] for part in text.split(",") if part.strip())
+    if not targets:
+        raise ConfigError("--target must name a router, HOST:PORT", field="target")
+    return targets
+
+
 @contextmanager
-def _one_line_errors(target: str = "", *, tls_ca: Path | None = None,
+def _one_line_errors(target: list[str] | None = None, *, tls_ca: Path | None = None,
                      token_file: Path | None = None) -> Iterator[None]:
     """`target` and the flags are those of a command that connects."""
     try:
         with _told_of_full_disks():
             yield
     except BatonError as error:
-        print(f"baton: {error}{advice(error, target, tls_ca=tls_ca, token_file=token_file)}", file=sys.stderr)
+        flags = advice(error, target or [DEFAULT_TARGET], tls_ca=tls_ca, token_file=token_file)
+        print(f"baton: {error}{flags}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -113,6 +125,7 @@ def up(
                                                               "what is free.")] = None,
     max_context: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together; default: the "
                                                                 "model's, or what the memory holds.")] = None,
+    http: Annotated[str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")] = "",
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
     device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
     transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
@@ -135,7 +148,7 @@ def up(
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
-        memory_mb=memory_mb, max_context=max_context, worker_flags=tuple(worker_flags),
+        memory_mb=memory_mb, max_context=max_context, http=http, worker_flags=tuple(worker_flags),
         router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
         config_file=config, one_core_each=device in (None, "cpu"),
         forks_workers=preload and device in (None, "cpu"), log_level=log_level, security=security)
@@ -163,11 +176,14 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
             if (where := process.announcement) is not None:
                 sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
         target = "" if cluster.address == DEFAULT_TARGET else f" --target {cluster.address}"
-        question = first_question(None)
+        served: ModelInfo | None = None
         with suppress(BatonError):  # a client may have to show what this command was not given
             async with AsyncBatonClient(cluster.address, security=settings.security.to(PeerRole.ROUTER)) as client:
-                question = first_question(None if settings.model == demo_model() else await client.model_info())
+                served = await client.model_info()
+        question = first_question(None if settings.model == demo_model() else served)
         sink("baton", human_line(f"ready: try  baton generate {question} --temperature 0{target}"))
+        if settings.http and served is not None:
+            sink("baton", human_line(f"over HTTP:  {curl_line(cluster.http_address, served.model)}"))
         try:
             await cluster.wait_ended()
         except asyncio.CancelledError:
@@ -179,6 +195,12 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
 def router(context: typer.Context) -> None:
     """Run one router, as a container does. All flags go to it; see `baton router --help`."""
     _become("router", context.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Serve OpenAI's HTTP API before routers. All flags go to it; see `baton gateway --help`."""
+    _become("baton.gateway", context.args)
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
@@ -201,7 +223,7 @@ def _become(role: str, arguments: list[str]) -> NoReturn:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text, or with --ids token ids like 1,2,3; - or none: stdin.",
                                                  show_default=False)] = None,
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     ids: Ids = False,
     as_chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, to be answered.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = None,
@@ -234,7 +256,8 @@ def generate(
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
             num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
             structured_output=structured_output_of(json_schema, regex))
-        with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
+        with BatonClient(*_targets(target), security=security) as client:
             events = client.generate(query, timeout_s=timeout)
             if as_json:
                 for event in events:
@@ -245,7 +268,7 @@ def generate(
 
 @app.command()
 def chat(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     system: Annotated[str, typer.Option(help="A first message with the role system.")] = "",
     temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
@@ -258,14 +281,15 @@ def chat(
 ) -> None:
     """Talk to the model; it sees the whole conversation. End with Ctrl-D."""
     with (_one_line_errors(target, tls_ca=tls_ca, token_file=token_file),
-          BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client):
+          BatonClient(*_targets(target), security=connection(tls_ca, tls_cert, tls_key, tls_name,
+                                                             token_file)) as client):
         converse(client, system=system, sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens),
                  timeout_s=timeout)
 
 
 @app.command()
 def status(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
@@ -276,7 +300,8 @@ def status(
 ) -> None:
     """Workers, pools, pages and sessions at a glance. Exit code 1 unless every worker serves."""
     with _one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
-        with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
+        with BatonClient(*_targets(target), security=security) as client:
             if watch and as_json:
                 return watch_json(client)
             if watch:
@@ -292,7 +317,7 @@ def status(
 
 @app.command()
 def load(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     api: Annotated[Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")] = Api.BATON,
     requests: Annotated[int, typer.Option(min=1, help="How many to send.")] = 60,
     rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second.")] = 4.0,
@@ -321,7 +346,7 @@ def load(
 
     async def run(spec: LoadSpec) -> dict[str, object]:
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-        async with connect(api, target, security) as client:
+        async with connect(api, _targets(target), security) as client:
             figures, _ = await measure(client, spec, console)
             return figures
 

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
+from baton.gateway import check_can_serve, wait_ready
 from baton.nursery import HERE, Child, Nursery, NurseryLink, ProcessPlaces, Spawn, spawn
 from baton.preflight import (
     ROLES,
@@ -44,8 +45,10 @@ from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import human_line
 from runtime.model_folder import check_model_folder
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.tokenizer_files import make_tokenizer
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+_GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _NARRATOR = "baton"
 _MAX_PROCESSES = 64
@@ -56,8 +59,9 @@ _POLL_S = 0.1
 @dataclass(frozen=True)
 class ClusterConfig:
     """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
-    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). Without
-    `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes beside it.
+    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
+    given, a gateway before all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those on
+    a GPU compile kernels as they start, and move bytes beside it.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
     or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
@@ -73,6 +77,7 @@ class ClusterConfig:
     listen: str | None = None  # None: as the file says, else DEFAULT_TARGET
     memory_mb: int | None = None  # cache of each worker; None: a share of what is free
     max_context: int | None = None
+    http: str = ""
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     config_file: Path | None = None
@@ -105,6 +110,8 @@ class ClusterConfig:
         check_model_folder(self.model)
         for shape in self.shapes:
             check_partition(shape, self.model)
+        if self.http:
+            check_can_serve(self.http, self.model, self.security)
 
 
 def demo_model() -> Path:
@@ -138,6 +145,8 @@ class LocalCluster:
         tables = {} if config.config_file is None else read_tables(config.config_file)
         self._listen = listen_address(config.listen, tables, DEFAULT_TARGET)
         check_port(parse_address(self._listen), flag="--listen")
+        if config.http:
+            check_port(parse_address(config.http, field="--http"), flag="--http")
         self._pools = [_Pool(shape, index) for shape in config.shapes for index in range(shape.count)]
         self._memory_flags = memory_flags(config.shapes, tables, config.model)
         self._metrics_ports = metrics_ports(tables, {"router": self._router_names, **{
@@ -161,6 +170,13 @@ class LocalCluster:
         """Of all routers."""
         announcements = [self.processes[name].announcement for name in self._router_names]
         return tuple(announcement.address for announcement in announcements if announcement is not None)
+
+    @property
+    def http_address(self) -> str:
+        """Of the gateway, where there is one."""
+        announcement = self.processes[_GATEWAY].announcement
+        assert announcement is not None
+        return announcement.address
 
     async def __aenter__(self) -> Self:
         try:
@@ -231,6 +247,7 @@ class LocalCluster:
     async def _start(self) -> None:
         if self._config.forks_workers:
             self._link = await self._connect_nursery()
+        await asyncio.to_thread(make_tokenizer, self._config.model)  # once, for all of them
         num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
         self._say(f"starting {num_processes} processes with {self._config.model}")
         for pool in self._pools:
@@ -244,6 +261,10 @@ class LocalCluster:
             await process.announced(timeout_s=self._config.ready_timeout_s)
         self._say("waiting for the pools to load, form and warm up")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
+        if self._config.http:
+            self._launch_gateway()
+            await self.processes[_GATEWAY].announced(timeout_s=self._config.ready_timeout_s)
+            await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         for process in self.processes.values():
             process.settle()
 
@@ -277,10 +298,20 @@ class LocalCluster:
         return ["router", *(f"router-{index}" for index in range(1, self._config.routers))]
 
     def _launch_router(self, name: str) -> None:
-        flags = list(self._config.router_flags)
+        flags = ["--vllm-engine"] if self._config.http else []
+        flags += self._config.router_flags
         for pool in self._pools:
             flags += [f"--{pool.shape.role}", f"file://{self._announcement_path(pool.name(0))}"]
         self._launch(name, "router", flags, leads=True)
+
+    def _launch_gateway(self) -> None:
+        """It ends after the routers, when there is nothing left to wait for, and does not log bad requests."""
+        level = "warning" if self._config.log_level == "info" else self._config.log_level
+        flags = [flag for address in self.addresses for flag in ("--router", address)]
+        flags += ["--drain-s", "1", "--log-level", level]
+        flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
+        self._run(ProcessSpec(_GATEWAY, _GATEWAY_MODULE, tuple(flags), self._config.http, None,
+                              self._announcement_path(_GATEWAY), leads=True), spawn)
 
     def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
         config = self._config
@@ -290,10 +321,11 @@ class LocalCluster:
         spec = ProcessSpec(name, role, (*shared, *flags), listen,
                            next(self._cores) if config.one_core_each else None,
                            self._announcement_path(name), leads, self._metrics_ports[name])
-        until_serving = partial(self._until_serving, spec)
-        start = spawn if self._link is None or role == "router" else self._fork
-        self.processes[name] = RoleProcess(spec, self._show, until_serving, self._placed(name, start))
-        self._lives[name] = asyncio.create_task(self.processes[name].run())
+        self._run(spec, spawn if self._link is None or role == "router" else self._fork)
+
+    def _run(self, spec: ProcessSpec, start: Spawn) -> None:
+        process = RoleProcess(spec, self._show, partial(self._until_serving, spec), self._placed(spec.name, start))
+        self.processes[spec.name], self._lives[spec.name] = process, asyncio.create_task(process.run())
 
     def _placed(self, name: str, start: Spawn) -> Spawn:
         async def placed(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
@@ -319,6 +351,9 @@ class LocalCluster:
 
     async def _until_serving(self, spec: ProcessSpec, announcement: Announcement) -> None:
         """A stage that does not lead serves once it has joined."""
+        if spec.role == _GATEWAY_MODULE:
+            await wait_ready(announcement.address, timeout_s=self._config.ready_timeout_s)
+            return
         service = _SERVICES[spec.role] if spec.leads else _FOLLOWER_SERVICE
         security = self._config.security.to(PeerRole(spec.role))
         async with open_channel(announcement.address, security=security) as channel:
@@ -343,6 +378,9 @@ def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int)
 async def _wait_process(process: RoleProcess, security: ChannelSecurity, timeout_s: float) -> None:
     announcement = process.announcement
     assert announcement is not None
+    if process.spec.role == _GATEWAY_MODULE:
+        await wait_ready(announcement.address, timeout_s=timeout_s)
+        return
     security = security.to(PeerRole(process.spec.role))
     async with open_channel(announcement.address, security=security) as channel:
         try:

@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,12 +33,13 @@ def connection(tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None,
 _PROBE_S = 2.0
 
 
-def advice(error: BatonError, target: str, *, tls_ca: Path | None, token_file: Path | None) -> str:
+def advice(error: BatonError, targets: Sequence[str], *, tls_ca: Path | None, token_file: Path | None) -> str:
     """The flag that is missing, or too many, where an error looks like it; begins with "; ", empty if none does."""
     if isinstance(error, UnauthenticatedError) and token_file is None:
         return "; show one with --token-file FILE (or BATON_TOKEN_FILE)"
-    if not isinstance(error, UnavailableError) or not target:
+    if not isinstance(error, UnavailableError):
         return ""
+    target = targets[0].partition(",")[0].strip()
     speaks_tls = _speaks_tls(target)
     if speaks_tls and tls_ca is None:
         return f"; {target} speaks TLS: give --tls-ca FILE (or BATON_TLS_CA)"

@@ -51,7 +51,7 @@ def watch_status(client: BatonClient, console: Console) -> None:
             try:
                 now = Sample(client.cluster_status(), time.monotonic())
             except BatonError as error:
-                shown: RenderableType = Text(f"{client.target}: {error}", "red")
+                shown: RenderableType = Text(str(error), "red")
             else:
                 shown = status_view(now.status, {} if before is None else token_rates(before, now))
                 before = now

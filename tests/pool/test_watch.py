@@ -15,8 +15,7 @@ from engine.core.layer_range import LayerRange
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepResult
 from pool.pipeline.leader import Leader
 from pool.stage.metrics import LeaderMeters, LoadBoard
