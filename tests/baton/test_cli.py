@@ -96,7 +96,7 @@ async def test_load_reports_figures(address: str) -> None:
     (("up", "--model", "Qwen/Qwen3-0.6B"), 2, "hf download Qwen/Qwen3-0.6B"),
     (("up", "--decode-partition", "3,5"), 2, "--decode-partition 3,5 is for 2 stages, and --decode-pp says 1"),
     (("up", "--config", "/absent.toml"), 2, "cannot read /absent.toml"),
-    (("up", "--max-contxt", "5"), 2, "Did you mean --max-context?"),
+    (("up", "--max-contxt", "5"), 2, "Possible options: --max-context"),
     (("up", "--decode", "0"), 2, "--decode must be from 1 to 64"),
     (("generate", "x", "--timeout", "0"), 2, "greater than or equal to 0.001"),
     (("generate", "x", "--max-tokens", "-1"), 1, "baton: stop.max_tokens: must be from 0"),
