@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from decode.speculation import DraftState
 from engine.core.request import DrawnToken, FinishReason
+from engine.memory.slots import SlotAllocator, SlotLease
 from pool.request.entry import Entry, Failed
 
 
@@ -35,6 +36,7 @@ class DecodeEntry(Entry[Event]):
     outputs: list[int] = field(default_factory=list)
     told: int | None = None  # tokens of the output that the last stage keeps; None: it knows nothing of the request
     draft: DraftState = field(default_factory=DraftState)
+    scratch: SlotLease | None = None  # where the states of its trees are kept; without it runs without trees
     running: bool = False  # has its memory filled and may be scheduled
     joined_s: float = 0.0
     first_step_s: float | None = None
@@ -49,6 +51,18 @@ class DecodeEntry(Entry[Event]):
     def num_left(self) -> int:
         """Tokens it may still draw, as far as the request goes."""
         return self.request.max_tokens - len(self.outputs)
+
+    def lease_scratch(self, scratch: SlotAllocator) -> None:
+        """Take a record unless it has one, or none is free."""
+        if self.scratch is None and (scratch.is_stateless or scratch.num_free):
+            self.scratch = scratch.alloc(owner=self.owner)
+
+    def free(self) -> None:
+        """Give everything back."""
+        super().free()
+        if self.scratch is not None:
+            self.scratch.end()
+        self.scratch = None
 
     def tokens(self, start: int, end: int) -> list[int]:
         prompt = self.request.prompt_token_ids
