@@ -4,15 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.entry import Drawn, Event, Finished
+from decode.entry import DecodeLimits, Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
-from decode.steps import DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo
 from engine.core.request import DrawnToken, FinishReason, Request, SamplingParams
 from engine.memory.budget import decode_requests
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
 from runtime.clock import ManualClock

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decode.entry import Drawn, Event, Finished
+from decode.entry import DecodeLimits, Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
-from decode.steps import DecodeLimits
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.latent import CpuLatentAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
@@ -23,9 +22,8 @@ from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, Request
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, PoolGeometry
-from engine.memory.pages import PageAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.memory.pools import StagePools
-from engine.memory.slots import SlotAllocator
 from engine.pipeline.channel import FrameChannel
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
