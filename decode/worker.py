@@ -8,7 +8,7 @@ from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.executor import LayerObserver
+from engine.pipeline.stages import LayerObserver
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig

@@ -25,8 +25,7 @@ from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.memory.pools import StagePools
 from engine.pipeline.channel import FrameChannel
-from engine.pipeline.executor import StageExecutor
-from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
+from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage, StageExecutor
 from engine.pipeline.tensor_channel import TensorChannel
 from engine.sampling.guided import GuidedSampler
 from engine.speculative.drafter import Drafter
