@@ -28,9 +28,9 @@ from baton.render import StartPrinter, event_json, log_printer, status_view
 from baton.status_command import watch_json, watch_status
 from baton.values import ModelInfo, Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape
-from runtime.access import PeerRole
 from runtime.errors import BatonError, ConfigError, RequestAborted, UnavailableError
 from runtime.log import human_line
+from runtime.security import PeerRole
 from runtime.supervision import StopSignal, interruptible, run_process
 from runtime.version import VERSION
 

@@ -37,14 +37,13 @@ from baton.preflight import (
 )
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
-from runtime.access import PeerRole
 from runtime.announce import Announcement
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address, read_tables
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import human_line
 from runtime.model_folder import check_model_folder
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 from runtime.tokenizer_files import make_tokenizer
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}

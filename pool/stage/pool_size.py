@@ -27,6 +27,18 @@ Memory = Callable[[str], HostMemory]
 
 
 @dataclass(frozen=True)
+class PoolNeeds:
+    """What a pool keeps: all caches of the whole model (`specs`) for `max_held` requests, `num_scratch` records of
+    `scratch` for trees (see `plan_pools`), and the weights of a draft on its last stage."""
+
+    specs: tuple[CacheSpec, ...]
+    max_held: int
+    scratch: tuple[CacheSpec, ...] = ()
+    num_scratch: int = 0
+    draft_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class PoolSize:
     """Pages and slots include the null record. `notice` is what an operator has to know, if anything."""
 
@@ -46,16 +58,11 @@ def memory_of(device: str) -> HostMemory:
 
 
 def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: Sequence[LayerRange],
-                   specs: tuple[CacheSpec, ...], *, max_held: int, draft_bytes: int = 0,
-                   memory: Memory = memory_of) -> PoolSize:
-    """`specs` are all caches of the whole model, `draft_bytes` the weights of a draft on the last stage.
-
-    Raises:
-        ConfigError: weights and cache do not fit, or the context asked for does not; the message has the sum and names
-            the flags.
-    """
+                   needs: PoolNeeds, memory: Memory = memory_of) -> PoolSize:
+    """Raises ConfigError: weights and cache do not fit, or the context asked for does not; the message has the sum and
+    names the flags."""
     weights = [description.weight_bytes(layers) for layers in ranges]
-    weights[-1] += draft_bytes
+    weights[-1] += needs.draft_bytes
     own = config.rank
     if weights[own] and weights[own] > (free := memory(config.device).available_bytes):
         raise ConfigError(f"stage {own} (layers {ranges[own]}) has {_mib(weights[own])} of weights, and {_mib(free)} "
@@ -63,23 +70,27 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
                           f"--decode-pp) divide them", field="model")
     wanted = _wanted_context(config, description)
     if config.num_pages:
-        return _by_pages(config, specs, wanted, max_held)
+        return _by_pages(config, needs, wanted)
     budget = _cache_bytes(config, ranges, weights, memory)
-
-    def needed(context_tokens: int) -> int:
-        return smallest_budget(specs, ranges, page_size=config.page_size, max_context_tokens=context_tokens,
-                               num_requests=max_held)
-
-    context = longest_context(specs, ranges, budget_bytes=budget, page_size=config.page_size, num_requests=max_held,
-                              at_most=wanted)
+    context = longest_context(needs.specs, ranges, budget_bytes=budget, page_size=config.page_size, at_most=wanted,
+                              num_requests=needs.max_held, scratch=needs.scratch, num_scratch=needs.num_scratch)
     least = wanted if config.max_context else min(wanted, MIN_CONTEXT_TOKENS)
     try:
-        sizes = plan_pools(specs, ranges, budget_bytes=budget, page_size=config.page_size,
-                           max_context_tokens=max(context, least), num_requests=max_held)
+        sizes = plan_pools(needs.specs, ranges, budget_bytes=budget, page_size=config.page_size,
+                           max_context_tokens=max(context, least), num_requests=needs.max_held,
+                           scratch=needs.scratch, num_scratch=needs.num_scratch)
     except ConfigError as error:
-        raise ConfigError(f"{error}; {_ways(config, specs, needed(least))}", field="memory_mb") from None
-    return PoolSize(sizes.num_pages, sizes.num_slots, context, "" if context == wanted else _shortened(
-        wanted, context, budget, needed(wanted)))
+        ways = _ways(config, needs, _needed_mib(config, ranges, needs, least))
+        raise ConfigError(f"{error}; {ways}", field="memory_mb") from None
+    notice = "" if context == wanted else _shortened(wanted, context, budget,
+                                                     _needed_mib(config, ranges, needs, wanted))
+    return PoolSize(sizes.num_pages, sizes.num_slots, context, notice)
+
+
+def _needed_mib(config: WorkerConfig, ranges: Sequence[LayerRange], needs: PoolNeeds, context_tokens: int) -> int:
+    """Per stage, with room for one request of so many tokens."""
+    return -(-smallest_budget(needs.specs, ranges, page_size=config.page_size, max_context_tokens=context_tokens,
+                              num_requests=needs.max_held, scratch=needs.scratch, num_scratch=needs.num_scratch) // MIB)
 
 
 def _wanted_context(config: WorkerConfig, description: ModelDescription) -> int:
@@ -90,7 +101,7 @@ def _wanted_context(config: WorkerConfig, description: ModelDescription) -> int:
     return config.max_context or limit
 
 
-def _by_pages(config: WorkerConfig, specs: tuple[CacheSpec, ...], wanted: int, max_held: int) -> PoolSize:
+def _by_pages(config: WorkerConfig, needs: PoolNeeds, wanted: int) -> PoolSize:
     """As many pages as were asked for."""
     if config.num_pages < 2:
         raise ConfigError("--num-pages must be at least 2: the null page and one to use", field="num_pages")
@@ -98,7 +109,7 @@ def _by_pages(config: WorkerConfig, specs: tuple[CacheSpec, ...], wanted: int, m
     if config.max_context > room:
         raise ConfigError(f"--num-pages {config.num_pages} hold {room} tokens, and --max-context asks for "
                           f"{config.max_context}", field="num_pages")
-    return PoolSize(config.num_pages, max_held + 1 if bytes_per_slot(specs) else 0, min(wanted, room))
+    return PoolSize(config.num_pages, needs.max_held + 1 if bytes_per_slot(needs.specs) else 0, min(wanted, room))
 
 
 def _cache_bytes(config: WorkerConfig, ranges: Sequence[LayerRange], weights: Sequence[int], memory: Memory) -> int:
@@ -120,14 +131,14 @@ def _cache_bytes(config: WorkerConfig, ranges: Sequence[LayerRange], weights: Se
     return left
 
 
-def _ways(config: WorkerConfig, specs: tuple[CacheSpec, ...], needed: int) -> str:
-    return (f"--memory-mb {-(-needed // MIB)} would do" + (", or a shorter --max-context" if config.max_context else "")
-            + (", or a smaller --max-running" if bytes_per_slot(specs) else ""))
+def _ways(config: WorkerConfig, needs: PoolNeeds, needed_mib: int) -> str:
+    return (f"--memory-mb {needed_mib} would do" + (", or a shorter --max-context" if config.max_context else "")
+            + (", or a smaller --max-running" if bytes_per_slot(needs.specs) else ""))
 
 
-def _shortened(wanted: int, context: int, budget: int, needed: int) -> str:
+def _shortened(wanted: int, context: int, budget: int, needed_mib: int) -> str:
     return (f"the context is {context} tokens, not the model's {wanted}: the cache of {_mib(budget)} per stage holds "
-            f"no longer request; --memory-mb {-(-needed // MIB)} would, and --max-context chooses a shorter one")
+            f"no longer request; --memory-mb {needed_mib} would, and --max-context chooses a shorter one")
 
 
 def _place(config: WorkerConfig) -> str:

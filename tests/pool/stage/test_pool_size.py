@@ -8,7 +8,7 @@ import pytest
 from models.loader import read_model
 from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
-from pool.stage.pool_size import PoolSize, plan_pool_size
+from pool.stage.pool_size import PoolNeeds, PoolSize, plan_pool_size
 from pool.stage.stage import plan_stage
 from runtime.errors import ConfigError
 from runtime.host_memory import HostMemory
@@ -39,7 +39,7 @@ def machine(total_bytes: int, available_bytes: int | None = None) -> Callable[[s
 def size(model: Path, memory: Callable[[str], HostMemory], *, max_held: int = 16, **settings: object) -> PoolSize:
     config = WorkerConfig.model_validate({"model": model, **settings})
     plan = plan_stage(config.model_copy(update={"num_pages": 2, "max_context": 0}))
-    return plan_pool_size(config, plan.description, plan.ranges, plan.geometry.specs, max_held=max_held, memory=memory)
+    return plan_pool_size(config, plan.description, plan.ranges, PoolNeeds(plan.geometry.specs, max_held), memory)
 
 
 def test_published_shapes_have_their_published_parameters(qwen3: Path, llama: Path) -> None:
