@@ -66,7 +66,7 @@ def write_gguf(path: Path) -> Path:
     """
     if path.exists():
         return path
-    import gguf  # type: ignore[import-not-found]  # only who compares with llama.cpp has it
+    import gguf  # of llama.cpp, on the machines that compare with it
 
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
