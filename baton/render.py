@@ -21,7 +21,7 @@ _TIMING_TEXTS = {
     "prefill_queue_s": "queued for prefill",
     "prefill_s": "prefill, first chunk to first token",
     "reserve_s": "reserving decode memory (beside prefill)",
-    "transfer_exposed_s": "handoff still to do after prefill",
+    "transfer_exposed_s": "KV transfer time not overlapped with prefill",
     "decode_queue_s": "queued for decode",
     "decode_s": "decode, first step to last token",
     "total_s": "total, as the router saw it",
