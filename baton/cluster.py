@@ -28,13 +28,12 @@ from baton.gateway import check_can_serve, wait_ready
 from baton.nursery import HERE, Child, Nursery, NurseryLink, ProcessPlaces, Spawn, spawn
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
-from runtime.access import PeerRole
 from runtime.announce import Announcement
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import human_line
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
 _GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"

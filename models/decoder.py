@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.contracts.model import ForwardContext, ModelFacts, StageOutput
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange
-from engine.sampling.scoring import wanted_tokens
+from engine.sampling.sampler import wanted_tokens
 from models.blocks.linear import embed
 from models.blocks.rotary import Rotary
 from models.blocks.spec import DecoderSpec, LayerSpec, StagePass
