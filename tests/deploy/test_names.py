@@ -218,10 +218,11 @@ def test_routers_find_the_leaders_of_every_pool(documents: list[Document], setti
 def test_gateways_call_the_service_of_routers_that_know_their_contract(documents: list[Document],
                                                                        settings_of: SettingsOf) -> None:
     services = {document["metadata"]["name"]: document["spec"] for document in of_kind(documents, "Service")}
-    for gateway in [settings for pod in pod_kinds(documents) if isinstance(settings := settings_of(pod), GatewayConfig)]:
+    all_settings = [settings_of(pod) for pod in pod_kinds(documents)]
+    for gateway in [settings for settings in all_settings if isinstance(settings, GatewayConfig)]:
         (address,) = map(parse_address, gateway.router)
         assert {port["port"] for port in services[address.host]["ports"]} == {address.port}
-        (router,) = [settings for pod in pod_kinds(documents) if isinstance(settings := settings_of(pod), RouterConfig)]
+        (router,) = [settings for settings in all_settings if isinstance(settings, RouterConfig)]
         assert router.vllm_engine
         assert router.max_connection_age_s is not None, "else each gateway stays with the router that it found first"
 
@@ -272,7 +273,7 @@ def test_the_image_is_what_the_manifests_expect(documents: list[Document]) -> No
     for pod in pod_kinds(documents):
         context: dict[str, Any] = pod.spec["securityContext"]
         assert f"USER {context['runAsUser']}:{context['runAsGroup']}" in dockerfile
-        assert pod.container["image"] in (f"baton:{project['version']}", f"baton:{project['version']}-rdma")
+        assert pod.container["image"] in {f"baton:{project['version']}{kind}" for kind in ("", "-rdma", "-gpu")}
         if "/models/demo" in pod.container["args"]:
             assert "COPY demo/model /models/demo" in dockerfile
 

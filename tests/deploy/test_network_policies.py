@@ -26,7 +26,7 @@ def _has_gateway(documents: list[Document]) -> bool:
     return any(pod.role == "gateway" for pod in pod_kinds(documents))
 
 
-def _allowed(policies: list[Document], pod: PodKind, peer: PodKind, direction: str) -> set[tuple[int, int]]:
+def allowed(policies: list[Document], pod: PodKind, peer: PodKind, direction: str) -> set[tuple[int, int]]:
     """Port ranges that `pod`'s policies of one direction open towards `peer`."""
     rules = [rule for policy in policies if selects(policy["spec"]["podSelector"], pod.labels)
              for rule in policy["spec"].get(direction, [])]
@@ -42,7 +42,7 @@ def test_exactly_these_edges_are_open_between_pods(overlay: str) -> None:
     documents = load(overlay)
     pods, policies = pod_kinds(documents), of_kind(documents, "NetworkPolicy")
     edges = {(source.name, target.name, ports) for source in pods for target in pods
-             for ports in _allowed(policies, source, target, "egress") & _allowed(policies, target, source, "ingress")}
+             for ports in allowed(policies, source, target, "egress") & allowed(policies, target, source, "ingress")}
     assert edges == EDGES | (GATEWAY_EDGES if _has_gateway(documents) else set())
 
 

@@ -55,7 +55,7 @@ def test_failures_stand_at_zero_before_the_first() -> None:
     found: dict[str, set[tuple[str, ...]]] = {}
     for family in registry.collect():
         for sample in family.samples:
-            if sample.name.endswith("_total") and sample.labels:
+            if family.name.startswith("baton_") and sample.name.endswith("_total") and sample.labels:
                 assert sample.value == 0
                 found.setdefault(family.name, set()).add(tuple(sample.labels.values()))
     sessions = {(reason,) for reason in SESSION_FAILURES}
