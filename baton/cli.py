@@ -146,6 +146,7 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
         for name, process in cluster.processes.items():
             if (where := process.announcement) is not None:
                 sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
+        sink("baton", human_line(f"metrics:  prometheus --config.file={cluster.write_scrape_config()}"))
         sink("baton", human_line(f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}'))
         if settings.http:
             async with AsyncBatonClient(cluster.address) as client:
