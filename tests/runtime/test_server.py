@@ -58,10 +58,11 @@ async def test_errors_of_a_stream_reach_the_client_typed(echo: tuple[EchoGenerat
     assert "secret" not in str(bug)
 
 
-class EndingTogether(generation_pb2_grpc.GenerationServicer):
+class EndingTogether(EchoGeneration):
     """Streams that end with one and the same error, as the requests of a pool do that breaks."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_waiting, self.broke, self.error = 0, asyncio.Event(), errors.PeerLostError("stage 1 died")
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any],
