@@ -17,7 +17,7 @@ from engine.graphs.capture import Capture
 from engine.graphs.runner import GraphAttention, GraphRecurrent, StageGraphs
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import Commits, LayerObserver, StageExecutor
+from engine.pipeline.stages import Commits, LayerObserver, StageExecutor
 from engine.speculative.draft_attention import DraftAttention
 
 DraftPools = Mapping[CacheKind, Mapping[int, Tensor]]  # by kind and the draft's own layer ids

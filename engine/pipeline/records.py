@@ -33,7 +33,7 @@ from engine.pipeline.tables import (
     put_texts,
     row_type,
 )
-from engine.sampling.scoring import Scores
+from engine.sampling.sampler import Scores
 from runtime.errors import InternalError
 from runtime.grammar import Grammar, GrammarKind
 

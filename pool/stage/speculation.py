@@ -10,7 +10,7 @@ from engine.assembly.backend_set import Backends
 from engine.core.batch import ForwardBatch
 from engine.memory.layout import CacheKind, CacheSpec
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import LayerObserver
+from engine.pipeline.stages import LayerObserver
 from engine.speculative.config import SpeculationConfig
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs

@@ -14,7 +14,7 @@ from engine.core.placement import HOST
 from engine.memory.budget import PoolBudget, plan_pools
 from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_slot
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import LayerObserver, StageExecutor
+from engine.pipeline.stages import LayerObserver, StageExecutor
 from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter
 from models.decoder import EMBEDDING

@@ -19,10 +19,10 @@ from router.request.resumption import feed
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest, admissible
 from router.text.model_facts import ModelLimits, ServedModel
-from runtime.access import ANYBODY, Caller
 from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
 from runtime.log import rebind
+from runtime.security import ANYBODY, Caller
 from runtime.tracing import note
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -21,8 +21,8 @@ from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import StageExecutor
 from engine.pipeline.records import pack_batch, unpack_batch
+from engine.pipeline.stages import StageExecutor
 from models.loader import ModelDescription
 from tests.support.kernels.flashinfer import FakeWrappers
 from tests.support.kernels.flashinfer_latent import FakeLatentWrappers
