@@ -73,9 +73,9 @@ class Backends(Protocol):
     def numerics(self) -> Numerics: ...
 
     def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
-                 max_nodes: int) -> StageBackends:
+                 max_nodes: int, num_scratch: int) -> StageBackends:
         """Over a stage's caches; the geometries are those of the whole model. With `max_nodes` they also verify trees
-        of so many nodes per row."""
+        of so many nodes per row; recurrent layers keep their states in `num_scratch` records, the null one included."""
         ...
 
     def of_draft(self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools) -> DraftAttention:
