@@ -6,14 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from decode.entry import Drawn, Event, Finished
-from decode.memory import Reservation
+from decode.entry import Drawn, Event, Finished, Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
 from pool.request.conversion import chunk_to_proto, in_vocabulary
 from pool.request.entry import Failed
-from pool.request.inbox import Inbox, SessionChanged, StreamEnded
-from pool.request.opening import RequestParts
+from pool.request.stay import Inbox, RequestParts, SessionChanged, StreamEnded
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
@@ -32,7 +30,7 @@ from runtime.pairing import share_draft
 from runtime.tracing import begin
 from transfer.plan import codec
 from transfer.plan.compatibility import check_compatible
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 
@@ -57,7 +55,7 @@ class DecodeParts(RequestParts):
 
 
 class DecodeStay:
-    """One request on this pool, its session and its memory. Satisfies `pool.request.opening.Stay`."""
+    """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
     def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation,
                  source: SourceTerms, remaining_s: float | None) -> None:

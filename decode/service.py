@@ -15,8 +15,7 @@ import grpc
 from decode.active_request import DecodeInbox, DecodeParts, DecodeStay
 from engine.core.request import Request
 from pool.request.conversion import in_vocabulary
-from pool.request.inbox import Inbox
-from pool.request.opening import open_stream, read_request, serve
+from pool.request.stay import Inbox, open_stream, read_request, serve
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc
 from runtime.errors import FieldViolation, InvalidRequestError

@@ -7,32 +7,11 @@ engine thread.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from decode.entry import DecodeEntry
+from decode.entry import DecodeEntry, DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row
 from engine.memory.pages import PageAllocator, pages_for_tokens
-
-
-@dataclass(frozen=True)
-class DecodeLimits:
-    """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
-    `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
-    verifies up to `num_draft_tokens` at once."""
-
-    page_size: int
-    grid: int
-    depth: int
-    max_running: int
-    max_context_tokens: int
-    max_held: int = 0  # 0: no more than run
-    chunk_tokens: int = 512  # of a replay's prefill batches
-    growth_tokens: int = 64
-    num_draft_tokens: int = 0
-
-    @property
-    def speculates(self) -> bool:
-        return self.num_draft_tokens > 0
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
 from decode.active_request import DecodeParts
 from decode.adaptive import AdaptiveDraft
-from decode.entry import Event, Finished
+from decode.entry import DecodeLimits, Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.service import DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
-from decode.steps import DecodeLimits
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.pages import PageAllocator
@@ -15,7 +14,7 @@ from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
-from pool.stage.layer_observer import LayerMark
+from pool.stage.handoff import LayerMark
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc

@@ -20,12 +20,12 @@ from engine.pipeline.executor import LayerObserver
 from engine.sampling.guided import GuidedSampler
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.group import SessionReports
-from pool.pipeline.join_stream import JoinReports
 from pool.pipeline.leader import Leader
+from pool.pipeline.membership import JoinReports
 from pool.pipeline.stage_channel import open_pool_channel
-from pool.request.reclaimer import MemoryReclaimer
+from pool.request.stay import MemoryReclaimer
 from pool.stage.config import WorkerConfig
-from pool.stage.layer_observer import LayerMark
+from pool.stage.handoff import LayerMark
 from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load

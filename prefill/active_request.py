@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from engine.core.request import Request
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import Failed
-from pool.request.inbox import Inbox, SessionChanged, StreamEnded
-from pool.request.opening import RequestParts
+from pool.request.stay import Inbox, RequestParts, SessionChanged, StreamEnded
 from prefill.scheduler import Event, FirstToken, PrefillScheduler, Scored, Started
 from protos import prefill_pb2 as pb
 from runtime.clock import SystemClock
@@ -22,7 +21,7 @@ from runtime.errors import (
 )
 from runtime.tracing import Span, begin
 from transfer.plan import codec
-from transfer.plan.destination import check_plan
+from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import SourceTerms
 from transfer.session import SendSession, SendState
 
@@ -40,7 +39,7 @@ class PrefillParts(RequestParts):
 
 
 class PrefillStay:
-    """One request on this pool, its session and its memory. Satisfies `pool.request.opening.Stay`."""
+    """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
     def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int) -> None:
         self._parts = parts

@@ -10,8 +10,7 @@ from contextlib import aclosing
 
 import grpc
 
-from pool.request.inbox import Inbox
-from pool.request.opening import open_stream, read_request, serve
+from pool.request.stay import Inbox, open_stream, read_request, serve
 from prefill.active_request import PrefillInbox, PrefillParts, PrefillStay
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc

@@ -7,7 +7,7 @@ from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
-from pool.stage.layer_observer import LayerMark, layer_observer
+from pool.stage.handoff import LayerMark, layer_observer
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from prefill.active_request import PrefillParts

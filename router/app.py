@@ -12,9 +12,8 @@ from router.api.generation import GenerationService, RequestLimits
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
 from router.config import RouterConfig
-from router.request.admission import Admission, AdmissionLimits, PrefillRateEstimate
+from router.request.admission import Admission, AdmissionLimits, PrefillRateEstimate, PriorityLimits
 from router.request.flow import Services
-from router.request.priorities import PriorityLimits
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import load_served_model
 from router.workers.directory import Directory, DirectoryOptions

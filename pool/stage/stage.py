@@ -23,8 +23,7 @@ from models.weights_digest import PoolWeights, StageWeights, WeightsDigest
 from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs
-from pool.stage.handoff import build_agent, layer_mark
-from pool.stage.layer_observer import LayerMark
+from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts
 from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter

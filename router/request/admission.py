@@ -1,23 +1,32 @@
-"""Holds requests back until a pair of workers could take them soon.
+"""Holds requests back until a pair of workers could take them soon, the most urgent ones first.
 
 The queue is bounded and ordered by priority, then arrival; its head waits for everybody behind it, so nobody starves.
 A request for which no worker that is alive is large enough is passed over. When no pair is left at all, waiting has a
-short grace (a worker that restarts is back within it), then requests are refused at once. `PrefillRateEstimate` is for
-requests whose time cannot suffice: they are refused before they take anybody else's.
+short grace (a worker that restarts is back within it), then requests are refused at once.
+
+`PriorityLimits` bounds the priority that a client may ask for. `PrefillRateEstimate` finds requests whose time cannot
+suffice: they are refused before they take anybody else's.
 """
 
 import asyncio
 import bisect
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Annotated, Self
 
-from router.request.validate import AdmissibleRequest
+from pydantic import AfterValidator
+
+from router.request.validate import MAX_PRIORITY, AdmissibleRequest
 from router.workers.directory import Directory, WorkerPair
+from runtime.access import Caller
 from runtime.clock import Clock
-from runtime.errors import CapacityError, UnavailableError
+from runtime.errors import CapacityError, ConfigError, UnavailableError
 from runtime.metrics import RouterMetrics
+
+EVERYBODY = "*"
+DEFAULT_LIMITS = ("*=0",)
 
 MIN_TOKENS = 64  # shorter prompts measure overheads rather than prefill
 MIN_PROMPTS = 3  # one alone may have met a cold start
@@ -177,3 +186,45 @@ class PrefillRateEstimate:
         oldest_s = self._clock.now() - MEMORY_S
         rates = [prefill_rate for at_s, prefill_rate in self._seen if at_s >= oldest_s]
         return num_tokens * min(rates) if num_tokens >= MIN_TOKENS and len(rates) >= MIN_PROMPTS else 0.0
+
+
+@dataclass(frozen=True)
+class PriorityLimits:
+    """The most urgent priority of each client, by the name its token or certificate gives it: `lowest`; the smaller a
+    priority, the more urgent. `*` is for clients that have no entry of their own."""
+
+    lowest: Mapping[str, int] = field(default_factory=lambda: {EVERYBODY: 0})
+
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> Self:
+        """From "NAME=PRIORITY". Raises ConfigError naming an entry that is none."""
+        return cls({EVERYBODY: 0} | dict(map(_parsed, entries)))
+
+    def most_urgent(self, caller: Caller) -> int:
+        """The smallest priority `caller` may give a request."""
+        own = [self.lowest[name] for name in caller.names if name in self.lowest]
+        return min(own, default=self.lowest[EVERYBODY])
+
+
+def _parsed(entry: str) -> tuple[str, int]:
+    name, equals, text = entry.rpartition("=")
+    try:
+        priority = int(text)
+    except ValueError:
+        equals = ""
+        priority = 0
+    if not equals or not name or abs(priority) > MAX_PRIORITY:
+        raise ConfigError(f"priority_limits must be NAME=PRIORITY with a priority from {-MAX_PRIORITY} to "
+                          f"{MAX_PRIORITY}, got {entry!r}", field="priority_limits")
+    return name, priority
+
+
+def _checked(entry: str) -> str:
+    try:
+        _parsed(entry)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return entry
+
+
+PriorityLimitField = Annotated[str, AfterValidator(_checked)]

@@ -79,12 +79,14 @@ class Output:
 class Answer:
     """Chunks, then exactly one finish. `emit` may wait for chunks; it must take a finish at once."""
 
-    def __init__(self, request_id: str, output: Output, emit: Emit, timeline: Timeline) -> None:
+    def __init__(self, request_id: str, output: Output, emit: Emit, timeline: Timeline,
+                 resumed: Sequence[int] = ()) -> None:
+        """`resumed`: what the client has already, and `output` knows."""
         self._request_id = request_id
         self._output = output
         self._emit = emit
         self._timeline = timeline
-        self.token_ids: list[int] = []  # all that the client was sent
+        self.token_ids = list(resumed)  # all that the client has
         self.has_ended = False
 
     @property

@@ -14,6 +14,8 @@ Life of a request:
  7. Tokens come from decode and go to the client, until `finished`, or until the text contains a stop string: then
     closing the streams is the abort.
 
+An answer that another router began goes the same way: decode computes again what its client has, as after a move.
+
 Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new one's terms go to
 the same reservation, which lands again under its next epoch, and its first token must be the one already sent. When
 a decode pool is lost or drains after it landed, the request moves (`router.request.migration`): another pair starts
@@ -35,12 +37,20 @@ from router.request.answer import Answer, Emit, Output
 from router.request.decode_stream import DecodeStream
 from router.request.migration import Migrations
 from router.request.prefill_stream import PrefillStream
+from router.request.resumption import finish_of
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import Ended, Event, FlowLimits, FlowParts, task_group
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
-from runtime.errors import BatonError, DeadlineError, InternalError, PeerLostError
+from runtime.errors import (
+    BatonError,
+    DeadlineError,
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+)
 from runtime.metrics import RouterMetrics
 from runtime.tracing import begin
 
@@ -67,8 +77,11 @@ class RequestFlow:
     def __init__(self, request: AdmissibleRequest, output: Output, emit: Emit, timeline: Timeline,
                  services: Services, time_limit_s: float) -> None:
         self._request = request
-        self._answer = Answer(self.request_id, output, emit, timeline)
+        resumed = request.resumed_of(0)
+        self._answer = Answer(self.request_id, output, emit, timeline, resumed)
         self._timeline = timeline
+        if resumed:
+            timeline.resumed()
         self._services = services
         self._time_limit_s = time_limit_s
         self._ends_at = asyncio.get_running_loop().time() + time_limit_s
@@ -76,7 +89,7 @@ class RequestFlow:
         self._is_running = False
         self._is_aborted = False
         self._inbox: asyncio.Queue[Event] = asyncio.Queue(INBOX_EVENTS)
-        self._first_token: types_pb2.TokenChunk | None = None
+        self._first_token = types_pb2.TokenChunk(token_ids=resumed[:1]) if resumed else None
         self._migrations = Migrations(services.directory, services.limits, services.metrics)
         self._is_committed = False
         self._finish: generation_pb2.GenerateFinish | None = None
@@ -97,9 +110,11 @@ class RequestFlow:
         Raises:
             DeadlineError: the time limit passed first.
         """
+        token_ids = self._answer.token_ids
+        finish = self._answer.stopped or finish_of(token_ids, self._request.engine)
         try:
             async with self._time_scope:
-                await self._run()
+                await (self._run() if finish is None else self._conclude(finish))
         except TimeoutError:
             await self._out_of_time()
         except asyncio.CancelledError:
@@ -218,6 +233,10 @@ class RequestFlow:
             await self._tell(token)
         elif list(token.token_ids) == list(self._first_token.token_ids):
             self._decode.first_token(token)
+        elif self._request.resumed_of(0):
+            raise InvalidRequestError(FieldViolation(
+                "resumed", f"begins with {list(self._first_token.token_ids)}, the answer to this request with "
+                           f"{list(token.token_ids)}"))
         else:
             raise InternalError(f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
                                 f"{list(self._first_token.token_ids)}")
@@ -292,6 +311,9 @@ class RequestFlow:
             # The workers would go on: closing is the abort.
             self._prefill.close()
             self._decode.close()
+        await self._conclude(finish)
+
+    async def _conclude(self, finish: generation_pb2.GenerateFinish) -> None:
         await self._answer.rest()
         await self._answer.finish(self._answer.stopped or finish)
 

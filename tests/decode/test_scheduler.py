@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.entry import Drawn, Event, Finished
+from decode.entry import DecodeLimits, Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
-from decode.steps import DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.request import DrawnToken, FinishReason, Request, SamplingParams
 from engine.memory.budget import decode_requests

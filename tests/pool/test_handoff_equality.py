@@ -26,7 +26,7 @@ from tests.support.models.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
 from tests.support.pool.local_pool import build_executor
 from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import SourceTerms, StageSessionState
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, CHUNK_TOKENS, NUM_STEPS = 16, 14, 4, 64, 4

@@ -17,9 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from router.api.generation import GenerationService, RequestLimits
 from router.api.readiness import SERVICE, Readiness
-from router.request.admission import Admission, AdmissionLimits, PrefillRateEstimate
+from router.request.admission import Admission, AdmissionLimits, PrefillRateEstimate, PriorityLimits
 from router.request.flow import Services
-from router.request.priorities import PriorityLimits
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenise import ChatTemplate, Tokeniser

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from decode.entry import DecodeLimits
 from decode.scheduler import DecodeScheduler
-from decode.steps import DecodeLimits
 from decode.worker import _outcome
 from engine.core.batch import ForwardBatch
 from engine.core.request import Request, SamplingParams

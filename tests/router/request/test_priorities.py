@@ -1,6 +1,6 @@
 import pytest
 
-from router.request.priorities import PriorityLimits
+from router.request.admission import PriorityLimits
 from runtime.access import ANYBODY, Caller, certified
 from runtime.errors import ConfigError
 

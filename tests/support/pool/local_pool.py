@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decode.entry import Drawn, Event, Finished
+from decode.entry import DecodeLimits, Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
-from decode.steps import DecodeLimits
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.latent import CpuLatentAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
