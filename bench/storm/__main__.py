@@ -9,12 +9,12 @@ import argparse
 import asyncio
 import statistics
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 from baton.cluster import demo_model
 from bench.report import Value, render
+from bench.storm.lines import LineFile
 from bench.storm.schedule import FaultKind, Weather
 from bench.storm.storm import Storm, StormConfig, run_storm
 from bench.storm.traffic import Manner, Shares
@@ -73,7 +73,7 @@ def _spelled(counter: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counter.items()))
 
 
-def _config(flags: argparse.Namespace, sink: "Sink") -> StormConfig:
+def _config(flags: argparse.Namespace, sink: LineFile) -> StormConfig:
     kinds = frozenset(flags.faults.split(","))
     if unknown := kinds - set(KINDS) - {""}:
         raise SystemExit(f"--faults: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
@@ -82,17 +82,6 @@ def _config(flags: argparse.Namespace, sink: "Sink") -> StormConfig:
     shares = Shares(flags.aborts if ABORTS in kinds else 0.0, 0.02 if "unread" in kinds else 0.0,
                     0.02 if "hostile" in kinds else 0.0)
     return StormConfig(weather, flags.seed, flags.model, flags.draft, shares, flags.rate, flags.timeout, sink)
-
-
-class Sink:
-    """Lines of all processes into a file, with their times; nowhere without one."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("w", buffering=1)
-
-    def __call__(self, name: str, line: str) -> None:
-        if self._file is not None:
-            self._file.write(f"{time.monotonic():.3f} {name:12} {line}\n")
 
 
 def main() -> int:
@@ -108,7 +97,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     flags = parser.parse_args()
     try:
-        storm = asyncio.run(run_storm(_config(flags, Sink(flags.log))))
+        storm = asyncio.run(run_storm(_config(flags, LineFile(flags.log))))
     except BatonError as error:
         print(f"bench.storm: {error}", file=sys.stderr)
         return 1

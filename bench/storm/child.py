@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from bench.storm.control import Control
 from runtime.errors import InternalError
