@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
-from baton.client import AsyncBatonClient
 from baton.values import Chunk, Event, Query
 from runtime.errors import BatonError, CapacityError, DeadlineError, HandoffError, IntegrityError, UnavailableError
 
@@ -34,7 +33,7 @@ class WrongReplay(BatonError):
 class SeveralRouters:
     """Satisfies `Asker`. Every request starts at the next router in turn."""
 
-    def __init__(self, clients: Sequence[AsyncBatonClient]) -> None:
+    def __init__(self, clients: Sequence[Asker]) -> None:
         self._clients = clients
         self._turn = 0
         self._suspect_until_s = [0.0] * len(clients)

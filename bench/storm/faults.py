@@ -15,7 +15,7 @@ from typing import Self
 from baton.cluster import LocalCluster
 from baton.nursery import ProcessPlaces
 from bench.storm.control import Control
-from bench.storm.schedule import Fault, FaultKind
+from bench.storm.schedule import StormFault, FaultKind
 
 DISK_BYTES = 1 << 20
 _BLOCK = bytes(4096)
@@ -80,10 +80,10 @@ class Injector:
         self._stopped: set[int] = set()
         self.done: Counter[FaultKind] = Counter()
 
-    async def run(self, faults: Sequence[Fault], start_s: float) -> None:
+    async def run(self, faults: Sequence[StormFault], start_s: float) -> None:
         await asyncio.gather(*(self._one(fault, start_s) for fault in faults))
 
-    async def _one(self, fault: Fault, start_s: float) -> None:
+    async def _one(self, fault: StormFault, start_s: float) -> None:
         await asyncio.sleep(max(start_s + fault.at_s - time.monotonic(), 0.0))
         self.done[fault.kind] += 1
         control = self._places.controls[fault.victim]
@@ -110,7 +110,7 @@ class Injector:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    async def _stop(self, fault: Fault) -> None:
+    async def _stop(self, fault: StormFault) -> None:
         pid = self._cluster.processes[fault.victim].pid
         if pid is None:
             return

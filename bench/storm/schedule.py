@@ -25,7 +25,7 @@ CLOCK_JUMPS_S = (-86400.0, -60.0, 3600.0)
 
 
 @dataclass(frozen=True)
-class Fault:
+class StormFault:
     """`amount`: seconds that it lasts, or those by which a clock jumps; 0 where neither means anything."""
 
     at_s: float
@@ -46,10 +46,10 @@ class Weather:
     calm_s: float = 4.0
 
 
-def forecast(weather: Weather, processes: Sequence[str], *, seed: int) -> list[Fault]:
+def forecast(weather: Weather, processes: Sequence[str], *, seed: int) -> list[StormFault]:
     """In order of time. Every process is killed as often as any other, give or take one."""
     rng = random.Random(seed)
-    faults = [Fault(at_s, FaultKind.KILL, victim) for at_s, victim in zip(
+    faults = [StormFault(at_s, FaultKind.KILL, victim) for at_s, victim in zip(
         _times(weather, weather.kill_every_s), _turns(processes, rng), strict=False)]
     if FaultKind.KILL not in weather.kinds:
         faults = []
@@ -72,11 +72,11 @@ def _turns(items: Sequence[T], rng: random.Random) -> Iterator[T]:
         yield from rng.sample(items, len(items))
 
 
-def _fault(at_s: float, kind: FaultKind, processes: Sequence[str], rng: random.Random) -> Fault:
+def _fault(at_s: float, kind: FaultKind, processes: Sequence[str], rng: random.Random) -> StormFault:
     workers = [name for name in processes if not name.startswith("router")]
     senders = {FaultKind.FRAME: [name for name in workers if "." in name],
                FaultKind.ITEM: [name for name in workers if name.startswith("prefill")],
                FaultKind.DISK: workers}
     victim = rng.choice(senders.get(kind, list(processes)))
     amounts = {FaultKind.STOP: rng.uniform(*STOP_S), FaultKind.DISK: DISK_S, FaultKind.CLOCK: rng.choice(CLOCK_JUMPS_S)}
-    return Fault(at_s, kind, victim, amounts.get(kind, 0.0))
+    return StormFault(at_s, kind, victim, amounts.get(kind, 0.0))

@@ -15,7 +15,7 @@ from baton.cluster import ClusterConfig, LocalCluster
 from bench.storm import leaks, truth
 from bench.storm.asking import SeveralRouters
 from bench.storm.faults import Injector, SmallDisk, StormPlaces
-from bench.storm.schedule import Fault, FaultKind, Weather, forecast
+from bench.storm.schedule import StormFault, FaultKind, Weather, forecast
 from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Answer, Counts, Pace, recoveries
 
@@ -53,7 +53,7 @@ class StormConfig:
 class Storm:
     """What came of it; times as of `time.monotonic`. `untried` are kinds of faults that this machine does not allow."""
 
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[StormFault] = field(default_factory=list)
     untried: frozenset[FaultKind] = frozenset()
     requests: list[Seen] = field(default_factory=list)
     truths: Sequence[Answer] = ()

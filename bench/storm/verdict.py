@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bench.storm.schedule import Fault
+from bench.storm.schedule import StormFault
 from bench.storm.traffic import Manner, Seen
 
 Answer = Sequence[tuple[int, float]]  # token id, logprob as the wire has it
@@ -109,7 +109,7 @@ class Pace:
         return since_s - fault_s
 
 
-def recoveries(pace: Pace, faults: Sequence[Fault], start_s: float, end_s: float) -> list[float]:
+def recoveries(pace: Pace, faults: Sequence[StormFault], start_s: float, end_s: float) -> list[float]:
     """Of each fault, by its place in `faults`. What comes of the next fault is counted with the next."""
     times = [start_s + fault.at_s for fault in faults]
     return [pace.recovery_s(at_s, min([other for other in times if other > at_s] + [end_s])) for at_s in times]
