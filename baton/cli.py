@@ -35,12 +35,22 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
 )
 
-Target = Annotated[str, typer.Option(help="HOST:PORT of the router.")]
+Target = Annotated[list[str] | None, typer.Option(
+    show_default=DEFAULT_TARGET, envvar="BATON_TARGET", help="HOST:PORT of the router. Several, repeated or with "
+    "commas between them, take turns, and one goes on with what another left unfinished.")]
 Timeout = Annotated[float | None, typer.Option(min=0.001, help="Give up after this many seconds.")]
 Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 _LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+def _targets(given: list[str] | None) -> tuple[str, ...]:
+    """Raises ConfigError when none is left of what was given."""
+    targets = tuple(part.strip() for text in given or [DEFAULT_TARGET] for part in text.split(",") if part.strip())
+    if not targets:
+        raise ConfigError("--target must name a router, HOST:PORT", field="target")
+    return targets
 
 
 @contextmanager
@@ -167,7 +177,7 @@ def _become(role: str, arguments: list[str]) -> NoReturn:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text, or with --ids token ids like 1,2,3.")],
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     ids: Ids = False,
     as_chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, to be answered.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = None,
@@ -200,7 +210,8 @@ def generate(
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
             num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
             structured_output=structured_output_of(json_schema, regex))
-        with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
+        with BatonClient(*_targets(target), security=security) as client:
             events = client.generate(query, timeout_s=timeout)
             if as_json:
                 for event in events:
@@ -211,7 +222,7 @@ def generate(
 
 @app.command()
 def chat(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     system: Annotated[str, typer.Option(help="A first message with the role system.")] = "",
     temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
@@ -224,14 +235,15 @@ def chat(
 ) -> None:
     """Talk to the model; it sees the whole conversation. End with Ctrl-D."""
     with (_one_line_errors(),
-          BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client):
+          BatonClient(*_targets(target), security=connection(tls_ca, tls_cert, tls_key, tls_name,
+                                                             token_file)) as client):
         converse(client, system=system, sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens),
                  timeout_s=timeout)
 
 
 @app.command()
 def status(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -241,7 +253,8 @@ def status(
 ) -> None:
     """Workers, pools, pages and sessions at a glance. Exit code 1 unless every worker serves."""
     with _one_line_errors():
-        with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
+        with BatonClient(*_targets(target), security=security) as client:
             seen = client.cluster_status()
         if as_json:
             print(json.dumps(asdict(seen)))
@@ -253,7 +266,7 @@ def status(
 
 @app.command()
 def load(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     api: Annotated[Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")] = Api.BATON,
     requests: Annotated[int, typer.Option(min=1, help="How many to send.")] = 60,
     rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second.")] = 4.0,
@@ -282,7 +295,7 @@ def load(
 
     async def run(spec: LoadSpec) -> dict[str, object]:
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-        async with connect(api, target, security) as client:
+        async with connect(api, _targets(target), security) as client:
             figures, _ = await measure(client, spec, console)
             return figures
 

@@ -31,7 +31,7 @@ from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.core.request import SamplingParams
 from engine.memory.layout import PoolGeometry
-from engine.memory.pages import pages_for_tokens
+from engine.memory.leases import pages_for_tokens
 from engine.memory.pools import StagePools
 from models.blocks.weights import RandomWeights
 from models.loader import random_model

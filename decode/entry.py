@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from decode.speculation import DraftState
 from engine.core.request import DrawnToken, FinishReason, Request
-from engine.memory.pages import PageAllocator, pages_for_tokens
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from pool.request.entry import Entry, Failed
 from runtime.errors import FieldViolation, InvalidRequestError
 

@@ -24,8 +24,7 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes, Verified
 from engine.core.request import DrawnToken, FinishReason, Request
 from engine.memory.integrity import check_integrity
-from engine.memory.pages import PageAllocator, pages_for_tokens
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad

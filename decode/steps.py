@@ -11,7 +11,7 @@ from decode.entry import DecodeEntry, DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row
-from engine.memory.pages import PageAllocator, pages_for_tokens
+from engine.memory.leases import PageAllocator, pages_for_tokens
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
 """The decode role: what `pool.process` needs to know to run it."""
 
-from decode.active_request import DecodeParts
 from decode.adaptive import AdaptiveDraft
 from decode.entry import DecodeLimits, Event, Finished
 from decode.scheduler import DecodeScheduler
-from decode.service import DecodeService
+from decode.service import DecodeParts, DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.executor import LayerObserver
 from pool.process import LeaderParts
 from pool.request.entry import Failed

@@ -109,29 +109,40 @@ async def _ask(client: AsyncBatonClient) -> None:
         pass
 
 
-async def trace(entered: EnteredFunctions) -> RequestPath:
+async def _compile(checkpoint: Path) -> None:
+    """Serve once, so that every kernel is compiled: under a profiler that takes longer than a cluster waits for."""
+    async with cluster_in_process(checkpoint, decode_pp=2) as client:
+        await _ask(client)
+
+
+async def _trace(checkpoint: Path, entered: EnteredFunctions) -> RequestPath:
+    async with cluster_in_process(checkpoint, decode_pp=2) as client:
+        await _ask(client)  # what happens once only
+        with entered.collected() as before:
+            await asyncio.sleep(IDLE_S)
+        with entered.collected() as request:
+            await _ask(client)
+        await asyncio.sleep(SETTLE_S)
+        with entered.collected() as after:
+            await asyncio.sleep(IDLE_S)
+    return RequestPath(frozenset(request), frozenset(before | after))
+
+
+def trace() -> RequestPath:
     """The path of one request through a cluster that has served another one before."""
+    entered = EnteredFunctions()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder), "qwen3_5_text")
-        async with cluster_in_process(checkpoint, decode_pp=2) as client:
-            await _ask(client)  # what happens once only
-            with entered.collected() as before:
-                await asyncio.sleep(IDLE_S)
-            with entered.collected() as request:
-                await _ask(client)
-            await asyncio.sleep(SETTLE_S)
-            with entered.collected() as after:
-                await asyncio.sleep(IDLE_S)
-    return RequestPath(frozenset(request), frozenset(before | after))
+        asyncio.run(_compile(checkpoint))
+        entered.install()
+        return asyncio.run(_trace(checkpoint, entered))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a list")
     flags = parser.parse_args()
-    entered = EnteredFunctions()
-    entered.install()
-    path = asyncio.run(trace(entered))
+    path = trace()
     if flags.json:
         print(json.dumps({"files": len(path.files), "touched": len(path.touched), "idle": len(path.idle_files),
                           "listed": path.files}))

@@ -11,6 +11,7 @@ from pathlib import Path
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster
 from baton.nursery import ProcessPlaces
+from baton.retry import NO_RETRY
 from baton.values import Query
 from bench.partition.network import Network
 from bench.storm import leaks, truth
@@ -136,7 +137,8 @@ async def grid(model: Path, *, rate: float, timeout_s: float, seed: int,
         places = Apart(network)
         config = ClusterConfig(model=model, prefill=2, decode=2, decode_pp=2, listen=f"{places.host('router')}:0",
                                worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS, stop_grace_s=5, places=places)
-        async with LocalCluster(config, sink=sink) as cluster, AsyncBatonClient(cluster.address) as client:
+        async with (LocalCluster(config, sink=sink) as cluster,
+                    AsyncBatonClient(cluster.address, retry=NO_RETRY) as client):
             questions = make_questions(await client.model_info(), NUM_QUESTIONS, seed=seed)
             truths = await asyncio.to_thread(truth.answers, model, questions)
             await asyncio.gather(*(client.complete(question, timeout_s=60) for question in questions))

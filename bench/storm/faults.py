@@ -15,7 +15,7 @@ from typing import Self
 from baton.cluster import LocalCluster
 from baton.nursery import ProcessPlaces
 from bench.storm.control import Control
-from bench.storm.schedule import StormFault, FaultKind
+from bench.storm.schedule import FaultKind, StormFault
 
 DISK_BYTES = 1 << 20
 _BLOCK = bytes(4096)

@@ -12,16 +12,17 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster
+from baton.retry import Retry
 from bench.storm import leaks, truth
-from bench.storm.asking import SeveralRouters
 from bench.storm.faults import Injector, SmallDisk, StormPlaces
-from bench.storm.schedule import StormFault, FaultKind, Weather, forecast
+from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Answer, Counts, Pace, recoveries
 
 NUM_QUESTIONS = 24
 SETTLE_S = 60.0
 WARM_UP = 8  # requests before it begins
+PATIENT = Retry(attempts=40, resumptions=40, lost=4, last_pause_s=1.0)  # as long as its deadline allows
 ENDED_S = 5.0  # for the processes of a cluster that has ended
 WORKER_FLAGS = ("--drain-s", "2")
 ROUTER_FLAGS = ("--drain-s", "2")
@@ -100,6 +101,7 @@ async def run_storm(config: StormConfig) -> Storm:
 async def _run(config: StormConfig, storm: Storm, what: ClusterConfig, places: StormPlaces, disk: SmallDisk) -> None:
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(LocalCluster(what, sink=config.sink))
+        asker = await stack.enter_async_context(AsyncBatonClient(*cluster.addresses, retry=PATIENT))
         clients = [await stack.enter_async_context(AsyncBatonClient(address)) for address in cluster.addresses]
         questions = make_questions(await clients[0].model_info(), NUM_QUESTIONS, seed=config.seed)
         storm.truths = await asyncio.to_thread(truth.answers, config.model, questions)
@@ -109,7 +111,7 @@ async def _run(config: StormConfig, storm: Storm, what: ClusterConfig, places: S
         storm.untried = frozenset() if disk.is_there else config.weather.kinds & {FaultKind.DISK}
         storm.faults = [fault for fault in forecast(config.weather, sorted(cluster.processes), seed=config.seed)
                         if fault.kind not in storm.untried]
-        traffic = Traffic(SeveralRouters(clients), questions, config.timeout_s)
+        traffic = Traffic(asker, questions, config.timeout_s)
         storm.requests, storm.start_s = traffic.seen, time.monotonic()
         injector = Injector(cluster, places, disk)
         planned = plan(config.weather.seconds, config.rate, len(questions), config.shares, seed=config.seed)

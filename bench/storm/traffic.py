@@ -4,13 +4,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
-from baton.values import Chunk, Finish, ModelInfo, Query, Sampling, Stop, StructuredOutput
-from bench.storm.asking import Asker
+from baton.values import Chunk, Event, Finish, ModelInfo, Query, Sampling, Stop, StructuredOutput
 from runtime.errors import BatonError
 
 HUNG_S = 10.0  # beyond its deadline: who waits so long waits for ever
@@ -96,6 +96,12 @@ def hostile_schemas() -> list[str]:
         deep = {"type": "array", "items": deep}
     return [json.dumps(schema) for schema in (
         primes, deep, {"$defs": lists, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]})]
+
+
+class Asker(Protocol):
+    """Whom requests are sent through: an `AsyncBatonClient`."""
+
+    def generate(self, query: Query, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]: ...
 
 
 class Traffic:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.backends.gated_delta import normalise_heads, recurrent_step
-from engine.backends.recurrent_inputs import delta_inputs, recurrent_rows
+from engine.backends.recurrent_batch import delta_inputs, recurrent_rows
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, ancestors
-from engine.kernels.host.compiled import has_kernels
+from engine.kernels.host.compiled import Team, has_kernels
 from engine.kernels.host.delta_rule import delta_steps
-from engine.kernels.host.team import Team
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from runtime.errors import InternalError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_page, bytes_per_slot
-from engine.memory.pages import pages_for_tokens
+from engine.memory.leases import pages_for_tokens
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -1,12 +1,14 @@
 """Who holds which id of one pool. Pure integers: the tensors behind the ids live in `engine/memory/pools.py`.
 
 Index 0 of every pool is the null record: padded table entries point at it, padded rows write to it, nobody owns it.
-A ledger belongs to one thread, the one that schedules.
+A ledger belongs to one thread, the one that schedules. A request holds two kinds of ids: pages of the paged caches, and
+one slot of recurrent (conv and state) memory where the model has any. Draft models have a page allocator of their own.
 """
 
 from types import TracebackType
 from typing import Self
 
+from engine.memory.layout import NULL_INDEX
 from engine.memory.runs import FreeRuns
 from runtime.errors import CapacityError, InternalError
 
@@ -108,3 +110,97 @@ class Lease:
     def _check_alive(self) -> None:
         if self._ended:
             raise InternalError(f"lease of {self.owner} on {self._ledger.name} was used after its end")
+
+
+class PageLease(Lease):
+    """A request's pages, in position order."""
+
+    @property
+    def page_ids(self) -> list[int]:
+        """A copy. Raises InternalError after the end."""
+        return self.ids()
+
+    @property
+    def num_pages(self) -> int:
+        """Raises InternalError after the end."""
+        self._check_alive()
+        return len(self._ids)
+
+    def extend(self, count: int) -> None:
+        """Add `count` pages behind the present ones, adjacent to the last where possible.
+
+        Raises:
+            CapacityError: not that many are free; the lease keeps what it has.
+            InternalError: the lease has ended.
+        """
+        self._check_alive()
+        self._ids += self._ledger.take(count, self.owner, after=self._ids[-1] if self._ids else None)
+
+
+class PageAllocator:
+    """Grants pages 1..num_pages-1; page 0 is the null page.
+
+    Prefers adjacent pages at low ids: a transfer moves a run of pages as one stretch of bytes.
+    """
+
+    def __init__(self, num_pages: int, *, name: str = "pages") -> None:
+        """`num_pages` counts the null page; `name` appears in errors and reports."""
+        self.ledger = Ledger(name, num_pages)
+
+    @property
+    def num_total(self) -> int:
+        return self.ledger.num_total
+
+    @property
+    def num_free(self) -> int:
+        return self.ledger.num_free
+
+    def alloc(self, count: int, *, owner: str) -> PageLease:
+        """All `count` pages or none.
+
+        Raises:
+            CapacityError: fewer than `count` are free.
+        """
+        return PageLease(self.ledger, owner, count)
+
+
+def pages_for_tokens(num_tokens: int, page_size: int) -> int:
+    """Pages that hold this many tokens."""
+    return -(-num_tokens // page_size)
+
+
+class SlotLease(Lease):
+    """One request's slot; the null slot, which nobody owns, for models without recurrent state."""
+
+    @property
+    def slot_id(self) -> int:
+        """Raises InternalError after the end."""
+        ids = self.ids()
+        return ids[0] if ids else NULL_INDEX
+
+
+class SlotAllocator:
+    """Grants slots 1..num_slots-1; slot 0 is the null slot.
+
+    With `num_slots` 0 the model has no recurrent state: every request gets a lease on the null slot, and there is
+    no limit, so that callers need not know which kind of model they serve.
+    """
+
+    def __init__(self, num_slots: int, *, name: str = "slots") -> None:
+        self.ledger = Ledger(name, num_slots)
+
+    @property
+    def is_stateless(self) -> bool:
+        return self.ledger.num_ids == 0
+
+    @property
+    def num_total(self) -> int:
+        return self.ledger.num_total
+
+    @property
+    def num_free(self) -> int:
+        return self.ledger.num_free
+
+    def alloc(self, *, owner: str) -> SlotLease:
+        """Raises CapacityError when every slot is taken."""
+        return SlotLease(self.ledger, owner, 0 if self.is_stateless else 1)

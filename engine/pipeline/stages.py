@@ -17,8 +17,8 @@ from typing import Protocol
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
-from engine.core.frame_limit import FrameLimit
 from engine.core.request import DrawnToken
+from engine.core.time_limits import FrameLimit
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
 from engine.pipeline.executor import StageExecutor

@@ -1,27 +1,21 @@
-"""What a storm is made of: its schedule, its client, its damage, and how it judges; the judgements by hand."""
+"""What a storm is made of: its schedule, its damage, and how it judges; the judgements by hand."""
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from baton.values import Chunk, Event, Finish, FinishReason, Query, Timings, TokenLogprobs, Usage, WorkerStatus
-from baton.values import ClusterStatus as Status
+from baton.values import ClusterStatus, WorkerStatus
 from bench.storm import child, leaks
-from bench.storm.asking import SeveralRouters, WrongReplay
 from bench.storm.control import Control
-from bench.storm.schedule import StormFault, FaultKind, Weather, forecast
+from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Coming, Manner, Seen, Shares, plan
 from bench.storm.verdict import Counts, Fate, Pace, fate, recoveries
-from runtime.errors import BatonError, IntegrityError, PeerLostError, UnavailableError
 
 PROCESSES = ("decode-0.0", "decode-0.1", "prefill-0", "prefill-1", "router", "router-1")
-USAGE, QUERY = Usage(1, 1), Query((5,), request_id="q")
 
 
 def test_the_same_seed_gives_the_same_storm_and_no_process_is_spared() -> None:
@@ -100,72 +94,6 @@ def test_a_shifted_clock_is_the_wall_clock_of_all_but_grpc(tmp_path: Path, clock
     assert abs(now() - true_time()) < 60
 
 
-def logprobs(count: int) -> tuple[TokenLogprobs, ...]:
-    return (TokenLogprobs(-1.0, ()),) * count
-
-
-def chunk(*tokens: int) -> Chunk:
-    return Chunk("q", tokens, "", logprobs(len(tokens)), USAGE)
-
-
-FINISH = Finish("q", FinishReason.LENGTH, None, None, USAGE, Timings())
-
-
-@dataclass
-class Router:
-    """Answers each call with the next of its scripts: events, then an error if it ends with one."""
-
-    scripts: list[list[Event | BatonError]]
-    asked: list[str] = field(default_factory=list)
-
-    async def generate(self, query: Query, *, timeout_s: float | None = None,
-                       traceparent: str = "") -> AsyncGenerator[Event, None]:
-        self.asked.append(query.request_id)
-        for event in self.scripts.pop(0):
-            if isinstance(event, BatonError):
-                raise event
-            yield event
-
-
-async def tokens_of(*routers: Router, timeout_s: float = 60) -> list[int]:
-    found: list[int] = []
-    async for event in SeveralRouters(routers).generate(QUERY, timeout_s=timeout_s):
-        if isinstance(event, Chunk):
-            assert len(event.logprobs) == len(event.token_ids)
-            found += event.token_ids
-    return found
-
-
-async def test_a_stream_that_breaks_is_begun_again_elsewhere_and_goes_on_where_it_was() -> None:
-    first = Router([[chunk(1), chunk(2, 3), PeerLostError("gone", retry_after_s=0.0)]])
-    second = Router([[chunk(1, 2), chunk(3, 4), chunk(5), FINISH]])
-    assert await tokens_of(first, second) == [1, 2, 3, 4, 5]
-    assert (first.asked, second.asked) == (["q.0"], ["q.1"])
-
-
-async def test_another_replay_is_wrong_and_not_passed_on() -> None:
-    first, second = Router([[chunk(1), UnavailableError("gone", retry_after_s=0.0)]]), Router([[chunk(2), FINISH]])
-    with pytest.raises(WrongReplay):
-        await tokens_of(first, second)
-
-
-async def test_a_router_that_broke_off_is_asked_last_and_damage_is_final() -> None:
-    first, second = Router([[UnavailableError("no")]]), Router([[FINISH], [IntegrityError("a bit")]])
-    several = SeveralRouters([first, second])
-    assert [event async for event in several.generate(QUERY, timeout_s=60)] == [FINISH]
-    with pytest.raises(IntegrityError):
-        _ = [event async for event in several.generate(QUERY, timeout_s=60)]
-    assert (len(first.asked), len(second.asked)) == (1, 2)
-
-
-async def test_no_try_begins_that_cannot_end_in_time() -> None:
-    refusing = Router([[UnavailableError("no", retry_after_s=50.0)] for _ in range(9)])
-    async with asyncio.timeout(60):
-        with pytest.raises(UnavailableError):
-            await tokens_of(refusing, timeout_s=40)
-    assert len(refusing.asked) == 1
-
-
 TRUTH = [(7, -0.5), (8, -0.25), (9, -1.0)]
 
 
@@ -235,8 +163,8 @@ def worker(**values: int) -> WorkerStatus:
 
 
 def test_whatever_a_worker_still_holds_is_a_leak() -> None:
-    assert leaks.Held.of(Status("m", 0, 0, (worker(), worker()))).is_clean
-    held = leaks.Held.of(Status("m", 1, 0, (worker(pages_free=7), worker(slots_free=3, open_sessions=1))))
+    assert leaks.Held.of(ClusterStatus("m", 0, 0, (worker(), worker()))).is_clean
+    held = leaks.Held.of(ClusterStatus("m", 1, 0, (worker(pages_free=7), worker(slots_free=3, open_sessions=1))))
     assert (held.pages, held.slots, held.sessions, held.requests, held.away, held.total) == (2, 1, 1, 1, 0, 5)
 
 

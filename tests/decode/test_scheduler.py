@@ -9,8 +9,7 @@ from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.request import DrawnToken, FinishReason, Request, SamplingParams
 from engine.memory.budget import decode_requests
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
 from runtime.clock import ManualClock

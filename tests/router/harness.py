@@ -111,7 +111,8 @@ class RouterHarness:
 
     def __init__(self, directory: Directory, services: Services, service: GenerationService, server: GrpcServer,
                  stub: "generation_pb2_grpc.GenerationAsyncStub", channel: grpc.aio.Channel,
-                 workers: tuple[FakeWorker, ...], registry: CollectorRegistry) -> None:
+                 workers: tuple[FakeWorker, ...], registry: CollectorRegistry, address: str) -> None:
+        self.address = address
         self.directory = directory
         self.services = services
         self.service = service
@@ -220,7 +221,8 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
             stack.push_async_callback(_stopped, task)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationStub(channel)
-        harness = RouterHarness(directory, services, service, server, stub, channel, workers, registry)
+        harness = RouterHarness(directory, services, service, server, stub, channel, workers, registry,
+                                address)
         if start_workers:
             await eventually(lambda: all(w.info is not None and "report" not in w.problem for w in directory.workers),
                              "workers that have not reported")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.backends.recurrent_checks import check_mode, pool_of
+from engine.backends.recurrent_batch import check_mode, pool_of
 from engine.backends.recurrent_tree import kept_states, node_scratch
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo

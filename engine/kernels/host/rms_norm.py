@@ -15,6 +15,7 @@ from engine.kernels.host.compiled import (
     NEXT,
     PART,
     STORED_AS,
+    Team,
     compile_kernel,
     count_up,
     launch_integers,
@@ -23,7 +24,6 @@ from engine.kernels.host.compiled import (
     rounded,
     wide,
 )
-from engine.kernels.host.team import Team
 
 _ARGUMENTS = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "eps_bits")
 _ITEM_TOKENS = 16

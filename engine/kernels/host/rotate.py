@@ -12,6 +12,7 @@ from engine.kernels.host.compiled import (
     NEXT,
     PART,
     STORED_AS,
+    Team,
     compile_kernel,
     count_up,
     launch_integers,
@@ -20,7 +21,6 @@ from engine.kernels.host.compiled import (
     rounded,
     wide,
 )
-from engine.kernels.host.team import Team
 
 _ARGUMENTS = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
 _ITEM_TOKENS = 16

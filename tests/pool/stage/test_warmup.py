@@ -11,8 +11,7 @@ from decode.worker import _outcome
 from engine.core.batch import ForwardBatch
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepResult
 from pool.stage import warmup as warmup_module
 from pool.stage.warmup import run_inside

@@ -21,9 +21,8 @@ from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, Request
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, PoolGeometry
-from engine.memory.pages import PageAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.memory.pools import StagePools
-from engine.memory.slots import SlotAllocator
 from engine.pipeline.channel import FrameChannel
 from engine.pipeline.executor import StageExecutor
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
