@@ -12,6 +12,7 @@ end them. Without a close, a killed source ends its receives at once over TCP an
 memory (keepalive; the process must have been reaped by its parent).
 """
 
+import logging
 import os
 import time
 
@@ -25,6 +26,9 @@ from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding
 from transfer.ucx.settings import HANDOFF_OPTIONS, TransportProfile, close_endpoint, create_worker
+from transfer.ucx.silence import PEER_SILENCE_S, SilentPeers
+
+logger = logging.getLogger(__name__)
 
 SPIN_S = 50e-6
 SHARED_CORE_S = 30e-6
@@ -70,6 +74,8 @@ class UcxTransport:
         self._ended: list[Operation] = []
         self._num_pending = 0
         self._next_peer_check_s = 0.0
+        self._moved: set[Peer] = set()  # peers of which a message has ended since the last check
+        self._silent: SilentPeers[Peer] = SilentPeers(clock)
         self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
         self._scratch = self._ucx.array(bytearray(1))
         self._wakeup = Wakeup()
@@ -148,9 +154,18 @@ class UcxTransport:
             self._discard(self._matcher.expire())
             for peer in [peer for peer in self._peers.values() if not peer.alive]:
                 self.close_peer(peer)
+            self._cut_off_silent_peers()
         ended, self._ended = self._ended, []
         self._num_pending -= len(ended)
         return ended
+
+    def _cut_off_silent_peers(self) -> None:
+        """So that what is under way ends, and goes on elsewhere."""
+        moved, self._moved = self._moved, set()
+        for peer in self._silent.over_limit({operation.peer for operation, _ in self._active}, moved):
+            logger.warning("a peer has moved no byte for %g s though messages are under way: it is cut off",
+                           PEER_SILENCE_S)
+            self.close_peer(peer)
 
     def wait(self, timeout_s: float) -> None:
         if self._ended or self._wakeup.is_set:
@@ -215,6 +230,7 @@ class UcxTransport:
             self._discards = [request for request in self._discards if not request.completed]
 
     def _finish(self, operation: Operation, request: UcxRequest) -> None:
+        self._moved.add(operation.peer)
         try:
             request.check_error()
         except self._ucx.error as error:

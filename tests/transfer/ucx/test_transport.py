@@ -114,6 +114,17 @@ def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
     assert all(target == b"\xee" * NUM_BYTES for target in targets)
 
 
+def test_a_source_that_hangs_in_mid_message_is_cut_off(receiver: UcxTransport, child: SendingChild) -> None:
+    """As one behind a network that loses every packet: no error ever comes of it."""
+    operations, _ = start_receiving(receiver, child)
+    child.process.send_signal(signal.SIGSTOP)
+    progress_until_ended(receiver, operations)
+    lost = [operation for operation in operations if operation.state is OperationState.FAILED]
+    assert lost
+    assert all(isinstance(operation.error, PeerLostError) for operation in lost)
+    assert not operations[0].peer.alive
+
+
 def test_a_live_source_delivers_everything(receiver: UcxTransport, child: SendingChild) -> None:
     operations, targets = start_receiving(receiver, child)
     progress_until_ended(receiver, operations)
