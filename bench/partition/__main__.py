@@ -3,7 +3,7 @@
 Every process has a network namespace of its own, with an address of its own; each edge between two roles, and between
 the stages of a pool, is cut for some seconds, both ways and one way, under load, and mended. Every answer is compared
 with a single process's. Needs `ip` (iproute2) and user namespaces, not root; ends with 77 where they are refused, and
-with 1 if an answer was wrong, lost or hung, or anything was not given back.
+with 1 if an answer was wrong, lost or hung, a process ended, or anything was not given back.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def spelled(result: CellResult) -> str:
     cell = result.cell
     line = (f"{cell.edge} {cell.way} {cell.seconds:g} s: {sum(result.counts.fates.values())} requests, "
             f"{result.num_failed} failed, longest wait {result.longest_wait_s:.2f} s, "
-            f"settled after {result.settled_s:.2f} s, held {result.held.total}")
+            f"settled after {result.settled_s:.2f} s, held {result.held.total}, {result.num_restarts} restarts")
     return "\n    ".join([line, *sorted(set(result.failures))])
 
 
@@ -39,6 +39,7 @@ def figures(results: list[CellResult]) -> dict[str, Value]:
         "wrong": sum(result.counts.num_wrong for result in results),
         "hung": sum(result.counts.num_hung for result in results),
         "leaked": sum(result.held.total for result in results),
+        "restarts": sum(result.num_restarts for result in results),
         "longest_wait_s": max((result.longest_wait_s for result in results), default=0.0),
         "settled_s": max((result.settled_s for result in results), default=0.0),
         **{f"wait_s {result.cell.edge} {result.cell.way} {result.cell.seconds:g}": result.longest_wait_s
@@ -81,7 +82,7 @@ def main() -> int:
         return 1
     values = figures(results)
     print(render("partition", values, as_json=flags.json))
-    return 1 if any(values[name] for name in ("failed", "wrong", "hung", "leaked")) else 0
+    return 1 if any(values[name] for name in ("failed", "wrong", "hung", "leaked", "restarts")) else 0
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class CellResult:
     longest_wait_s: float
     settled_s: float
     held: leaks.Held
+    num_restarts: int  # processes that ended; none should for want of a connection
     failures: tuple[str, ...]
 
     @property
@@ -109,6 +110,7 @@ class Grid:
 
     async def run(self, cell: Cell, *, seed: int) -> CellResult:
         """Returns when all requests have ended and the cluster is clean, or `SETTLE_S` later."""
+        starts = self._num_starts
         traffic = Traffic(self.client, self.questions, self.timeout_s)
         planned = plan(LEAD_S + cell.seconds + TAIL_S, self.rate, len(self.questions), Shares(0.0, 0.0, 0.0), seed=seed)
         load = asyncio.create_task(traffic.run(planned, time.monotonic()))
@@ -126,7 +128,11 @@ class Grid:
         waits = [end - begin for seen in traffic.seen for begin, end in stalls(seen)]
         failures = tuple(f"{seen.error}: {seen.text}" for seen in traffic.seen if seen.error is not None)
         return CellResult(cell, Counts.of(traffic.seen, self.truths), max(waits, default=0.0),
-                          time.monotonic() - ended_s, held, failures)
+                          time.monotonic() - ended_s, held, self._num_starts - starts, failures)
+
+    @property
+    def _num_starts(self) -> int:
+        return sum(process.num_starts for process in self.cluster.processes.values())
 
 
 @asynccontextmanager
