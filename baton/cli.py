@@ -14,11 +14,12 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from baton.client import DEFAULT_TARGET, BatonClient
+from baton.client import DEFAULT_TARGET, AsyncBatonClient, BatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
+from baton.gateway import curl_line
 from baton.generate_command import print_text, prompt_of, structured_output_of
 from baton.load import Slo
 from baton.load_command import Api, LoadSpec, connect, measure, report
@@ -100,6 +101,7 @@ def up(
     prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5".')] = "",
     decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
     listen: Annotated[str, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.")] = DEFAULT_TARGET,
+    http: Annotated[str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")] = "",
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
     device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
     transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
@@ -122,7 +124,7 @@ def up(
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
-        worker_flags=tuple(worker_flags), router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
+        http=http, worker_flags=tuple(worker_flags), router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
         config_file=config, one_core_each=device in (None, "cpu"),
         forks_workers=preload and device in (None, "cpu"), log_level=log_level, security=security)
 
@@ -145,6 +147,10 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
             if (where := process.announcement) is not None:
                 sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
         sink("baton", human_line(f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}'))
+        if settings.http:
+            async with AsyncBatonClient(cluster.address) as client:
+                served = (await client.model_info()).model
+            sink("baton", human_line(f"over HTTP:  {curl_line(cluster.http_address, served)}"))
         try:
             await cluster.wait_ended()
         except asyncio.CancelledError:
@@ -156,6 +162,12 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
 def router(context: typer.Context) -> None:
     """Run one router, as a container does. All flags go to it; see `baton router --help`."""
     _become("router", context.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Serve OpenAI's HTTP API before routers. All flags go to it; see `baton gateway --help`."""
+    _become("baton.gateway", context.args)
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)

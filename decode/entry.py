@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from decode.speculation import DraftState
 from engine.core.request import DrawnToken, FinishReason, Request
-from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
+from engine.memory.leases import PageAllocator, SlotAllocator, SlotLease, pages_for_tokens
 from pool.request.entry import Entry, Failed
 from runtime.errors import FieldViolation, InvalidRequestError
 
@@ -38,6 +38,7 @@ class DecodeEntry(Entry[Event]):
     outputs: list[int] = field(default_factory=list)
     told: int | None = None  # tokens of the output that the last stage keeps; None: it knows nothing of the request
     draft: DraftState = field(default_factory=DraftState)
+    scratch: SlotLease | None = None  # where the states of its trees are kept; without it runs without trees
     running: bool = False  # has its memory filled and may be scheduled
     joined_s: float = 0.0
     first_step_s: float | None = None
@@ -53,6 +54,18 @@ class DecodeEntry(Entry[Event]):
         """Tokens it may still draw, as far as the request goes."""
         return self.request.max_tokens - len(self.outputs)
 
+    def lease_scratch(self, scratch: SlotAllocator) -> None:
+        """Take a record unless it has one, or none is free."""
+        if self.scratch is None and (scratch.is_stateless or scratch.num_free):
+            self.scratch = scratch.alloc(owner=self.owner)
+
+    def free(self) -> None:
+        """Give everything back."""
+        super().free()
+        if self.scratch is not None:
+            self.scratch.end()
+        self.scratch = None
+
     def tokens(self, start: int, end: int) -> list[int]:
         prompt = self.request.prompt_token_ids
         return [*prompt[start:end], *self.outputs[max(0, start - len(prompt)):max(0, end - len(prompt))]]
@@ -62,7 +75,8 @@ class DecodeEntry(Entry[Event]):
 class DecodeLimits:
     """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
     `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
-    verifies up to `num_draft_tokens` at once."""
+    verifies up to `num_draft_tokens` at once; where recurrent layers keep a state per node, of at most `max_running`
+    requests: the others take plain steps until one of those leaves."""
 
     page_size: int
     grid: int

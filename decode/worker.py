@@ -8,7 +8,7 @@ from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.executor import LayerObserver
+from engine.pipeline.stages import LayerObserver
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
@@ -42,6 +42,7 @@ class DecodeRole:
         adaptive = AdaptiveDraft(stage.plan.num_draft_tokens) if config.spec_adaptive else None
         return DecodeLeading(DecodeScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
+            scratch=SlotAllocator(stage.plan.num_scratch, name="states of trees"),
             limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.world_size,
                                 max_running=config.max_running, max_held=stage.plan.max_held,
                                 max_context_tokens=stage.plan.max_context_tokens,

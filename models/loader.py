@@ -18,8 +18,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
 from engine.contracts.model import ModelFacts
 from engine.core.layer_range import LayerRange
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.blocks.spec import DecoderSpec
@@ -88,7 +87,7 @@ class ModelDescription:
                               field="capture_layers")
         if self.checkpoint is None:
             return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device), layers, capture_layers)
-        source = _StageWeights(self.checkpoint, self.spec, layers, digest or WeightsDigest())
+        source = _StageWeights(self.checkpoint, self.spec, layers, digest)
         stage = self._build_stage(self._weights(source, numerics, device), layers, capture_layers)
         source.finish()
         return stage
@@ -152,7 +151,8 @@ def description_digest(raw: RawConfig, entries: Mapping[str, TensorEntry] | None
 class _StageWeights:
     """The part of a checkpoint that one stage owns, and what went wrong while it was read."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange, digest: WeightsDigest) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange,
+                 digest: WeightsDigest | None) -> None:
         self._entries = stage_entries(checkpoint, spec, layers)
         self._digest = digest
         self._taken: set[str] = set()

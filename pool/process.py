@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.loop import LoopObserver, Scheduler
 from engine.memory.budget import describe_pools
-from engine.pipeline.executor import LayerObserver
+from engine.pipeline.stages import LayerObserver
 from engine.sampling.guided import GuidedSampler
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.group import SessionReports
@@ -30,14 +30,13 @@ from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, Stag
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
-from runtime.access import PeerRole
 from runtime.announce import Announcement, write_announcement
 from runtime.certificates import CertificateStore
 from runtime.clock import SystemClock
 from runtime.errors import InternalError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import RpcMetrics, StageMetrics
-from runtime.security import ChannelSecurity, ServerSecurity
+from runtime.security import ChannelSecurity, PeerRole, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
 from runtime.tracing import Tracing

@@ -22,7 +22,7 @@ from engine.core.rows import Row, build_batch, chunk_end, sampling_row, scoring_
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
-from engine.sampling.scoring import Scores
+from engine.sampling.sampler import Scores
 from pool.request.entry import Entry, Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock

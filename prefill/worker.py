@@ -2,7 +2,7 @@
 
 from engine.core.request import Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.executor import LayerObserver
+from engine.pipeline.stages import LayerObserver
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig

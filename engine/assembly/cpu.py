@@ -13,8 +13,7 @@ from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheKind
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.multistep import MultiStepAttention
@@ -29,7 +28,7 @@ class CpuBackends:
     device: torch.device = HOST
 
     def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
-                 max_nodes: int) -> StageBackends:
+                 max_nodes: int, num_scratch: int) -> StageBackends:
         """See `Backends.of_stage`."""
         paged = None if geometry is None else CpuAttention(kv_pools=caches.kv, geometry=geometry)
         slots = self._recurrent(caches.conv, caches.state)
@@ -38,7 +37,7 @@ class CpuBackends:
         if not max_nodes:
             return StageBackends(paged, compressed, slots)
         states = TreeRecurrent(slots=slots, conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes,
-                               backend_over=self._recurrent)
+                               num_scratch=num_scratch, backend_over=self._recurrent)
         return StageBackends(paged, compressed, states,
                              tuple(cache for cache in (paged, compressed, states) if cache is not None))
 

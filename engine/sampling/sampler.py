@@ -1,14 +1,19 @@
-"""Draws one token per row of logits: from the row to the distribution, and a token from it. Pure: the same logits and
+"""From logits to tokens and their log-probabilities. Draws one token per row: from the row to the distribution, and a
+token from it. Pure: the same logits and
 the same row give the same token, in any batch. Numpy in double precision, one row at a time: one row at a time makes
 the result independent of the batch, double precision keeps a running sum over 150,000 probabilities exact enough to
 invert.
 
 Because the random number depends on (seed, position) alone, drawing at a node of a draft tree is the same call with
 that node's logits and row: the walk over the tree emits exactly what plain decoding would.
+
+Tokens that are known, as those of a prompt, are scored: they travel through a batch as drawn ones do. Of a row that
+scores and draws the scored logits come first, so a row's logits lie in the order of its tokens.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.batch import ForwardBatch, OutputRow, SamplingRow
+from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
@@ -24,6 +29,7 @@ from runtime.errors import InternalError
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Scores = tuple[DrawnToken, ...]
 
 _NUCLEUS_GUESS = 4096
 
@@ -243,3 +249,68 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
 def _fault(largest_logit: float) -> DrawnToken:
     problem = f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned"
     return DrawnToken(0, problem=problem, is_fault=True)
+
+
+@dataclass(frozen=True)
+class ScoredLogits:
+    """Logits of one forward by their use: `drawing` [N, vocab] fp32 is None where the model gave none."""
+
+    drawing: Tensor | None
+    scores: list[Scores]  # per row that scores, in row order
+
+
+def wanted_tokens(batch: ForwardBatch) -> list[int]:
+    """Indices of the tokens whose logits a batch needs, ascending: the scored ones of each row, and of each row that
+    draws its last token, or all of them where they are a tree under verification."""
+    wanted: list[int] = []
+    for start, end, num_scored, draws in _spans(batch):
+        wanted += range(start, start + num_scored)
+        if draws:
+            wanted += range(start, end) if batch.mode is ForwardMode.VERIFY else [end - 1]
+    return wanted
+
+
+def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
+    """Take the scored rows out of `logits`, which has a row for each of `wanted_tokens(batch)`.
+
+    Each token's values come from its own row of logits alone, in double precision, so they do not depend on the batch.
+
+    Raises:
+        InternalError: the model gave another number of rows.
+    """
+    if not batch.scoring:
+        return ScoredLogits(logits, [])
+    wanted = wanted_tokens(batch)
+    if (0 if logits is None else logits.shape[0]) != len(wanted):
+        raise InternalError(f"a batch wants {len(wanted)} rows of logits, the model gave "
+                            f"{0 if logits is None else logits.shape[0]}")
+    if logits is None:
+        return ScoredLogits(None, [])
+    drawing: list[int] = []
+    scores: list[Scores] = []
+    at = 0
+    for row, (start, end, num_scored, draws) in enumerate(_spans(batch)):
+        scoring = batch.scoring[row]
+        if scoring is not None:
+            scores.append(_scores(logits[at:at + num_scored], scoring.next_token_ids, scoring.num_top))
+        num_drawing = (end - start if batch.mode is ForwardMode.VERIFY else 1) if draws else 0
+        drawing += range(at + num_scored, at + num_scored + num_drawing)
+        at += num_scored + num_drawing
+    return ScoredLogits(logits[torch.tensor(drawing, dtype=torch.long)], scores)
+
+
+def _scores(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Scores:
+    rows = logits.detach().cpu().numpy()
+    return tuple(DrawnToken(token_id, token_logprobs(row.astype(np.float64), token_id, num_top))
+                 for row, token_id in zip(rows, token_ids, strict=True))
+
+
+def _spans(batch: ForwardBatch) -> list[tuple[int, int, int, bool]]:
+    """(first token, end, scored tokens, whether it draws) per row."""
+    spans, start = [], 0
+    scoring = batch.scoring or (None,) * batch.num_rows
+    for length, sampling, scored in zip(batch.query_lens, batch.sampling, scoring, strict=True):
+        num_scored = 0 if scored is None else len(scored.next_token_ids)
+        spans.append((start, start + length, num_scored, sampling is not None and length > 0))
+        start += length
+    return spans

@@ -50,6 +50,12 @@ class Linear:
         product = plain_product(x, self._weight)
         return (product if self._bias is None else product + self._bias).to(x.dtype)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Likewise in fp32: on the host, without rounding to the weight's type and a copy in between."""
+        if self.packed is not None:
+            return self.packed.multiply(x, out_dtype=torch.float32)
+        return self(x).float()
+
     def weight_rows(self, indices: Tensor) -> Tensor:
         """indices: [T] int64, on the host or where the weight lies. Returns those rows of the weight, [T, in]: a head
         that is tied to the embedding needs no copy of it."""

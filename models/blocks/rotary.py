@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.core.placement import HOST
+from engine.core.numerics import HOST
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.rotate import rotate_halves
+from engine.kernels.host.token_passes import rotate_halves
 from models.blocks.config import RawConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.placement import HOST
+from engine.core.numerics import HOST
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CopyQueue, CudaCopies, DevicePools, PinnedStaging
-from engine.pipeline.executor import LayerObserver
+from engine.pipeline.stages import LayerObserver
 from runtime.clock import SystemClock
 from transfer.agent.agent import TransferAgent
 from transfer.agent.prompts import DeviceEvent

@@ -20,10 +20,10 @@ from pydantic import AfterValidator
 
 from router.request.validate import MAX_PRIORITY, AdmissibleRequest
 from router.workers.directory import Directory, WorkerPair
-from runtime.access import Caller
 from runtime.clock import Clock
 from runtime.errors import CapacityError, ConfigError, UnavailableError
 from runtime.metrics import RouterMetrics
+from runtime.security import Caller
 
 EVERYBODY = "*"
 DEFAULT_LIMITS = ("*=0",)

@@ -40,7 +40,7 @@ from engine.kernels.host.packing import SEGMENTS, Segments, pack
 from engine.kernels.host.tiles import is_tiled, make_tiles, release_tiles, rows_times_blocks
 from runtime.errors import InternalError
 
-REVISION = 1  # of the order of sums: another number, other bits
+REVISION = 2  # of sums and roundings: another number, other bits
 
 _ARGUMENTS = record("tile_rows", "chunk_rows", "num_groups", "group_blocks", "num_shares", "share_rows", "num_rows",
                     "num_matrices", "num_columns", "num_blocks", "segment_steps", "x", "x_row_bytes", "x_matrix_bytes",

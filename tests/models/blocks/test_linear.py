@@ -105,3 +105,13 @@ def test_rows_of_the_weight_come_back(dtype: torch.dtype, num_terms: int) -> Non
 def test_biases_must_match_the_weights() -> None:
     with pytest.raises(ValueError, match="2 fused weights"):
         Linear(torch.zeros(2, 2), torch.zeros(2, 2), biases=[torch.zeros(2)])
+
+
+def test_logits_are_not_rounded_to_the_weights_type() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(70, 96, generator=generator).bfloat16()
+    x = torch.randn(5, 96, generator=generator).bfloat16()
+    logits, exact = Linear(weight).logits(x), x.double() @ weight.double().T
+    assert logits.dtype is torch.float32
+    assert torch.allclose(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(exact.bfloat16().double(), exact, rtol=1e-4), "what is rounded is further away"

@@ -10,8 +10,7 @@ from engine.kernels.host.delta_rule import DeltaInputs, delta_chunks, delta_step
 from engine.kernels.host.in_place import attend_in_place
 from engine.kernels.host.index_scores import select_keys
 from engine.kernels.host.latent import attend_latent
-from engine.kernels.host.rms_norm import rms_norm
-from engine.kernels.host.rotate import rotate_halves
+from engine.kernels.host.token_passes import rms_norm, rotate_halves
 from engine.kernels.latent_rows import LatentRows
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from engine.kernels.rows_in_place import RowsInPlace
