@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def figures(module: str, *flags: str, timeout_s: float) -> dict[str, float]:
-    """Of a run that ended well; what it says of each fault and failure is shown otherwise. Skips where it says that this
-    machine refuses what it needs."""
+    """Of a run that ended well; what it says of each fault and failure is shown otherwise. Skips where it says that
+    this machine refuses what it needs."""
     done = subprocess.run([sys.executable, "-m", module, *flags, "--json"], cwd=ROOT, capture_output=True, text=True,
                           timeout=timeout_s)
     if done.returncode == REFUSED:
