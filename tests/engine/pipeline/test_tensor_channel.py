@@ -162,7 +162,12 @@ def test_a_death_is_heard_while_tensors_are_waited_for() -> None:
 def test_a_message_that_fails_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(HandLink(outcome=RuntimeError("connection reset by [10.0.0.7]:4711")))
     reasons, fail = list[str](), stage.frames[1].fail
-    monkeypatch.setattr(stage.frames[1], "fail", lambda rank, reason: (reasons.append(reason), fail(rank, reason)))
+
+    def note(rank: int, reason: str) -> None:
+        reasons.append(reason)
+        fail(rank, reason)
+
+    monkeypatch.setattr(stage.frames[1], "fail", note)
     stage.announce(torch.zeros(3))
     with pytest.raises(PeerLostError):
         stage.channel.receive(0, timeout_s=0.1)
