@@ -41,8 +41,8 @@ class Leader:
     `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty` lets requests
     finish for some seconds and hands the rest back to their routers, `hand_back` all of them at once.
 
-    When the engine finds the pipeline broken though no stage was lost, all streams are ended; the stages join again, and the
-    pool forms anew. A pool of one stage cannot form anew: `failure` is set, and the process has to end. The
+    When the engine finds the pipeline broken though no stage was lost, all streams are ended; the stages join again,
+    and the pool forms anew. A pool of one stage cannot form anew: `failure` is set, and the process has to end. The
     same holds for a pool whose state cannot be trusted any more (`unhealthy`): it never serves again.
     """
 
