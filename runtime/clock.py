@@ -3,7 +3,7 @@
 import time
 from typing import Protocol
 
-HELD_UP_S = 0.25  # an event loop that wakes so late did not listen meanwhile: it reads first, and blames nobody
+HELD_UP_S = 0.25  # an event loop that wakes so late has not read meanwhile: it reads first, then decides
 
 
 class Clock(Protocol):
@@ -20,7 +20,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """Moves only when told to."""
+    """Moves only by `advance`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
