@@ -1,21 +1,25 @@
-"""Holds requests back until a pair of workers could take them soon.
+"""Holds requests back until a pair of workers could take them soon, and refuses those that would wait in vain.
 
-The queue is bounded and ordered by priority, then arrival; its head waits for everybody behind it, so nobody starves.
-A request for which no worker that is alive is large enough is passed over. When no pair is left at all, waiting has a
-short grace (a worker that restarts is back within it), then requests are refused at once.
+`WaitingLine` is who waits and in which order. The first of it waits for room; a request for which no worker that is
+alive is large enough is passed over. When no pair is left at all, waiting has a short grace (a worker that restarts is
+back within it), then requests are refused at once.
 """
 
 import asyncio
-import bisect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from router.request.outlook import Outlook, Rates
 from router.request.validate import AdmissibleRequest
+from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLine, WaitingLimits
 from router.workers.directory import Directory, WorkerPair
-from runtime.clock import Clock
-from runtime.errors import CapacityError, UnavailableError
+from router.workers.worker import WorkerRole
+from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
 from runtime.metrics import RouterMetrics
+
+SWEEP_S = 0.05  # between two looks for those whose time does not suffice any more
+MIN_AWAY_S, MAX_AWAY_S = 1.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -27,30 +31,45 @@ class AdmissionLimits:
     pairless_grace_s: float = 4.0
 
 
-@dataclass(order=True)
-class _Waiter:
-    priority: int
-    arrival: int
-    since_s: float = field(compare=False)
-    request: AdmissibleRequest = field(compare=False)
-    placed: asyncio.Future[WorkerPair] = field(compare=False)
+@dataclass(frozen=True)
+class _Held:
+    """A request that waits, and what its task waits for."""
+
+    request: AdmissibleRequest
+    placed: "asyncio.Future[WorkerPair]"
 
 
 class Admission:
     """The router's only queue. `run` must run beside it."""
 
-    def __init__(self, directory: Directory, limits: AdmissionLimits, metrics: RouterMetrics, clock: Clock) -> None:
+    def __init__(self, directory: Directory, limits: AdmissionLimits, metrics: RouterMetrics,
+                 outlook: Outlook) -> None:
         self._directory = directory
         self._limits = limits
         self._metrics = metrics
-        self._clock = clock
-        self._waiting: list[_Waiter] = []
-        self._arrivals = 0
-        self._pairless_since_s = clock.now()
+        self._outlook = outlook
+        self._clock = outlook.clock
+        self._line: WaitingLine[_Held] = WaitingLine(WaitingLimits(limits.max_waiting, limits.max_wait_s), outlook)
+        self._pairless_since_s = self._clock.now()
+        self._swept_s = self._clock.now()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
+
+    @property
+    def num_let_in(self) -> int:
+        """Since the start."""
+        return self._line.num_arrived
+
+    def wait_s(self) -> float:
+        """How long somebody who came now, behind everybody, would wait, as far as that was measured."""
+        return self._rates().wait_s(self._line.work)
+
+    def service_s(self, request: AdmissibleRequest) -> float:
+        """How long serving a request takes that is given to workers now, as far as that was measured."""
+        return self._rates().service_s(self._outlook.work(len(request.engine.prompt_token_ids),
+                                                          request.engine.max_tokens))
 
     async def run(self) -> None:
         """Place waiters whenever something changed; fail them when there has been no pair for too long."""
@@ -69,81 +88,120 @@ class Admission:
                     await self._directory.changed()
 
     @asynccontextmanager
-    async def pair_for(self, request: AdmissibleRequest) -> AsyncIterator[WorkerPair]:
-        """A pair of workers, booked until the block ends.
+    async def pair_for(self, request: AdmissibleRequest, time_left_s: float) -> AsyncIterator[WorkerPair]:
+        """A pair of workers, booked until the block ends. `time_left_s`: to the request's deadline.
 
         Raises:
-            CapacityError: the queue is full, or the wait was too long.
+            CapacityError: it would wait for too long, or end too late, behind those that go before it.
+            DeadlineError: even alone it could not end in time.
             UnavailableError: there is no pair, and there was none for a while.
         """
-        pair = await self._wait(request)
+        pair = await self._wait(request, self._clock.now() + time_left_s)
         try:
             yield pair
         finally:
             pair.release()
 
-    async def _wait(self, request: AdmissibleRequest) -> WorkerPair:
-        waiter = self._enter(request)
+    async def _wait(self, request: AdmissibleRequest, ends_at_s: float) -> WorkerPair:
+        waiter = self._enter(request, ends_at_s)
+        placed = waiter.item.placed
         self._pump()
         pair: WorkerPair | None = None
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
-                pair = await waiter.placed
+                pair = await placed
             return pair
         except TimeoutError:
             if not self._directory.can_hold(request.context_tokens):
-                raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable") from None
-            raise CapacityError(f"no pair of workers had room for {self._limits.max_wait_s:g} s",
-                                resource="workers") from None
+                raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable",
+                                       retry_after_s=self._away_s()) from None
+            self._metrics.dropped.labels(Cause.WAIT).inc()
+            raise self._error(Refusal(Cause.WAIT, self.wait_s())) from None
         finally:
             if pair is None:
                 self._abandon(waiter)
             self._note_depth()
 
-    def _abandon(self, waiter: _Waiter) -> None:
-        if waiter in self._waiting:
-            self._waiting.remove(waiter)
+    def _abandon(self, waiter: Waiter[_Held]) -> None:
+        self._line.leave(waiter)
         # Placed in the very moment it gave up: nobody else would release that.
-        placed = waiter.placed
+        placed = waiter.item.placed
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             placed.result().release()
 
-    def _enter(self, request: AdmissibleRequest) -> _Waiter:
+    def _enter(self, request: AdmissibleRequest, ends_at_s: float) -> Waiter[_Held]:
         problem = self._directory.refusal()
         if problem and self._clock.now() - self._pairless_since_s >= self._limits.pairless_grace_s:
-            raise UnavailableError(problem)
-        if len(self._waiting) >= self._limits.max_waiting:
-            raise CapacityError(f"{self._limits.max_waiting} requests are waiting, which is the limit",
-                                resource="router queue")
-        self._arrivals += 1
-        waiter = _Waiter(request.engine.priority, self._arrivals, self._clock.now(), request,
-                         asyncio.get_running_loop().create_future())
-        bisect.insort(self._waiting, waiter)
+            self._metrics.refused.labels(Cause.WORKERS).inc()
+            raise UnavailableError(problem, retry_after_s=self._away_s())
+        num_tokens, left_s = len(request.engine.prompt_token_ids), ends_at_s - self._clock.now()
+        least_s = self._outlook.best_prefill.least_s(num_tokens)
+        if least_s > left_s:
+            self._metrics.refused.labels(Cause.DEADLINE).inc()
+            raise DeadlineError(f"prefill of {num_tokens} prompt tokens takes at least {least_s:.2g} s; the deadline "
+                                f"leaves {max(left_s, 0.0):.2g} s")
+        demand = Demand(self._outlook.work(num_tokens, request.engine.max_tokens), ends_at_s, request.engine.priority)
+        held = _Held(request, asyncio.get_running_loop().create_future())
+        waiter = self._line.enter(demand, held, self._rates(num_tokens), self._clock.now())
+        if isinstance(waiter, Refusal):
+            self._metrics.refused.labels(waiter.cause).inc()
+            raise self._error(waiter)
         return waiter
 
+    def _rates(self, num_tokens: int = 1) -> Rates:
+        return Rates.of(self._directory.usable(WorkerRole.PREFILL), self._directory.usable(WorkerRole.DECODE),
+                        len(self._line), num_tokens)
+
+    def _error(self, refusal: Refusal) -> CapacityError:
+        wait = f"requests wait for {refusal.wait_s:.2g} s"
+        texts = {
+            Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit",
+            Cause.WAIT: f"{wait}, the limit is {self._limits.max_wait_s:g} s",
+            Cause.DEADLINE: f"{wait} and this one would take {refusal.service_s:.2g} s: more than its deadline leaves",
+        }
+        return CapacityError(texts[refusal.cause], resource="router queue", retry_after_s=refusal.retry_after_s)
+
+    def _away_s(self) -> float:
+        """When there may be workers again: what has been away for so long may be away for as long again."""
+        return min(max(self._clock.now() - self._pairless_since_s, MIN_AWAY_S), MAX_AWAY_S)
+
     def _pump(self) -> None:
-        for waiter in tuple(self._waiting):
-            request = waiter.request
+        self._sweep()
+        for waiter in self._line:
+            request = waiter.item.request
             pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens)
             if pair is None and not self._directory.can_hold(request.context_tokens):
                 continue  # the workers that are large enough are away: nobody behind it waits for them
             if pair is None:
                 break
-            self._waiting.remove(waiter)
-            if waiter.placed.done():  # cancelled, and has not run since
+            self._line.leave(waiter)
+            if waiter.item.placed.done():  # cancelled, and has not run since
                 pair.release()
             else:
-                waiter.placed.set_result(pair)
+                waiter.item.placed.set_result(pair)
         self._note_depth()
 
+    def _sweep(self) -> None:
+        """Fail those whose time does not suffice any more: they cost nothing yet."""
+        now_s = self._clock.now()
+        if now_s - self._swept_s < SWEEP_S:
+            return
+        self._swept_s = now_s
+        for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
+            self._metrics.dropped.labels(refusal.cause).inc()
+            self._fail(waiter, self._error(refusal))
+
     def _fail_all(self) -> None:
-        problem = self._directory.refusal()
-        for waiter in self._waiting:
-            if not waiter.placed.done():
-                waiter.placed.set_exception(UnavailableError(problem))
-        self._waiting.clear()
+        for waiter in self._line.clear():
+            self._metrics.dropped.labels(Cause.WORKERS).inc()
+            self._fail(waiter, UnavailableError(self._directory.refusal(), retry_after_s=self._away_s()))
+
+    @staticmethod
+    def _fail(waiter: Waiter[_Held], error: BatonError) -> None:
+        if not waiter.item.placed.done():
+            waiter.item.placed.set_exception(error)
 
     def _note_depth(self) -> None:
-        self._metrics.queue_depth.set(len(self._waiting))
+        self._metrics.queue_depth.set(len(self._line))
         now = self._clock.now()
-        self._metrics.queue_oldest_s.set(max((now - waiter.since_s for waiter in self._waiting), default=0.0))
+        self._metrics.queue_oldest_s.set(max((now - waiter.since_s for waiter in self._line), default=0.0))

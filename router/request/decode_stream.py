@@ -108,6 +108,7 @@ class DecodeStream:
 
     def committed(self) -> None:
         self.due_at = None
+        self._booking.began()
 
     def excused(self) -> bool:
         """Whether `due_at` has passed without anybody listening, as in a router that was held up itself: what the pool

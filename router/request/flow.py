@@ -34,9 +34,9 @@ from router.request.admission import Admission
 from router.request.answer import Answer, Emit
 from router.request.decode_stream import DecodeStream
 from router.request.migration import Migrations
+from router.request.outlook import Outlook
 from router.request.output import Output
 from router.request.parts import Event, FlowLimits, FlowParts
-from router.request.prefill_rate import PrefillRateEstimate
 from router.request.prefill_stream import PrefillStream
 from router.request.task_group import task_group
 from router.request.timeline import Timeline
@@ -59,7 +59,7 @@ class Services:
     directory: Directory
     limits: FlowLimits
     metrics: RouterMetrics
-    prefill_rate: PrefillRateEstimate
+    outlook: Outlook
 
 
 class RequestFlow:
@@ -118,25 +118,14 @@ class RequestFlow:
             self.abort()
         held_back = begin("baton.router.admit", request_id=self.request_id)
         try:
-            async with self._services.admission.pair_for(self._request) as pair:
+            async with self._services.admission.pair_for(self._request, self._time_left_s()) as pair:
                 held_back.end()
                 self._timeline.placed()
-                self._check_time()
                 with self._services.metrics.running.track_inprogress():
                     await self._serve(pair)
         finally:
             held_back.end()
             self._is_running = False
-
-    def _check_time(self) -> None:
-        """Raises DeadlineError if even the best pace seen lately could not give the first token in time. Prompts that
-        queue at the worker do not count: this one may go before them."""
-        num_tokens = len(self._request.engine.prompt_token_ids)
-        least_s = self._services.prefill_rate.least_s(num_tokens)
-        left_s = self._ends_at - asyncio.get_running_loop().time()
-        if least_s > left_s:
-            raise DeadlineError(f"prefill of {num_tokens} prompt tokens takes at least {least_s:.2g} s; the deadline "
-                                f"leaves {max(left_s, 0.0):.2g} s")
 
     async def _out_of_time(self) -> None:
         if self._answer.has_ended:
@@ -206,7 +195,8 @@ class RequestFlow:
             case "first_token":
                 timings.prefill_s = response.first_token.prefill_s
                 self._prefill.computed()
-                self._services.prefill_rate.observe(len(self._request.engine.prompt_token_ids), timings.prefill_s)
+                self._services.outlook.best_prefill.observe(len(self._request.engine.prompt_token_ids),
+                                                            timings.prefill_s)
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":

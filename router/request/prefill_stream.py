@@ -40,7 +40,7 @@ class PrefillStream:
     def computed(self) -> None:
         """The prompt waits for nothing on that worker any more."""
         self.has_first_token = True
-        self._booking.release()
+        self._booking.computed()
 
     def overdue(self) -> BatonError:
         """What it means that everything was sent and nothing said."""

@@ -1,0 +1,147 @@
+"""What serving a request will take, from rates that were measured: prompt tokens per second and time between tokens of
+each pool (`router.workers.pace`), how long answers become, and how far such estimates have been wrong.
+
+Nothing is refused on a guess: what was not measured lately counts as no time at all.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from router.request.prefill_rate import PrefillRateEstimate
+from router.workers.worker import Worker
+from runtime.clock import Clock
+
+MEMORY_S = 60.0
+KEPT_SHARE = 0.9  # of what came before, per answer
+MIN_ERRORS = 4  # services of one length, before their errors count
+REMEMBERED_ERRORS = 32
+CAUTIOUS_QUANTILE = 0.9
+START_CAUTION, MAX_CAUTION = 1.25, 4.0
+FACTOR_S = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens to compute and tokens to draw; the latter as expected, not as allowed."""
+
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+
+    def __add__(self, other: Self) -> "Work":
+        return Work(self.prompt_tokens + other.prompt_tokens, self.output_tokens + other.output_tokens)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of all usable pools together: tokens per second (infinite until measured), and of one of them: seconds per prompt
+    token and between two tokens of an answer. `tokens_ahead`: of prompts that workers have and have not computed."""
+
+    prompt_tokens_per_s: float = math.inf
+    output_tokens_per_s: float = math.inf
+    prompt_token_s: float = 0.0
+    output_token_s: float = 0.0
+    tokens_ahead: float = 0.0
+    is_idle: bool = True  # a pair of pools has nothing to do
+
+    @classmethod
+    def of(cls, sources: Sequence[Worker], pools: Sequence[Worker], num_waiting: int = 0,
+           num_tokens: int = 1) -> "Rates":
+        """While `num_waiting` requests wait, whose prompts have about so many tokens: a pool that could take more of
+        them draws for more. One that was not measured counts as the mean of the others."""
+        prefill = [rate for worker in sources if (rate := worker.prefill_pace.tokens_per_s)]
+        sharing = [(worker, worker.num_sharing(num_waiting, num_tokens)) for worker in pools]
+        paced = [(count, token_s) for worker, count in sharing
+                 if (token_s := worker.decode_pace.token_s(count)) is not None]
+        ahead = float(sum(worker.tokens_ahead for worker in sources))
+        idle = all(any(not worker.num_booked for worker in workers) for workers in (sources, pools))
+        mean = sum(prefill) / len(prefill) if prefill else math.inf
+        drawn = sum(count / token_s for count, token_s in paced) / len(paced) if paced else 0.0
+        return cls(mean * len(sources) if prefill else math.inf, drawn * len(pools) or math.inf, 1 / mean,
+                   sum(token_s for _, token_s in paced) / len(paced) if paced else 0.0, ahead, idle)
+
+    def wait_s(self, ahead: Work) -> float:
+        """Until so much work has been given to workers: as long as the slower of the two kinds takes."""
+        return max(ahead.prompt_tokens / self.prompt_tokens_per_s, ahead.output_tokens / self.output_tokens_per_s)
+
+    def service_s(self, work: Work) -> float:
+        """From being given to a pair of workers to the last token."""
+        queue_s = self.tokens_ahead / self.prompt_tokens_per_s
+        return queue_s + work.prompt_tokens * self.prompt_token_s + work.output_tokens * self.output_token_s
+
+
+@dataclass
+class AnswerLengths:
+    """The share of `max_tokens` that answers come to; limits of one power of two are one."""
+
+    _shares: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, max_tokens: int, num_tokens: int) -> None:
+        """An answer that was not cut off."""
+        seen, share = max_tokens.bit_length(), num_tokens / max_tokens
+        self._shares[seen] = self._shares.get(seen, share) * KEPT_SHARE + share * (1 - KEPT_SHARE)
+
+    def expected(self, max_tokens: int) -> float:
+        """Tokens; 0 for a limit that was not seen."""
+        return max_tokens * self._shares.get(max_tokens.bit_length(), 0.0)
+
+
+@dataclass
+class Caution:
+    """How much longer services took than was estimated, at the worse end; by length, as shorter ones are less certain.
+
+    Without it whoever is served at the edge of its deadline, which under overload is everybody, ends as often behind it
+    as before it.
+    """
+
+    clock: Clock
+    _errors: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)  # when, actual over estimated
+    _factors: dict[int, tuple[float, float]] = field(default_factory=dict)  # when, what `factor` came to
+
+    def observe(self, estimated_s: float, actual_s: float) -> None:
+        """`actual_s` may be the least it would have been, of a service that was cut off."""
+        if estimated_s > 0:
+            errors = self._errors.setdefault(_octave(estimated_s), deque(maxlen=REMEMBERED_ERRORS))
+            errors.append((self.clock.now(), actual_s / estimated_s))
+
+    def factor(self, estimated_s: float) -> float:
+        """From 1 to `MAX_CAUTION`; reckoned anew once a second at most."""
+        octave, now_s = _octave(estimated_s), self.clock.now()
+        at_s, factor = self._factors.get(octave, (-math.inf, START_CAUTION))
+        if now_s - at_s >= FACTOR_S:
+            factor = self._reckoned(octave, now_s)
+            self._factors[octave] = now_s, factor
+        return factor
+
+    def _reckoned(self, octave: int, now_s: float) -> float:
+        errors = sorted(error for at_s, error in self._errors.get(octave, ()) if at_s >= now_s - MEMORY_S)
+        if len(errors) < MIN_ERRORS:
+            return START_CAUTION
+        return min(max(errors[int(CAUTIOUS_QUANTILE * len(errors))], 1.0), MAX_CAUTION)
+
+
+def _octave(seconds: float) -> int:
+    return math.frexp(seconds)[1]
+
+
+class Outlook:
+    """What a router has learnt of its pools; its requests write it as they go."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.best_prefill = PrefillRateEstimate(clock)
+        self.lengths = AnswerLengths()
+        self.caution = Caution(clock)
+
+    def work(self, prompt_tokens: int, max_tokens: int) -> Work:
+        """Of a request."""
+        return Work(prompt_tokens, self.lengths.expected(max_tokens))
+
+    def cautious_s(self, rates: Rates, work: Work) -> float:
+        """The time that a service takes at most, nine times of ten."""
+        estimated_s = rates.service_s(work)
+        return estimated_s * self.caution.factor(estimated_s) if estimated_s > 0 else 0.0
+
+
