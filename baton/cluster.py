@@ -1,11 +1,11 @@
-"""A whole Baton cluster on this machine: router, prefill pools, decode pools, each stage a process of its own.
+"""A whole Baton cluster on this machine: routers, prefill pools, decode pools, each stage a process of its own.
 
     async with LocalCluster(ClusterConfig(model=demo_model(), decode_pp=2), sink=print_line) as cluster:
         ...cluster.address...                                # serving, by grpc health
 
     cluster.processes["decode-0.1"].kill()                   # comes back under the same address
 
-Leaders start first and announce the ports they got; their stages and the router start when those are known. Each
+Leaders start first and announce the ports they got; their stages and the routers start when those are known. Each
 process keeps to one core, where a core is what computes. Leaving the block, by whatever way, ends every process.
 """
 
@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
-from baton.nursery import Child, Nursery, NurseryLink, spawn
+from baton.nursery import HERE, Child, Nursery, NurseryLink, ProcessPlaces, Spawn, spawn
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
 from runtime.access import PeerRole
@@ -37,7 +37,6 @@ from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"
-_ANY_PORT = "127.0.0.1:0"
 _NARRATOR = "baton"
 _MAX_PROCESSES = 64
 _REAP_S = 5.0
@@ -46,7 +45,8 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the router. Without
+    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
+    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). Without
     `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes beside it.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
@@ -59,6 +59,7 @@ class ClusterConfig:
     decode_pp: int = 1
     prefill_partition: str = ""
     decode_partition: str = ""
+    routers: int = 1
     listen: str = DEFAULT_TARGET
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
@@ -69,12 +70,13 @@ class ClusterConfig:
     stop_grace_s: float = 8.0
     forks_workers: bool = True
     nursery: Nursery | None = None
+    places: ProcessPlaces = HERE
     security: ChannelSecurity = PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
 
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""
         parse_address(self.listen, field="listen")
-        for name in ("prefill", "decode", "prefill_pp", "decode_pp"):
+        for name in ("prefill", "decode", "prefill_pp", "decode_pp", "routers"):
             count: int = getattr(self, name)
             if not 1 <= count <= _MAX_PROCESSES:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
@@ -119,10 +121,14 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """Of the router."""
-        announcement = self.processes["router"].announcement
-        assert announcement is not None
-        return announcement.address
+        """Of the (first) router."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of all routers."""
+        announcements = [self.processes[name].announcement for name in self._router_names]
+        return tuple(announcement.address for announcement in announcements if announcement is not None)
 
     async def __aenter__(self) -> Self:
         try:
@@ -137,7 +143,7 @@ class LocalCluster:
         await self.stop()
 
     async def wait_serving(self, *, timeout_s: float) -> None:
-        """Until the router and every pool serve, at start or after a death. Raises UnavailableError naming who does
+        """Until every router and every pool serve, at start or after a death. Raises UnavailableError naming who does
         not."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         for process in self.processes.values():
@@ -170,10 +176,10 @@ class LocalCluster:
         await asyncio.gather(*self._lives.values())
 
     async def stop(self) -> None:
-        """The router first, so that requests can end; then the workers. Nothing survives this call."""
+        """The routers first, so that requests can end; then the workers. Nothing survives this call."""
         try:
-            router = [process for name, process in self.processes.items() if name == "router"]
-            for group in (router, [p for p in self.processes.values() if p not in router]):
+            routers = [process for process in self.processes.values() if process.spec.role == "router"]
+            for group in (routers, [p for p in self.processes.values() if p not in routers]):
                 await asyncio.gather(*(process.stop(grace_s=self._config.stop_grace_s) for process in group))
         finally:
             for process in self.processes.values():
@@ -204,8 +210,10 @@ class LocalCluster:
         for pool, leader in leaders.items():
             for stage in range(1, pool.num_stages):
                 self._launch_stage(pool, stage, leader=leader)
-        self._launch_router(leaders)
-        await self._address_of("router")
+        for name in self._router_names:
+            self._launch_router(name, leaders)
+        for name in self._router_names:
+            await self._address_of(name)
         self._say("waiting for the pools to load, form and warm up")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         for process in self.processes.values():
@@ -229,25 +237,37 @@ class LocalCluster:
         flags = ["--rank", str(stage), "--world-size", str(pool.num_stages), *self._config.worker_flags]
         flags += ["--leader", leader] if leader else []
         flags += ["--partition", pool.partition] if pool.partition else []
-        self._launch(pool.name(stage), pool.role, flags, listen=_ANY_PORT, leads=stage == 0)
+        self._launch(pool.name(stage), pool.role, flags, leads=stage == 0)
 
-    def _launch_router(self, leaders: dict[_Pool, str]) -> None:
+    @property
+    def _router_names(self) -> list[str]:
+        return ["router", *(f"router-{index}" for index in range(1, self._config.routers))]
+
+    def _launch_router(self, name: str, leaders: dict[_Pool, str]) -> None:
         flags = list(self._config.router_flags)
         for pool, address in leaders.items():
             flags += [f"--{pool.role}", address]
-        self._launch("router", "router", flags, listen=self._config.listen, leads=True)
+        self._launch(name, "router", flags, leads=True)
 
-    def _launch(self, name: str, role: str, flags: list[str], *, listen: str, leads: bool) -> None:
+    def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
         config = self._config
+        listen = config.listen if name == "router" else f"{config.places.host(name)}:0"
         shared = ["--model", str(config.model), "--log-level", config.log_level]
         shared += ["--config", str(config.config_file)] if config.config_file else []
         spec = ProcessSpec(name, role, (*shared, *flags), listen,
                            next(self._cores) if config.one_core_each else None,
                            Path(self._folder.name) / f"{name}.json", leads)
         until_serving = partial(self._until_serving, spec)
-        self.processes[name] = RoleProcess(spec, self._sink, until_serving,
-                                           spawn if self._link is None or role == "router" else self._fork)
+        start = spawn if self._link is None or role == "router" else self._fork
+        self.processes[name] = RoleProcess(spec, self._sink, until_serving, self._placed(name, start))
         self._lives[name] = asyncio.create_task(self.processes[name].run())
+
+    def _placed(self, name: str, start: Spawn) -> Spawn:
+        async def placed(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
+            module, arguments = self._config.places.program(name, module, arguments)
+            return await start(module, arguments, core=core, environment=environment)
+
+        return placed
 
     async def _connect_nursery(self) -> NurseryLink:
         nursery = self._config.nursery

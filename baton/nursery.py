@@ -51,6 +51,31 @@ class Spawn(Protocol):
                        environment: Mapping[str, str]) -> Child: ...
 
 
+class ProcessPlaces(Protocol):
+    """Where each process of a cluster runs, and within what."""
+
+    def host(self, name: str) -> str:
+        """The address it listens on, and the others find it at."""
+        ...
+
+    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+        """The module to run for this one, and its arguments."""
+        ...
+
+
+class Here:
+    """All on this machine's loopback, as they are. Satisfies `ProcessPlaces`."""
+
+    def host(self, name: str) -> str:
+        return "127.0.0.1"
+
+    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+        return module, arguments
+
+
+HERE = Here()
+
+
 async def spawn(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
     """A process of its own, in a session of its own, that ends with this one."""
     return await asyncio.create_subprocess_exec(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import types_pb2 as protos_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\x08\x62\x61ton.v1\x1a\x12protos/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\xf9\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12&\n\x04stop\x18\x07 \x01(\x0b\x32\x18.baton.v1.StopConditions\x12\x1d\n\x10num_top_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\tskip_text\x18\n \x01(\x08\x12\x16\n\tspeculate\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\x03\x88\x01\x01\x12\x35\n\x11structured_output\x18\x0e \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x42\x08\n\x06promptB\x13\n\x11_num_top_logprobsB\x0c\n\n_speculateB\x04\n\x02_nB\x16\n\x14_num_prompt_logprobs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xae\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x31\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\"\xb7\x01\n\x0eGenerateFinish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.baton.v1.TimingsB\t\n\x07matched\"\x94\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.baton.v1.GenerateChunkH\x00\x12*\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x18.baton.v1.GenerateFinishH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"\xda\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x07 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x10\n\x08revision\x18\t \x01(\t\"\x10\n\x0eGetLoadRequest\"\xb5\x02\n\x0fGetLoadResponse\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x16\n\x0ekv_tokens_used\x18\x07 \x01(\x04\x12\x17\n\x0fkv_tokens_total\x18\x08 \x01(\x04\x12\x16\n\x0ekv_utilization\x18\t \x01(\x01\x12\x13\n\x0butilization\x18\n \x01(\x01\x12\x17\n\x0fprefill_workers\x18\x0b \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x0c \x01(\r\"\x19\n\x17GetClusterStatusRequest\"\x8f\x02\n\x0cWorkerStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06stages\x18\x06 \x03(\t\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x13\n\x0bpages_total\x18\t \x01(\r\x12\x12\n\npages_free\x18\n \x01(\r\x12\x13\n\x0bslots_total\x18\x0b \x01(\r\x12\x12\n\nslots_free\x18\x0c \x01(\r\x12\x15\n\ropen_sessions\x18\r \x01(\r\"\x86\x01\n\x18GetClusterStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus2\xf5\x02\n\nGeneration\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponse\x12>\n\x07GetLoad\x12\x18.baton.v1.GetLoadRequest\x1a\x19.baton.v1.GetLoadResponse\x12Y\n\x10GetClusterStatus\x12!.baton.v1.GetClusterStatusRequest\x1a\".baton.v1.GetClusterStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\x08\x62\x61ton.v1\x1a\x12protos/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x9e\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12&\n\x04stop\x18\x07 \x01(\x0b\x32\x18.baton.v1.StopConditions\x12\x1d\n\x10num_top_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\tskip_text\x18\n \x01(\x08\x12\x16\n\tspeculate\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\x03\x88\x01\x01\x12\x35\n\x11structured_output\x18\x0e \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12#\n\x07resumed\x18\x0f \x03(\x0b\x32\x12.baton.v1.TokenIdsB\x08\n\x06promptB\x13\n\x11_num_top_logprobsB\x0c\n\n_speculateB\x04\n\x02_nB\x16\n\x14_num_prompt_logprobs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xae\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x31\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\"\xb7\x01\n\x0eGenerateFinish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.baton.v1.TimingsB\t\n\x07matched\"\x94\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.baton.v1.GenerateChunkH\x00\x12*\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x18.baton.v1.GenerateFinishH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"\xda\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x07 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x10\n\x08revision\x18\t \x01(\t\"\x10\n\x0eGetLoadRequest\"\xb5\x02\n\x0fGetLoadResponse\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x16\n\x0ekv_tokens_used\x18\x07 \x01(\x04\x12\x17\n\x0fkv_tokens_total\x18\x08 \x01(\x04\x12\x16\n\x0ekv_utilization\x18\t \x01(\x01\x12\x13\n\x0butilization\x18\n \x01(\x01\x12\x17\n\x0fprefill_workers\x18\x0b \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x0c \x01(\r\"\x19\n\x17GetClusterStatusRequest\"\x8f\x02\n\x0cWorkerStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06stages\x18\x06 \x03(\t\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x13\n\x0bpages_total\x18\t \x01(\r\x12\x12\n\npages_free\x18\n \x01(\r\x12\x13\n\x0bslots_total\x18\x0b \x01(\r\x12\x12\n\nslots_free\x18\x0c \x01(\r\x12\x15\n\ropen_sessions\x18\r \x01(\r\"\x86\x01\n\x18GetClusterStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus2\xf5\x02\n\nGeneration\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponse\x12>\n\x07GetLoad\x12\x18.baton.v1.GetLoadRequest\x1a\x19.baton.v1.GetLoadResponse\x12Y\n\x10GetClusterStatus\x12!.baton.v1.GetClusterStatusRequest\x1a\".baton.v1.GetClusterStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGES']._serialized_start=103
   _globals['_CHATMESSAGES']._serialized_end=158
   _globals['_GENERATEREQUEST']._serialized_start=161
-  _globals['_GENERATEREQUEST']._serialized_end=666
-  _globals['_USAGE']._serialized_start=668
-  _globals['_USAGE']._serialized_end=725
-  _globals['_GENERATECHUNK']._serialized_start=728
-  _globals['_GENERATECHUNK']._serialized_end=902
-  _globals['_GENERATEFINISH']._serialized_start=905
-  _globals['_GENERATEFINISH']._serialized_end=1088
-  _globals['_GENERATERESPONSE']._serialized_start=1091
-  _globals['_GENERATERESPONSE']._serialized_end=1239
-  _globals['_ABORTREQUEST']._serialized_start=1241
-  _globals['_ABORTREQUEST']._serialized_end=1276
-  _globals['_ABORTRESPONSE']._serialized_start=1278
-  _globals['_ABORTRESPONSE']._serialized_end=1310
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1312
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1333
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1336
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1554
-  _globals['_GETLOADREQUEST']._serialized_start=1556
-  _globals['_GETLOADREQUEST']._serialized_end=1572
-  _globals['_GETLOADRESPONSE']._serialized_start=1575
-  _globals['_GETLOADRESPONSE']._serialized_end=1884
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1886
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1911
-  _globals['_WORKERSTATUS']._serialized_start=1914
-  _globals['_WORKERSTATUS']._serialized_end=2185
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=2188
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=2322
-  _globals['_GENERATION']._serialized_start=2325
-  _globals['_GENERATION']._serialized_end=2698
+  _globals['_GENERATEREQUEST']._serialized_end=703
+  _globals['_USAGE']._serialized_start=705
+  _globals['_USAGE']._serialized_end=762
+  _globals['_GENERATECHUNK']._serialized_start=765
+  _globals['_GENERATECHUNK']._serialized_end=939
+  _globals['_GENERATEFINISH']._serialized_start=942
+  _globals['_GENERATEFINISH']._serialized_end=1125
+  _globals['_GENERATERESPONSE']._serialized_start=1128
+  _globals['_GENERATERESPONSE']._serialized_end=1276
+  _globals['_ABORTREQUEST']._serialized_start=1278
+  _globals['_ABORTREQUEST']._serialized_end=1313
+  _globals['_ABORTRESPONSE']._serialized_start=1315
+  _globals['_ABORTRESPONSE']._serialized_end=1347
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1349
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1370
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1373
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1591
+  _globals['_GETLOADREQUEST']._serialized_start=1593
+  _globals['_GETLOADREQUEST']._serialized_end=1609
+  _globals['_GETLOADRESPONSE']._serialized_start=1612
+  _globals['_GETLOADRESPONSE']._serialized_end=1921
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1923
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1948
+  _globals['_WORKERSTATUS']._serialized_start=1951
+  _globals['_WORKERSTATUS']._serialized_end=2222
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=2225
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=2359
+  _globals['_GENERATION']._serialized_start=2362
+  _globals['_GENERATION']._serialized_end=2735
 # @@protoc_insertion_point(module_scope)

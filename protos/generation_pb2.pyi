@@ -22,7 +22,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "num_top_logprobs", "priority", "skip_text", "speculate", "n", "structured_output", "num_prompt_logprobs")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "num_top_logprobs", "priority", "skip_text", "speculate", "n", "structured_output", "num_prompt_logprobs", "resumed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -51,7 +52,8 @@ class GenerateRequest(_message.Message):
     n: int
     structured_output: _types_pb2.StructuredOutput
     num_prompt_logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_types_pb2.StopConditions, _Mapping]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., skip_text: _Optional[bool] = ..., speculate: _Optional[bool] = ..., n: _Optional[int] = ..., structured_output: _Optional[_Union[_types_pb2.StructuredOutput, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
+    resumed: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenIds]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_types_pb2.StopConditions, _Mapping]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., skip_text: _Optional[bool] = ..., speculate: _Optional[bool] = ..., n: _Optional[int] = ..., structured_output: _Optional[_Union[_types_pb2.StructuredOutput, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[_types_pb2.TokenIds, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens")

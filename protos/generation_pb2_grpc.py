@@ -68,7 +68,8 @@ class GenerationServicer:
 
     def Generate(self, request, context):
         """Streams tokens as they are drawn. Ends after exactly one `finish` per choice, or with an error status, which ends all
-        choices. Cancelling the call aborts the request on every worker.
+        choices. Cancelling the call aborts the request on every worker. A stream that breaks can be resumed, here or at any
+        other router of the same workers: see `GenerateRequest.resumed`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,8 @@ class GenerationStub:
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Streams tokens as they are drawn. Ends after exactly one `finish` per choice, or with an error status, which ends all
-    choices. Cancelling the call aborts the request on every worker.
+    choices. Cancelling the call aborts the request on every worker. A stream that breaks can be resumed, here or at any
+    other router of the same workers: see `GenerateRequest.resumed`.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends requests by id; unknown ids are not an error. Their streams finish with FINISH_REASON_ABORTED."""
@@ -53,7 +54,8 @@ class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams tokens as they are drawn. Ends after exactly one `finish` per choice, or with an error status, which ends all
-    choices. Cancelling the call aborts the request on every worker.
+    choices. Cancelling the call aborts the request on every worker. A stream that breaks can be resumed, here or at any
+    other router of the same workers: see `GenerateRequest.resumed`.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests by id; unknown ids are not an error. Their streams finish with FINISH_REASON_ABORTED."""
@@ -74,7 +76,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
         """Streams tokens as they are drawn. Ends after exactly one `finish` per choice, or with an error status, which ends all
-        choices. Cancelling the call aborts the request on every worker.
+        choices. Cancelling the call aborts the request on every worker. A stream that breaks can be resumed, here or at any
+        other router of the same workers: see `GenerateRequest.resumed`.
         """
 
     @_abc_1.abstractmethod

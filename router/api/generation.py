@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -11,11 +11,11 @@ import grpc
 
 from protos import generation_pb2, generation_pb2_grpc
 from router.api.load import RequestCounts, load_of
+from router.request.answer import Output, ResponseQueue
 from router.request.choices import choice_of, emit_into, run_together
 from router.request.flow import RequestFlow, Services
-from router.request.output import Output
 from router.request.priorities import PriorityLimits
-from router.request.response_queue import ResponseQueue
+from router.request.resumption import feed
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest, admissible
 from router.text.model_facts import ModelLimits, ServedModel
@@ -67,8 +67,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         caller = self._caller_of(context)
         checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed, self._model.grammars,
                                    most_urgent=self._limits.priorities.most_urgent(caller))
+        outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
         responses = ResponseQueue(self._limits.client_stall_s)
-        key = self._register(checked, responses, timeline, context, caller)
+        key = self._register(checked, outputs, responses, timeline, context, caller)
         task = asyncio.create_task(run_together(self._running[key]))
         # By callback, because this handler may be cancelled at any await, more than once.
         task.add_done_callback(lambda ended: self._ended(key, responses, ended))
@@ -130,8 +131,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def _facts(self) -> ModelLimits:
         return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)
 
-    def _register(self, checked: AdmissibleRequest, responses: ResponseQueue, timeline: Timeline,
-                  context: Context, caller: Caller) -> RequestKey:
+    def _register(self, checked: AdmissibleRequest, outputs: Sequence[Output], responses: ResponseQueue,
+                  timeline: Timeline, context: Context, caller: Caller) -> RequestKey:
         """Make a flow per choice; returns what they run under."""
         engine = checked.engine
         engine.request_id = engine.request_id or uuid.uuid4().hex
@@ -146,16 +147,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
         self.counts.accepted += 1
         self._running[key] = tuple(
-            RequestFlow(choice_of(checked, index), self._output(checked),
-                        emit_into(responses, engine.request_id, index),
-                 timeline.sibling() if index else timeline, self._services, limit_s)
-            for index in range(checked.num_choices))
+            RequestFlow(choice_of(checked, index), output, emit_into(responses, engine.request_id, index),
+                        timeline.sibling() if index else timeline, self._services, limit_s)
+            for index, output in enumerate(outputs))
         return key
 
-    def _output(self, checked: AdmissibleRequest) -> Output:
+    async def _output(self, checked: AdmissibleRequest, index: int) -> Output:
+        """Of choice `index`, with what its client has. Raises InvalidRequestError for what it cannot have."""
         tokeniser = self._model.tokeniser
         detokeniser = tokeniser.detokenisers.new() if tokeniser is not None and checked.wants_text else None
-        return Output(checked.engine, checked.stop_strings, detokeniser)
+        output = Output(checked.engine, checked.stop_strings, detokeniser)
+        await feed(output, checked.resumed_of(index), checked.engine, index)
+        return output
 
     def _ended(self, key: RequestKey, responses: ResponseQueue, task: "asyncio.Task[None]") -> None:
         self.counts.failed += not task.cancelled() and task.exception() is not None

@@ -8,11 +8,11 @@ back within it), then requests are refused at once.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.request.outlook import Outlook, Rates
 from router.request.validate import AdmissibleRequest
-from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLine, WaitingLimits
+from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
@@ -67,9 +67,10 @@ class Admission:
         return self._rates().wait_s(self._line.work)
 
     def service_s(self, request: AdmissibleRequest) -> float:
-        """How long serving a request takes that is given to workers now, as far as that was measured."""
-        return self._rates().service_s(self._outlook.work(len(request.engine.prompt_token_ids),
-                                                          request.engine.max_tokens))
+        """How long serving a request takes that has just been given to workers, as far as that was measured."""
+        rates, num_tokens = self._rates(), len(request.engine.prompt_token_ids)
+        before = replace(rates, tokens_ahead=max(0.0, rates.tokens_ahead - num_tokens))
+        return before.service_s(self._outlook.work(num_tokens, request.engine.max_tokens))
 
     async def run(self) -> None:
         """Place waiters whenever something changed; fail them when there has been no pair for too long."""
@@ -115,8 +116,7 @@ class Admission:
             if not self._directory.can_hold(request.context_tokens):
                 raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable",
                                        retry_after_s=self._away_s()) from None
-            self._metrics.dropped.labels(Cause.WAIT).inc()
-            raise self._error(Refusal(Cause.WAIT, self.wait_s())) from None
+            raise self._dropped(Refusal(Cause.WAIT, self.wait_s())) from None
         finally:
             if pair is None:
                 self._abandon(waiter)
@@ -144,22 +144,30 @@ class Admission:
         held = _Held(request, asyncio.get_running_loop().create_future())
         waiter = self._line.enter(demand, held, self._rates(num_tokens), self._clock.now())
         if isinstance(waiter, Refusal):
-            self._metrics.refused.labels(waiter.cause).inc()
-            raise self._error(waiter)
+            raise self._refused(waiter)
         return waiter
 
     def _rates(self, num_tokens: int = 1) -> Rates:
         return Rates.of(self._directory.usable(WorkerRole.PREFILL), self._directory.usable(WorkerRole.DECODE),
                         len(self._line), num_tokens)
 
-    def _error(self, refusal: Refusal) -> CapacityError:
-        wait = f"requests wait for {refusal.wait_s:.2g} s"
+    def _refused(self, refusal: Refusal) -> CapacityError:
+        """On arrival."""
+        self._metrics.refused.labels(refusal.cause).inc()
+        wait, takes = f"requests wait for {refusal.wait_s:.2g} s", f"this one would take {refusal.service_s:.2g} s"
         texts = {
             Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit",
             Cause.WAIT: f"{wait}, the limit is {self._limits.max_wait_s:g} s",
-            Cause.DEADLINE: f"{wait} and this one would take {refusal.service_s:.2g} s: more than its deadline leaves",
+            Cause.DEADLINE: f"{wait} and {takes}, more than its deadline leaves",
         }
         return CapacityError(texts[refusal.cause], resource="router queue", retry_after_s=refusal.retry_after_s)
+
+    def _dropped(self, refusal: Refusal) -> CapacityError:
+        """After it has waited."""
+        self._metrics.dropped.labels(refusal.cause).inc()
+        text = "no pair of workers had room "
+        text += "before its deadline" if refusal.cause is Cause.DEADLINE else f"for {self._limits.max_wait_s:g} s"
+        return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
 
     def _away_s(self) -> float:
         """When there may be workers again: what has been away for so long may be away for as long again."""
@@ -188,8 +196,7 @@ class Admission:
             return
         self._swept_s = now_s
         for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
-            self._metrics.dropped.labels(refusal.cause).inc()
-            self._fail(waiter, self._error(refusal))
+            self._fail(waiter, self._dropped(refusal))
 
     def _fail_all(self) -> None:
         for waiter in self._line.clear():

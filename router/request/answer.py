@@ -1,23 +1,92 @@
-"""One request's side towards its client: what it was told so far, and how it is told more."""
+"""What a client gets of one request: the output made of tokens, the messages that carry it, and the queue they wait in.
 
-from collections.abc import Awaitable, Callable
+`Output` turns tokens into ids, text up to a stop string, logprobs and usage; `Answer` sends them as chunks and one
+finish; `ResponseQueue` is bounded and ends the request of a client that does not read.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
 
 from protos import generation_pb2, types_pb2
-from router.request.output import Output
 from router.request.timeline import Timeline
+from router.text.detokenise import Detokeniser, StopMatcher
+from runtime.errors import RequestAborted
+
+MAX_UNREAD = 64
 
 Emit = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
+
+
+class Output:
+    """One request's output so far. Every token passes through `add` exactly once, in order."""
+
+    def __init__(self, engine: types_pb2.EngineRequest, stop_strings: Sequence[str],
+                 detokeniser: Detokeniser | None) -> None:
+        """`detokeniser` is None when the client wants ids only."""
+        self._num_prompt_tokens = len(engine.prompt_token_ids)
+        self._min_tokens = engine.min_tokens
+        self._stop_token_ids = frozenset(engine.stop_token_ids)
+        self._detokeniser = detokeniser
+        self._stops = StopMatcher(stop_strings)
+        self._num_scored = 1  # the first token of a prompt has no score
+        self.num_tokens = 0
+        self.stop_string: str | None = None  # the one that ended the request
+
+    def add(self, tokens: types_pb2.TokenChunk) -> generation_pb2.GenerateChunk:
+        """The chunk to send. If a stop string matched, it ends with the token that completed it."""
+        text, used = "", 0
+        for token_id in tokens.token_ids:
+            used += 1
+            self.num_tokens += 1
+            text += self._text_of(token_id)
+            if self.stop_string is not None:
+                break
+        return generation_pb2.GenerateChunk(token_ids=tokens.token_ids[:used], text=text,
+                                            logprobs=tokens.logprobs[:used], usage=self.usage())
+
+    def unseen(self, scores: types_pb2.PromptLogprobs) -> types_pb2.PromptLogprobs | None:
+        """What of `scores` follows the positions that came before; None if nothing does."""
+        skipped = self._num_scored - scores.first_position
+        if skipped >= len(scores.token_ids):
+            return None
+        self._num_scored = scores.first_position + len(scores.token_ids)
+        return types_pb2.PromptLogprobs(first_position=scores.first_position + skipped,
+                                        token_ids=scores.token_ids[skipped:], logprobs=scores.logprobs[skipped:])
+
+    def finish(self) -> str:
+        """Text that was held back, now that no token follows."""
+        if self._detokeniser is None or self.stop_string is not None:
+            return ""
+        text, self.stop_string = self._stops.feed(self._detokeniser.finish())
+        return text if self.stop_string is not None else text + self._stops.finish()
+
+    def usage(self) -> generation_pb2.Usage:
+        return generation_pb2.Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=self.num_tokens)
+
+    def _text_of(self, token_id: int) -> str:
+        # A stop token can only be drawn as the last one; like a stop string, it is not part of the text.
+        if self._detokeniser is None or token_id in self._stop_token_ids:
+            return ""
+        text = self._detokeniser.add(token_id)
+        if self.num_tokens < self._min_tokens:
+            return text  # stop strings count from the token that may be the last
+        text, self.stop_string = self._stops.feed(text)
+        return text
 
 
 class Answer:
     """Chunks, then exactly one finish. `emit` may wait for chunks; it must take a finish at once."""
 
-    def __init__(self, request_id: str, output: Output, emit: Emit, timeline: Timeline) -> None:
+    def __init__(self, request_id: str, output: Output, emit: Emit, timeline: Timeline,
+                 resumed: Sequence[int] = ()) -> None:
+        """`resumed`: what the client has already, and `output` knows."""
         self._request_id = request_id
         self._output = output
         self._emit = emit
         self._timeline = timeline
-        self.token_ids: list[int] = []  # all that the client was sent
+        self.token_ids = list(resumed)  # all that the client has
         self.has_ended = False
 
     @property
@@ -54,3 +123,48 @@ class Answer:
         finish.timings.CopyFrom(self._timeline.timings)
         self.has_ended = True
         await self._emit(generation_pb2.GenerateResponse(request_id=self._request_id, finish=finish))
+
+
+class ResponseQueue:
+    """Messages of one stream. `put` waits while `MAX_UNREAD` chunks are unread; a finish is always taken at once. What
+    is unread when the queue closes has the stall limit to be read: all of it, so that a trickle does not go on."""
+
+    def __init__(self, stall_limit_s: float) -> None:
+        self._stall_limit_s = stall_limit_s
+        self._unread: deque[generation_pb2.GenerateResponse] = deque()
+        self._changed = asyncio.Event()
+        self._ends_at: float | None = None  # loop time, of a queue that is closed
+
+    async def put(self, response: generation_pb2.GenerateResponse) -> None:
+        """Raises RequestAborted if the client has read nothing for the stall limit."""
+        try:
+            async with asyncio.timeout(self._stall_limit_s):
+                while len(self._unread) >= MAX_UNREAD and not response.HasField("finish"):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise RequestAborted(f"the client has read nothing for {self._stall_limit_s:g} s") from None
+        self._unread.append(response)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Nothing more will be put."""
+        if self._ends_at is None:
+            self._ends_at = asyncio.get_running_loop().time() + self._stall_limit_s
+        self._changed.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> generation_pb2.GenerateResponse:
+        """The next message, until the queue is closed and empty. Raises RequestAborted for messages that were not read
+        within the stall limit from the closing."""
+        if self._unread and self._ends_at is not None and asyncio.get_running_loop().time() > self._ends_at:
+            raise RequestAborted(f"the client has not read the end of its stream for {self._stall_limit_s:g} s")
+        while not self._unread:
+            if self._ends_at is not None:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        self._changed.set()
+        return self._unread.popleft()

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from protos import generation_pb2, types_pb2
-from router.request.answer import Emit
+from router.request.answer import Emit, ResponseQueue
 from router.request.flow import RequestFlow
-from router.request.response_queue import ResponseQueue
-from router.request.task_group import task_group
 from router.request.validate import AdmissibleRequest
+from router.request.worker_stream import task_group
 
 # 2^64 divided by the golden ratio: seeds of neighbouring requests do not meet (Knuth, TAOCP 3, section 6.4).
 SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -32,7 +31,7 @@ def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
     engine.request_id = f"{engine.request_id}/{index}"
     engine.sampling.seed = choice_seed(engine.sampling.seed, index)
     engine.ClearField("num_prompt_logprobs")
-    return replace(request, engine=engine)
+    return replace(request, engine=engine, resumed=request.resumed[index:index + 1])
 
 
 def emit_into(responses: ResponseQueue, request_id: str, index: int) -> Emit:

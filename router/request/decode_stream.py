@@ -6,8 +6,7 @@ from contextlib import suppress
 from functools import partial
 
 from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
-from router.request.parts import RETRY_PAUSE_S, FlowParts, cancel, may_retry, search, suspect
-from router.request.worker_stream import WorkerStream
+from router.request.worker_stream import RETRY_PAUSE_S, FlowParts, WorkerStream, cancel, may_retry, search, suspect
 from router.workers.worker import Booking
 from runtime.clock import HELD_UP_S
 from runtime.errors import BatonError, CapacityError, PeerLostError
@@ -108,7 +107,6 @@ class DecodeStream:
 
     def committed(self) -> None:
         self.due_at = None
-        self._booking.began()
 
     def excused(self) -> bool:
         """Whether `due_at` has passed without anybody listening, as in a router that was held up itself: what the pool

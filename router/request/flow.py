@@ -14,6 +14,8 @@ Life of a request:
  7. Tokens come from decode and go to the client, until `finished`, or until the text contains a stop string: then
     closing the streams is the abort.
 
+An answer that another router began goes the same way: decode computes again what its client has, as after a move.
+
 Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new one's terms go to
 the same reservation, which lands again under its next epoch, and its first token must be the one already sent. When
 a decode pool is lost or drains after it landed, the request moves (`router.request.migration`): another pair starts
@@ -31,24 +33,31 @@ from dataclasses import dataclass
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
-from router.request.answer import Answer, Emit
+from router.request.answer import Answer, Emit, Output
 from router.request.decode_stream import DecodeStream
 from router.request.migration import Migrations
 from router.request.outlook import Outlook
-from router.request.output import Output
-from router.request.parts import Event, FlowLimits, FlowParts
 from router.request.prefill_stream import PrefillStream
-from router.request.task_group import task_group
+from router.request.resumption import finish_of
+from router.request.service_record import ServiceRecord
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
-from router.request.worker_stream import Ended
+from router.request.worker_stream import Ended, Event, FlowLimits, FlowParts, task_group
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
-from runtime.errors import BatonError, DeadlineError, InternalError, PeerLostError
+from runtime.errors import (
+    BatonError,
+    DeadlineError,
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+)
 from runtime.metrics import RouterMetrics
 from runtime.tracing import begin
 
 INBOX_EVENTS = 64
+CLOCKS_DIFFER_S = 0.05  # a client's idea of its deadline and this router's
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,11 @@ class RequestFlow:
     def __init__(self, request: AdmissibleRequest, output: Output, emit: Emit, timeline: Timeline,
                  services: Services, time_limit_s: float) -> None:
         self._request = request
-        self._answer = Answer(self.request_id, output, emit, timeline)
+        resumed = request.resumed_of(0)
+        self._answer = Answer(self.request_id, output, emit, timeline, resumed)
         self._timeline = timeline
+        if resumed:
+            timeline.resumed()
         self._services = services
         self._time_limit_s = time_limit_s
         self._ends_at = asyncio.get_running_loop().time() + time_limit_s
@@ -80,7 +92,7 @@ class RequestFlow:
         self._is_running = False
         self._is_aborted = False
         self._inbox: asyncio.Queue[Event] = asyncio.Queue(INBOX_EVENTS)
-        self._first_token: types_pb2.TokenChunk | None = None
+        self._first_token = types_pb2.TokenChunk(token_ids=resumed[:1]) if resumed else None
         self._migrations = Migrations(services.directory, services.limits, services.metrics)
         self._is_committed = False
         self._finish: generation_pb2.GenerateFinish | None = None
@@ -101,9 +113,11 @@ class RequestFlow:
         Raises:
             DeadlineError: the time limit passed first.
         """
+        token_ids = self._answer.token_ids
+        finish = self._answer.stopped or finish_of(token_ids, self._request.engine)
         try:
             async with self._time_scope:
-                await self._run()
+                await (self._run() if finish is None else self._conclude(finish))
         except TimeoutError:
             await self._out_of_time()
         except asyncio.CancelledError:
@@ -118,14 +132,22 @@ class RequestFlow:
             self.abort()
         held_back = begin("baton.router.admit", request_id=self.request_id)
         try:
-            async with self._services.admission.pair_for(self._request, self._time_left_s()) as pair:
+            left_s = self._ends_at - asyncio.get_running_loop().time()
+            async with self._services.admission.pair_for(self._request, left_s) as pair:
                 held_back.end()
                 self._timeline.placed()
+                self._record = ServiceRecord(self._services.outlook, self._request.engine.max_tokens,
+                                             self._services.admission.service_s(self._request))
                 with self._services.metrics.running.track_inprogress():
                     await self._serve(pair)
         finally:
             held_back.end()
             self._is_running = False
+
+    @property
+    def _is_out_of_time(self) -> bool:
+        """Whether the deadline ends it, be it that the client's end of the call noticed first."""
+        return not self._is_aborted and asyncio.get_running_loop().time() >= self._ends_at - CLOCKS_DIFFER_S
 
     async def _out_of_time(self) -> None:
         if self._answer.has_ended:
@@ -146,6 +168,8 @@ class RequestFlow:
                 if self._answer.stopped is None:
                     await self._linger()
             finally:
+                if self._finish is None and self._is_out_of_time:
+                    self._record.cut_off()
                 self._prefill.close()
                 self._decode.close()
                 self._migrations.ended()
@@ -195,8 +219,7 @@ class RequestFlow:
             case "first_token":
                 timings.prefill_s = response.first_token.prefill_s
                 self._prefill.computed()
-                self._services.outlook.best_prefill.observe(len(self._request.engine.prompt_token_ids),
-                                                            timings.prefill_s)
+                self._record.prefilled(len(self._request.engine.prompt_token_ids), timings.prefill_s)
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":
@@ -212,6 +235,10 @@ class RequestFlow:
             await self._tell(token)
         elif list(token.token_ids) == list(self._first_token.token_ids):
             self._decode.first_token(token)
+        elif self._request.resumed_of(0):
+            raise InvalidRequestError(FieldViolation(
+                "resumed", f"begins with {list(self._first_token.token_ids)}, the answer to this request with "
+                           f"{list(token.token_ids)}"))
         else:
             raise InternalError(f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
                                 f"{list(self._first_token.token_ids)}")
@@ -235,12 +262,14 @@ class RequestFlow:
             case "committed":
                 self._is_committed = True
                 self._decode.committed()
+                self._record.committed(self._decode.booking)
                 self._migrations.resumed()
                 self._timeline.committed()
                 self._timeline.timings.transfer_exposed_s = response.committed.transfer_exposed_s
                 self._let_prefill_go()
             case "tokens":
                 self._timeline.decoded()
+                self._record.drew(len(response.tokens.token_ids))
                 await self._tell(response.tokens)
             case "finished":
                 self._finished(response.finished)
@@ -257,6 +286,7 @@ class RequestFlow:
         """The pool that held the state is gone, or gave up on it: go on with another pair."""
         self._prefill.close()
         self._decode.close()
+        self._record.moved()
         self._start(await self._migrations.another_pair(self._decode.booking, error,
                                                         self._request.engine.prompt_token_ids,
                                                         self._request.context_tokens))
@@ -272,6 +302,7 @@ class RequestFlow:
     def _finished(self, finished: decode_pb2.DecodeFinished) -> None:
         timings = self._timeline.timings
         timings.decode_queue_s, timings.decode_s = finished.queue_s, finished.decode_s
+        self._record.finished(finished.decode_s)
         self._finish = self._finish or generation_pb2.GenerateFinish(
             reason=finished.reason,
             stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None)
@@ -282,10 +313,14 @@ class RequestFlow:
 
     async def _end(self, finish: generation_pb2.GenerateFinish) -> None:
         """Text that was held back, and the finish."""
+        self._record.ended(len(self._answer.token_ids))
         if self._answer.stopped is not None:
             # The workers would go on: closing is the abort.
             self._prefill.close()
             self._decode.close()
+        await self._conclude(finish)
+
+    async def _conclude(self, finish: generation_pb2.GenerateFinish) -> None:
         await self._answer.rest()
         await self._answer.finish(self._answer.stopped or finish)
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.request.parts import RETRY_PAUSE_S, FlowLimits
+from router.request.worker_stream import RETRY_PAUSE_S, FlowLimits
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import Booking
 from runtime.errors import BatonError, DrainingError, PeerLostError, RequestAborted, UnavailableError

@@ -4,8 +4,7 @@ import asyncio
 from typing import Self
 
 from protos import prefill_pb2, prefill_pb2_grpc, transfer_pb2
-from router.request.parts import RETRY_PAUSE_S, FlowParts, cancel, may_retry, search, suspect
-from router.request.worker_stream import WorkerStream
+from router.request.worker_stream import RETRY_PAUSE_S, FlowParts, WorkerStream, cancel, may_retry, search, suspect
 from router.workers.worker import Booking
 from runtime.errors import BatonError, PeerLostError
 

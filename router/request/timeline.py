@@ -42,6 +42,10 @@ class Timeline:
         other._received_at_s = other._reserving_at_s = self._received_at_s
         return other
 
+    def resumed(self) -> None:
+        """Its client has the first tokens already: what comes next follows them."""
+        self._first_token_at_s = self._last_tokens_at_s = self._received_at_s
+
     def placed(self) -> None:
         self.timings.router_queue_s = self.clock.now() - self._received_at_s
 

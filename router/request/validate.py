@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from protos import generation_pb2, types_pb2
+from router.request.resumption import resumed_violations, too_many_resumed
 from router.text.model_facts import ModelLimits
 from router.text.tokenise import Message, Tokeniser
 from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelError
@@ -57,12 +58,18 @@ SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
 
 @dataclass(frozen=True)
 class AdmissibleRequest:
-    """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none."""
+    """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none.
+    `resumed`: of each choice in turn, the tokens its client has already, as far as there are any."""
 
     engine: types_pb2.EngineRequest
     stop_strings: tuple[str, ...]
     wants_text: bool
     num_choices: int = 1
+    resumed: tuple[tuple[int, ...], ...] = ()
+
+    def resumed_of(self, index: int) -> tuple[int, ...]:
+        """Of choice `index`."""
+        return self.resumed[index] if index < len(self.resumed) else ()
 
     @property
     def context_tokens(self) -> int:
@@ -84,7 +91,8 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
     if request.model not in ("", facts.name):
         raise UnknownModelError(FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is"))
     violations = [*_identity(request, most_urgent), *_prompt(request, facts, tokeniser),
-                  *_sampling(request.sampling, facts), *_stop(request, facts, tokeniser), *_structured_output(request)]
+                  *_sampling(request.sampling, facts), *_stop(request, facts, tokeniser), *_structured_output(request),
+                  *resumed_violations(request, facts)]
     if violations:
         raise InvalidRequestError(*violations)
     if (grammar := grammar_of(request)) is not None:
@@ -256,27 +264,35 @@ def _context(request: generation_pb2.GenerateRequest, facts: ModelLimits, num_to
         yield FieldViolation("stop.min_tokens", f"must be at most {room}, what the context limit of "
                                                 f"{facts.max_context_tokens} tokens leaves after the prompt, "
                                                 f"got {request.stop.min_tokens}")
+    else:
+        yield from too_many_resumed(request, _max_tokens(request.stop, room))
+
+
+def _max_tokens(stop: types_pb2.StopConditions, room: int) -> int:
+    return min(stop.max_tokens, room) if stop.HasField("max_tokens") else room
 
 
 def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt: list[int],
              draw_seed: Callable[[], int]) -> AdmissibleRequest:
     stop, room = request.stop, facts.max_context_tokens - len(prompt)
     eos = () if stop.ignore_eos else facts.eos_token_ids
+    resumed = tuple(tuple(choice.ids) for choice in request.resumed)
+    is_scored = request.HasField("num_prompt_logprobs") and not (resumed and resumed[0])
     engine = types_pb2.EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=prompt,
         sampling=_resolved_sampling(request.sampling, draw_seed),
-        max_tokens=min(stop.max_tokens, room) if stop.HasField("max_tokens") else room,
+        max_tokens=_max_tokens(stop, room),
         min_tokens=stop.min_tokens,
         stop_token_ids=sorted({*stop.stop_token_ids, *eos}),
         num_top_logprobs=request.num_top_logprobs if request.HasField("num_top_logprobs") else None,
-        num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
+        num_prompt_logprobs=request.num_prompt_logprobs if is_scored else None,
         structured_output=request.structured_output if request.HasField("structured_output") else None,
         priority=request.priority,
         speculate=request.speculate if request.HasField("speculate") else None,
     )
     return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
-                             num_choices=request.n if request.HasField("n") else 1)
+                             num_choices=request.n if request.HasField("n") else 1, resumed=resumed)
 
 
 def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], int]) -> types_pb2.SamplingParams:

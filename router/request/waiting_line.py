@@ -1,7 +1,7 @@
 """Who waits for a pair of workers, in which order, who may wait at all, and who waits in vain. Pure; `Clock` seconds.
 
-Order: priority, then by when a request must begin: its deadline less what serving it takes, but not later than the limit
-of waiting allows. So those without a deadline stand in order of arrival, and time brings everybody to the front.
+Order: priority, then by when a request must begin: its deadline less what serving it takes, but not later than the
+limit of waiting allows. So those without a deadline stand in order of arrival, and time brings everybody to the front.
 
 Who comes is refused if it could not be served in time behind those who go before it; who was let in leaves only by
 being placed, by going away, or when its time does not suffice any more.
@@ -18,7 +18,7 @@ from router.request.outlook import Outlook, Rates, Work
 
 T = TypeVar("T")
 
-MIN_RETRY_S = 0.05
+START_RETRY_S, MIN_RETRY_S = 1.0, 0.05
 
 
 class Cause(StrEnum):
@@ -57,8 +57,9 @@ class Refusal:
 
     @property
     def retry_after_s(self) -> float:
-        """The wait; where nobody waits and those that run are all that slows it down, until they have ended."""
-        return max(self.wait_s or self.service_s, MIN_RETRY_S)
+        """The wait; where nobody waits and those that run are all that slows it down, until they have ended. A start
+        value while nothing was measured."""
+        return max(self.wait_s or self.service_s or START_RETRY_S, MIN_RETRY_S)
 
 
 @dataclass(order=True)

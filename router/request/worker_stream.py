@@ -1,27 +1,44 @@
-"""A worker's stream as the request flow sees it: messages go out without waiting, events come in through one queue.
+"""A request's streams to its workers: one call, and what the prefill stream and the decode stream have in common.
 
-The stream's life is the request's life on that worker. `close` cancels it at once, which is an abort over there; no
-message is needed. What arrives of a closed stream is never delivered.
+Messages go out without waiting, events come in through one queue. The stream's life is the request's life on that
+worker: `close` cancels it at once, which aborts the request there; no message is needed. Nothing that a closed stream
+still brings is delivered.
+
+`PrefillStream` and `DecodeStream` each own one booking and one `WorkerStream` at a time, and move on to another worker.
+Their events reach the flow through the inbox; a search that finds no worker in time raises in the flow's task group.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 import grpc
 from grpc.aio import StreamStreamMultiCallable
 
-from router.workers.worker import Worker
-from runtime.errors import BatonError, PeerLostError
+from protos import decode_pb2, prefill_pb2, types_pb2
+from router.workers.directory import Directory
+from router.workers.worker import Booking, Worker
+from runtime.errors import (
+    BatonError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+    UnavailableError,
+)
 from runtime.status import DETAILS_KEY, error_from_rpc
+from runtime.supervision import first_leaf
 from runtime.tracing import outgoing
 
 logger = logging.getLogger(__name__)
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+
+RETRY_PAUSE_S = 0.05
 
 # What gRPC itself reports when a process dies under a call, as opposed to what its server answers. It also reports
 # INTERNAL when a message is sent to a stream that the peer has just ended; the peer's status is lost then.
@@ -31,7 +48,7 @@ _TRANSPORT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNO
 
 @dataclass(frozen=True)
 class Received(Generic[Response]):
-    """A worker said something."""
+    """A message of a worker."""
 
     stream: object
     message: Response
@@ -62,14 +79,14 @@ class WorkerStream(Generic[Request, Response]):
     def open(cls, method: "StreamStreamMultiCallable[Request, Response]", worker: Worker,
              deliver: Callable[[Received[Response] | Ended], Awaitable[None]], group: asyncio.TaskGroup,
              time_limit_s: float) -> Self:
-        """Call `method` of `worker`. Never fails: a worker that cannot be called was lost, as the inbox will say."""
+        """Call `method` of `worker`. Never fails: a worker that cannot be called was lost, which the inbox reports."""
         stream = cls(worker, deliver)
         stream._reader = group.create_task(stream._read(method, time_limit_s))
         worker.attach(stream)
         return stream
 
     def send(self, message: Request) -> None:
-        """Never waits and never fails: a dead stream says so through the inbox."""
+        """Never waits and never fails: the end of a dead stream comes through the inbox."""
         self._outgoing.put_nowait(message)
 
     def half_close(self) -> None:
@@ -118,8 +135,83 @@ def _lost(worker: Worker, reason: str) -> PeerLostError:
 
 
 def _error_of(error: grpc.aio.AioRpcError, worker: Worker) -> BatonError:
-    """The worker's own error, or PeerLostError if it did not live to say one."""
+    """The worker's own error, or PeerLostError if it died before it sent one."""
     answered = any(key == DETAILS_KEY for key, _ in error.trailing_metadata())
     if error.code() in _TRANSPORT_CODES and not answered:
         return _lost(worker, error.details() or error.code().name)
     return error_from_rpc(error)
+
+
+Event = Received[prefill_pb2.RunResponse] | Received[decode_pb2.DecodeResponse] | Ended
+Inbox = asyncio.Queue[Event]
+
+
+@dataclass(frozen=True)
+class FlowLimits:
+    """How patient a request is. `peer_wait_s` leaves a client without an answer for less than five seconds."""
+
+    prefill_attempts: int = 3
+    peer_wait_s: float = 4.0  # for a lost worker to be replaced or to come back
+    capacity_wait_s: float = 60.0  # for room in a decode pool, when all refused
+    reserve_s: float = 4.0  # a decode stream opened to its destination terms
+    commit_s: float = 30.0  # the last byte sent to its commit
+    migrations: int = 3  # decode pools that may be lost under one request
+    linger_s: float = 1.0  # the last message to the end of the workers' streams
+
+
+@dataclass(frozen=True)
+class FlowParts:
+    """What both kinds of stream need; `ends_at` is the loop time at which the request's time is up."""
+
+    request: types_pb2.EngineRequest
+    directory: Directory
+    limits: FlowLimits
+    inbox: Inbox
+    group: asyncio.TaskGroup
+    ends_at: float
+
+    @property
+    def context_tokens(self) -> int:
+        """What the request may come to, prompt plus completion."""
+        return len(self.request.prompt_token_ids) + self.request.max_tokens
+
+    def time_left_s(self) -> float:
+        return max(0.0, self.ends_at - asyncio.get_running_loop().time())
+
+
+def may_retry(error: BatonError) -> bool:
+    """Whether another worker could do better: not with a request that is wrong, a bug, or no time left."""
+    return not isinstance(error, InvalidRequestError | InternalError | DeadlineError)
+
+
+def cancel(task: asyncio.Task[None] | None) -> None:
+    """End a search, unless the caller is that search."""
+    if task is not None and task is not asyncio.current_task():
+        task.cancel()
+
+
+async def search(directory: Directory, attempt: Callable[[], Booking | None], wait_s: float,
+                 error: BatonError) -> Booking:
+    """A booking within `wait_s`, or the error that made it necessary."""
+    try:
+        async with asyncio.timeout(wait_s):
+            return await directory.until(attempt)
+    except TimeoutError:
+        raise error from None
+
+
+def suspect(booking: Booking, error: BatonError) -> None:
+    """A worker whose stream broke gets nothing more until it reports again."""
+    if isinstance(error, UnavailableError):
+        booking.lost(str(error))
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup whose first BatonError comes out as itself instead of inside a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as failures:
+        known = failures.subgroup(BatonError)
+        raise first_leaf(failures if known is None else known) from None

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,34 @@ async def test_it_serves_and_gives_each_process_its_flags(cluster: LocalCluster,
     assert f"--rank 1 --world-size 2 --leader {leader.address}" in log.of("decode-0.1")
     assert f"--decode {leader.address}" in log.of("router")
     assert all(f"on cores [{process.spec.core}] " in log.of(name) for name, process in cluster.processes.items())
+
+
+class Elsewhere:
+    """Another address of the loopback for each process, and a word more on its command line."""
+
+    def host(self, name: str) -> str:
+        return {"prefill-0": "127.0.0.2"}.get(name, "127.0.0.3")
+
+    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+        return module, ("--placed", name, *arguments)
+
+
+async def test_routers_share_the_workers_and_processes_have_their_places(tmp_path: Path, log: Log) -> None:
+    async with LocalCluster(replace(config(tmp_path), routers=2, places=Elsewhere()), sink=log) as running:
+        assert set(running.processes) == {"prefill-0", "decode-0.0", "decode-0.1", "router", "router-1"}
+        assert running.addresses[0] == running.address
+        for address in running.addresses:
+            async with AsyncBatonClient(address) as client:
+                assert (await client.complete(Query("hello"), timeout_s=60)).text == "hello "
+        prefill = running.processes["prefill-0"].announcement
+        assert prefill is not None
+        assert prefill.address.startswith("127.0.0.2:")
+        await eventually(lambda: all(any(line.startswith(f"{name}: ") for line in log.lines)
+                                     for name in running.processes))
+        for name in running.processes:
+            assert f"--placed {name} " in log.of(name)
+            assert (f"--prefill {prefill.address}" in log.of(name)) == name.startswith("router")
+    assert all(process.pid is None for process in running.processes.values())
 
 
 async def test_processes_may_have_all_cores(tmp_path: Path, log: Log) -> None:

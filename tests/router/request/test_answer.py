@@ -1,13 +1,18 @@
-"""Tokens to what the client gets: stop strings, stop tokens, minimum lengths."""
+"""Tokens to what the client gets: stop strings, stop tokens, minimum lengths; and the queue between a request and its
+client: everything in order, a bound, and an end."""
+
+import asyncio
 
 import pytest
 
 from protos import generation_pb2, types_pb2
-from router.request.output import Output
+from router.request.answer import MAX_UNREAD, Output, ResponseQueue
 from router.text.detokenise import Detokenisers
+from runtime.errors import RequestAborted
 from tests.router.harness import byte_level_tokenizer
 
 DETOKENISERS = Detokenisers(byte_level_tokenizer())
+FINISH = generation_pb2.GenerateResponse(finish=generation_pb2.GenerateFinish())
 
 
 def ids(text: str) -> list[int]:
@@ -55,3 +60,49 @@ def test_a_stop_string_can_end_in_a_broken_character() -> None:
     assert output.add(types_pb2.TokenChunk(token_ids=ids("é")[:1])).text == ""
     assert output.finish() == ""
     assert output.stop_string == "\ufffd"
+
+
+def chunk(i: int) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(token_ids=[i]))
+
+async def test_everything_comes_out_in_order() -> None:
+    responses, count = ResponseQueue(stall_limit_s=5), 5 * MAX_UNREAD
+
+    async def fill() -> None:
+        for i in range(count):
+            await responses.put(chunk(i))
+        await responses.put(FINISH)
+        responses.close()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fill())
+        out = [response async for response in responses]
+    assert out == [*(chunk(i) for i in range(count)), FINISH]
+
+
+async def test_a_client_that_does_not_read_is_noticed_and_a_finish_still_fits() -> None:
+    responses = ResponseQueue(stall_limit_s=0.05)
+    for i in range(MAX_UNREAD):
+        await responses.put(chunk(i))
+    with pytest.raises(RequestAborted, match=r"read nothing for 0\.05 s"):
+        await responses.put(chunk(0))
+    await responses.put(FINISH)
+    responses.close()
+    assert [response async for response in responses][-1] == FINISH
+
+
+async def test_a_client_that_trickles_has_the_stall_limit_for_the_end_of_its_stream() -> None:
+    responses = ResponseQueue(stall_limit_s=0.2)
+    for i in range(MAX_UNREAD):
+        await responses.put(chunk(i))
+    responses.close()
+    read: list[generation_pb2.GenerateResponse] = []
+
+    async def trickle() -> None:
+        async for response in responses:
+            read.append(response)
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(RequestAborted, match="not read the end of its stream"):
+        await trickle()
+    assert 0 < len(read) < MAX_UNREAD

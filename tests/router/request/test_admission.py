@@ -1,8 +1,8 @@
-"""Requests whose time cannot suffice are refused before any worker hears of them; the others are tried."""
+"""Requests whose time cannot suffice are refused before any worker gets them; the others are tried."""
 
 import pytest
 
-from router.request.prefill_rate import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
+from router.request.outlook import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
 from runtime.clock import ManualClock
 from runtime.errors import DeadlineError
 from tests.router.harness import RouterHarness, running_router, token_request

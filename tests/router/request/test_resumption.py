@@ -1,0 +1,183 @@
+"""An answer that another router began goes on here, wherever it was cut, as if nothing had happened."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from protos import generation_pb2, types_pb2
+from runtime.errors import InvalidRequestError
+from tests.router.harness import FACTS, RouterHarness, running_router, token_request
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+
+PROMPT = [1, 2, 3]
+NUM_TOKENS = 9
+
+
+def pair() -> tuple[FakePrefill, FakeDecode]:
+    fabric, journal = Fabric(), Journal()
+    return FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+
+
+def a_question(*resumed: list[int], **fields: object) -> generation_pb2.GenerateRequest:
+    return token_request(PROMPT, max_tokens=NUM_TOKENS, num_top_logprobs=0,
+                         resumed=[types_pb2.TokenIds(ids=ids) for ids in resumed], **fields)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one choice came to, from the `first` token that was still to come."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    end: tuple[str, object, int, int]
+
+
+async def said(router: RouterHarness, request: generation_pb2.GenerateRequest) -> dict[int, Said]:
+    """By choice; usage counts what came before, too."""
+    told: dict[int, Said] = {}
+    async for response in router.stub.Generate(request, timeout=60):
+        so_far = told.get(response.index, Said([], [], "", ("", None, 0, 0)))
+        finish, chunk = response.finish, response.chunk
+        assert not so_far.end[0], "something came after the finish"
+        end = so_far.end
+        if response.HasField("finish"):
+            matched = finish.WhichOneof("matched")
+            end = (types_pb2.FinishReason.Name(finish.reason), matched and getattr(finish, matched),
+                   finish.usage.prompt_tokens, finish.usage.completion_tokens)
+        told[response.index] = Said(so_far.token_ids + list(chunk.token_ids),
+                                    so_far.logprobs + [item.logprob for item in chunk.logprobs],
+                                    so_far.text + chunk.text, end)
+    return told
+
+
+async def chunk_texts(router: RouterHarness, request: generation_pb2.GenerateRequest) -> list[str]:
+    """The text that came with the first token, with the second, and so on."""
+    answer = await router.ask(request)
+    assert all(len(chunk.token_ids) == 1 for chunk in answer.chunks[:NUM_TOKENS])
+    return [chunk.text for chunk in answer.chunks if chunk.token_ids]
+
+
+@pytest.mark.parametrize("stops", ["", "in the middle", "at the end", "never"])
+async def test_what_follows_is_what_would_have_followed(stops: str) -> None:
+    prefill, decode = pair()
+    async with running_router(prefill, decode) as router:
+        request = a_question()
+        text = (await said(router, request))[0].text
+        assert len(text) >= NUM_TOKENS
+        # The last token of the string ends it; that it might still come is why text is held back before.
+        string = {"": "", "in the middle": text[3:6], "at the end": text[-3:], "never": text[-2:] + "never"}[stops]
+        request.stop.stop_strings.extend(filter(None, [string]))
+        whole, texts = (await said(router, request))[0], await chunk_texts(router, request)
+        assert whole.end[0] == ("FINISH_REASON_STOP" if "the" in stops else "FINISH_REASON_LENGTH")
+        for count in range(len(whole.token_ids) + 1):
+            request.ClearField("resumed")
+            request.resumed.append(types_pb2.TokenIds(ids=whole.token_ids[:count]))
+            rest = (await said(router, request))[0]
+            assert rest.token_ids == whole.token_ids[count:]
+            assert rest.logprobs == [-float(token_id) for token_id in whole.token_ids[max(count, 1):]]
+            assert "".join(texts[:count]) + rest.text == whole.text
+            assert rest.end == whole.end
+        await router.assert_nothing_left()
+
+
+async def test_a_stop_token_ends_it_wherever_it_was_cut() -> None:
+    prefill, decode = pair()
+    async with running_router(prefill, decode) as router:
+        request = a_question()
+        request.stop.stop_token_ids.append(expected_tokens(PROMPT, 6)[-1])
+        whole = (await said(router, request))[0]
+        assert whole.end == ("FINISH_REASON_STOP", whole.token_ids[-1], len(PROMPT), 6)
+        for count in (5, 6):
+            request.ClearField("resumed")
+            request.resumed.append(types_pb2.TokenIds(ids=whole.token_ids[:count]))
+            assert (await said(router, request))[0].end == whole.end
+        assert router.metric("baton_router_retries_total", role="prefill", reason="PEER_LOST") == 0
+        await router.assert_nothing_left()
+
+
+async def test_what_had_ended_needs_no_workers() -> None:
+    """The finish was lost, and with it every pool."""
+    prefill, decode = pair()
+    async with running_router(prefill, decode) as router:
+        whole = await router.ask(a_question())
+        journal = len(prefill.journal.entries)
+        await prefill.die()
+        rest = await router.ask(a_question(list(whole.token_ids)))
+        assert rest.finish is not None
+        assert whole.finish is not None
+        assert (rest.chunks, rest.finish.usage, rest.finish.reason) == ([], whole.finish.usage, whole.finish.reason)
+        assert len(prefill.journal.entries) == journal
+        await router.assert_nothing_left()
+
+
+async def test_choices_go_on_each_from_where_it_was() -> None:
+    prefill, decode = pair()
+    tokens = expected_tokens(PROMPT, NUM_TOKENS)
+    async with running_router(prefill, decode) as router:
+        rest = await said(router, a_question(tokens[:4], tokens, [], n=4))
+        assert {index: choice.token_ids for index, choice in rest.items()} == {
+            0: tokens[4:], 1: [], 2: tokens, 3: tokens}
+        assert {choice.end for choice in rest.values()} == {("FINISH_REASON_LENGTH", None, len(PROMPT), NUM_TOKENS)}
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("resumed", "scores"), [([], [1, 2]), ([6], [])])
+async def test_prompt_logprobs_come_until_the_first_token_has(resumed: list[int], scores: list[int]) -> None:
+    prefill, decode = pair()
+    async with running_router(prefill, decode) as router:
+        answer = await router.ask(a_question(resumed, num_prompt_logprobs=0))
+        assert [chunk.prompt_logprobs.first_position + place for chunk in answer.chunks
+                for place in range(len(chunk.prompt_logprobs.token_ids))] == scores
+
+
+async def test_a_pool_may_die_under_an_answer_that_came_from_elsewhere() -> None:
+    fabric, journal = Fabric(), Journal()
+    prefill, pools = FakePrefill("p", fabric, journal), [FakeDecode(f"d{i}", fabric, journal) for i in range(2)]
+    tokens = expected_tokens(PROMPT, NUM_TOKENS)
+    async with running_router(prefill, *pools) as router:
+        seen = 0
+
+        async def once(_: object) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == 2:
+                await asyncio.gather(*(pool.die() for pool in pools if pool.open_requests))
+
+        for pool in pools:
+            pool.at(Point.TOKEN, once)
+        assert (await router.ask(a_question(tokens[:4]))).token_ids == tokens[4:]
+        assert router.metric("baton_migrations_total", type="lost", outcome="resumed") == 1
+        await router.assert_nothing_left()
+
+
+TOKENS = expected_tokens(PROMPT, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(("request_", "field", "says"), [
+    (a_question([], []), "resumed", "has 2 entries, the limit is one per choice: 1"),
+    (a_question([6, FACTS.vocab_size]), "resumed[0].ids[1]", "512 is not in the vocabulary of 512 tokens"),
+    (a_question([], [*TOKENS, 0], n=2), "resumed[1].ids", "has 10 tokens, more than the 9 that the answer may have"),
+    (a_question([6, FACTS.eos_token_ids[0], 7]), "resumed[0].ids[2]", "follows the end of the answer"),
+    (a_question([7]), "resumed", r"begins with \[7\], the answer to this request with \[6\]"),
+])
+async def test_tokens_that_cannot_be_are_refused_by_name(request_: generation_pb2.GenerateRequest, field: str,
+                                                         says: str) -> None:
+    prefill, decode = pair()
+    async with running_router(prefill, decode) as router:
+        with pytest.raises(InvalidRequestError, match=says) as refused:
+            await router.ask(request_)
+        assert refused.value.violations[0].field == field
+        await router.assert_nothing_left()
+
+
+async def test_what_follows_a_stop_string_is_refused() -> None:
+    prefill, decode = pair()
+    async with running_router(prefill, decode) as router:
+        text = (await router.ask(a_question())).text
+        request = a_question(TOKENS)
+        request.stop.stop_strings.append(text[:3])
+        with pytest.raises(InvalidRequestError, match="follows the end of the answer") as refused:
+            await router.ask(request)
+        assert refused.value.violations[0].field.startswith("resumed[0].ids[")
