@@ -22,6 +22,7 @@ from runtime.clock import Clock, SystemClock
 # while it reports and is asked.
 PREFILL_LOOKAHEAD_S = 0.5
 PREFILL_LOOKAHEAD = 3  # prompts, however long they are
+DECODE_LOOKAHEAD = 3  # requests on their way to a decode pool that is busy, or half as many as it computes at a time
 SHORT_RATIO = 4  # a prompt beside one that is so many times as long does not wait for all of it
 
 
@@ -127,7 +128,7 @@ class Worker:
         """Requests that a decode pool draws for if so many more, with prompts of so many tokens, come to it."""
         if self.info is None or not num_more or not self.as_candidate(num_tokens).has_room:
             return self.num_booked
-        return min(self.num_booked + num_more, self.info.max_running_requests)
+        return min(self.num_booked + num_more, self._most_running)
 
     @property
     def tokens_ahead(self) -> int:
@@ -277,7 +278,16 @@ class Worker:
         pages_free = self.load.pages_free + sum(booking.num_pages for booking in self._finished)
         pages = sum(booking.num_pages for booking in sent) + num_pages
         slots_fit = not self.info.slots_total or len(sent) < self.load.slots_free + len(self._finished)
-        return now.requests < self.info.max_running_requests and pages <= pages_free and slots_fit
+        return now.requests < self._most_running and pages <= pages_free and slots_fit
+
+    @property
+    def _most_running(self) -> int:
+        """Requests a decode pool is given: as many as it computes at a time and some on their way, though it would hold
+        more. More would take turns, and all of them end later for it."""
+        if self.info is None:
+            return 0
+        batch = self.info.max_batch_requests or self.info.max_running_requests
+        return min(batch + max(DECODE_LOOKAHEAD, batch // 2), self.info.max_running_requests)
 
     def _used_share(self, num_requests: int) -> float:
         if self.info is None:
