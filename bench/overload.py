@@ -43,6 +43,7 @@ COUNTED_WAIT_S = 0.1  # shorter waits are as likely to be over as to last when a
 class Answer:
     """What became of a request; seconds after the start of its cell."""
 
+    due_s: float
     sent_s: float
     ended_s: float
     placed_s: float | None = None  # given to workers; of one that was answered
@@ -95,6 +96,7 @@ class Cell:
             "refused": len(delays),
             "dropped": sum(answer.was_dropped for answer in self.answers),
             "late": sum(answer.error == "DEADLINE_EXCEEDED" for answer in self.answers),
+            "lag_s_p99": percentiles([answer.sent_s - answer.due_s for answer in self.answers], "lag")["lag_p99"],
             "refusal_s_p50": cut["refusal_s_p50"], "refusal_s_p99": cut["refusal_s_p99"],
             "retry_ratio_p50": statistics.median(ratios) if ratios else None,
             "retry_within_factor": sum(near) / len(near) if near else None}.items()}
@@ -115,7 +117,7 @@ class Lab:
 
         async def ask() -> None:
             while time.monotonic() < start + seconds:
-                await self._ask(next(queries), None, start)
+                await self._ask(next(queries), None, start, 0.0)
                 ended.append(time.monotonic() - start)
 
         await asyncio.gather(*(ask() for _ in range(CLIENTS)))
@@ -130,11 +132,11 @@ class Lab:
 
         async def at(at_s: float, query: Query) -> Answer:
             await asyncio.sleep(max(0.0, start + at_s - time.monotonic()))
-            return await self._ask(query, cell.deadline_s, start)
+            return await self._ask(query, cell.deadline_s, start, at_s)
 
         cell.answers += await asyncio.gather(*map(at, times, islice(cycle(self.queries), len(times))))
 
-    async def _ask(self, query: Query, deadline_s: float | None, start: float) -> Answer:
+    async def _ask(self, query: Query, deadline_s: float | None, start: float, due_s: float) -> Answer:
         sent_s, placed_s = time.monotonic() - start, None
         try:
             async for event in self.client.generate(query, timeout_s=deadline_s or MOST_S):
@@ -142,11 +144,11 @@ class Lab:
                     placed_s = sent_s + (event.timings.router_queue_s or 0.0)
         except CapacityError as error:
             refused = error.resource == "router queue"
-            return Answer(sent_s, time.monotonic() - start, error=error.reason, was_dropped=not refused,
+            return Answer(due_s, sent_s, time.monotonic() - start, error=error.reason, was_dropped=not refused,
                           refused_for_s=(error.retry_after_s or 0.0) if refused else None)
         except BatonError as error:
-            return Answer(sent_s, time.monotonic() - start, error=error.reason)
-        return Answer(sent_s, time.monotonic() - start, placed_s)
+            return Answer(due_s, sent_s, time.monotonic() - start, error=error.reason)
+        return Answer(due_s, sent_s, time.monotonic() - start, placed_s)
 
 
 def bars(cells: Sequence[Cell]) -> dict[str, Value]:

@@ -14,7 +14,7 @@ from router.request.outlook import Outlook, Rates
 from router.request.validate import AdmissibleRequest
 from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair
-from router.workers.worker import WorkerRole
+from router.workers.worker import SHORT_RATIO, WorkerRole
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
 from runtime.metrics import RouterMetrics
 
@@ -175,19 +175,29 @@ class Admission:
 
     def _pump(self) -> None:
         self._sweep()
+        passed_by: int | None = None  # tokens of a prompt for which prefill has no room, but for much shorter ones
         for waiter in self._line:
             request = waiter.item.request
+            num_tokens = len(request.engine.prompt_token_ids)
+            if passed_by is not None and num_tokens * SHORT_RATIO > passed_by:
+                continue
             pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens)
-            if pair is None and not self._directory.can_hold(request.context_tokens):
+            if pair is not None:
+                self._place(waiter, pair)
+            elif not self._directory.can_hold(request.context_tokens):
                 continue  # the workers that are large enough are away: nobody behind it waits for them
-            if pair is None:
-                break
-            self._line.leave(waiter)
-            if waiter.item.placed.done():  # cancelled, and has not run since
-                pair.release()
+            elif passed_by is None and self._directory.awaits_prefill(num_tokens, request.context_tokens):
+                passed_by = num_tokens
             else:
-                waiter.item.placed.set_result(pair)
+                break
         self._note_depth()
+
+    def _place(self, waiter: Waiter[_Held], pair: WorkerPair) -> None:
+        self._line.leave(waiter)
+        if waiter.item.placed.done():  # cancelled, and has not run since
+            pair.release()
+        else:
+            waiter.item.placed.set_result(pair)
 
     def _sweep(self) -> None:
         """Fail those whose time does not suffice any more: they cost nothing yet."""

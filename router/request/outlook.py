@@ -38,8 +38,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of all usable pools together: tokens per second (infinite until measured), and of one of them: seconds per prompt
-    token and between two tokens of an answer. `tokens_ahead`: of prompts that workers have and have not computed."""
+    """Of all usable pools together: tokens per second, infinite until measured and where nobody waits for them. Of one
+    of them: seconds per prompt token and between two tokens of an answer, and `tokens_ahead` in prompts that it has and
+    has not computed."""
 
     prompt_tokens_per_s: float = math.inf
     output_tokens_per_s: float = math.inf
@@ -51,9 +52,11 @@ class Rates:
     @classmethod
     def of(cls, sources: Sequence[Worker], pools: Sequence[Worker], num_waiting: int = 0,
            num_tokens: int = 1) -> "Rates":
-        """While `num_waiting` requests wait, whose prompts have about so many tokens: a pool that could take more of
-        them draws for more. One that was not measured counts as the mean of the others."""
+        """While `num_waiting` requests wait, whose prompts have about so many tokens. Nobody waits for prefill while a
+        worker has room for a prompt; a decode pool that could take more of them draws for more. A pool that was not
+        measured counts as the mean of the others."""
         prefill = [rate for worker in sources if (rate := worker.prefill_pace.tokens_per_s)]
+        has_room = any(worker.as_candidate(num_tokens).has_room for worker in sources)
         sharing = [(worker, worker.num_sharing(num_waiting, num_tokens)) for worker in pools]
         paced = [(count, token_s) for worker, count in sharing
                  if (token_s := worker.decode_pace.token_s(count)) is not None]
@@ -61,8 +64,9 @@ class Rates:
         idle = all(any(not worker.num_booked for worker in workers) for workers in (sources, pools))
         mean = sum(prefill) / len(prefill) if prefill else math.inf
         drawn = sum(count / token_s for count, token_s in paced) / len(paced) if paced else 0.0
-        return cls(mean * len(sources) if prefill else math.inf, drawn * len(pools) or math.inf, 1 / mean,
-                   sum(token_s for _, token_s in paced) / len(paced) if paced else 0.0, ahead, idle)
+        return cls(math.inf if has_room or not prefill else mean * len(sources), drawn * len(pools) or math.inf, 1 / mean,
+                   sum(token_s for _, token_s in paced) / len(paced) if paced else 0.0,
+                   ahead / max(len(sources), 1), idle)
 
     def wait_s(self, ahead: Work) -> float:
         """Until so much work has been given to workers: as long as the slower of the two kinds takes."""
@@ -70,8 +74,8 @@ class Rates:
 
     def service_s(self, work: Work) -> float:
         """From being given to a pair of workers to the last token."""
-        queue_s = self.tokens_ahead / self.prompt_tokens_per_s
-        return queue_s + work.prompt_tokens * self.prompt_token_s + work.output_tokens * self.output_token_s
+        prompt_tokens = self.tokens_ahead + work.prompt_tokens
+        return prompt_tokens * self.prompt_token_s + work.output_tokens * self.output_token_s
 
 
 @dataclass

@@ -147,6 +147,11 @@ class Directory:
                            if worker.as_candidate(num_tokens, context_tokens).has_room] for role in WorkerRole)
         return self._book_pair(sources, pools, prompt_token_ids, context_tokens)
 
+    def awaits_prefill(self, num_tokens: int, context_tokens: int) -> bool:
+        """Whether decode pools have room for such a request, and all that it waits for is prefill."""
+        return any(worker.as_candidate(num_tokens, context_tokens).has_room
+                   for worker in self._usable(WorkerRole.DECODE, context_tokens))
+
     def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                      tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A prefill worker for a request that lost its own, which goes before those held back; one that was tried only

@@ -42,7 +42,7 @@ class Line:
 
 
 def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
-    """50 / 100 + 100 x 0.01 + 10 x 0.05 = 2 s, and a quarter more while nobody knows how wrong that is."""
+    """(50 + 100) x 0.01 + 10 x 0.05 = 2 s, and a quarter more while nobody knows how wrong that is."""
     assert RATES.service_s(WORK) == pytest.approx(2.0)
     line = Line()
     assert line.outlook.cautious_s(RATES, WORK) == pytest.approx(2.0 * START_CAUTION)
@@ -62,7 +62,8 @@ def test_who_could_not_end_in_time_behind_the_others_is_refused_on_arrival() -> 
     assert [isinstance(line.enter(str(i), 5.0), Waiter) for i in range(4)] == [True] * 4
     late = line.enter("late", 5.0)
     assert isinstance(late, Refusal)
-    assert (late.cause, late.wait_s, late.service_s) == (Cause.DEADLINE, pytest.approx(4.0), pytest.approx(2.0))
+    assert late.cause is Cause.DEADLINE
+    assert (late.wait_s, late.service_s) == pytest.approx((4.0, 2.0))
     assert late.retry_after_s == pytest.approx(4.0), "as long as everybody before it waits"
     assert isinstance(line.enter("patient", 6.1), Waiter)
 
@@ -72,7 +73,8 @@ def test_a_queue_longer_than_can_be_served_within_the_limit_of_waiting_refuses()
     assert [isinstance(line.enter(str(i)), Waiter) for i in range(3)] == [True] * 3
     refused = line.enter("too many")
     assert isinstance(refused, Refusal)
-    assert (refused.cause, refused.wait_s) == (Cause.WAIT, pytest.approx(3.0))
+    assert refused.cause is Cause.WAIT
+    assert refused.wait_s == pytest.approx(3.0)
 
 
 def test_the_hard_limit_holds_however_short_the_wait_is() -> None:
@@ -121,7 +123,8 @@ def test_who_waits_in_vain_is_dropped_before_it_costs_anything() -> None:
     assert not line.line.drop_hopeless(RATES, line.clock.now())
     line.clock.advance(0.2)
     (waiter, refusal), = line.line.drop_hopeless(RATES, line.clock.now())
-    assert (waiter.item, refusal.cause, refusal.wait_s) == ("short", Cause.DEADLINE, pytest.approx(1.0))
+    assert (waiter.item, refusal.cause) == ("short", Cause.DEADLINE)
+    assert refusal.wait_s == pytest.approx(1.0)
     assert line.names == ["long"]
 
 
