@@ -40,7 +40,7 @@ COUNTED_WAIT_S = 0.1  # shorter waits are as likely to be over as to last when a
 
 
 @dataclass(frozen=True)
-class Answer:
+class Fate:
     """What became of a request; seconds after the start of its cell."""
 
     due_s: float
@@ -59,7 +59,7 @@ class Cell:
     load: float
     deadline_s: float | None
     seconds: float
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Fate] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class Cell:
         return sum(a.error is None and a.ended_s <= self.seconds for a in self.answers) / self.seconds
 
     @property
-    def refusals(self) -> list[Answer]:
+    def refusals(self) -> list[Fate]:
         return [answer for answer in self.answers if answer.refused_for_s is not None]
 
     def waits(self) -> list[tuple[float, float]]:
@@ -130,13 +130,13 @@ class Lab:
                  if at_s < cell.seconds]
         start = time.monotonic()
 
-        async def at(at_s: float, query: Query) -> Answer:
+        async def at(at_s: float, query: Query) -> Fate:
             await asyncio.sleep(max(0.0, start + at_s - time.monotonic()))
             return await self._ask(query, cell.deadline_s, start, at_s)
 
         cell.answers += await asyncio.gather(*map(at, times, islice(cycle(self.queries), len(times))))
 
-    async def _ask(self, query: Query, deadline_s: float | None, start: float, due_s: float) -> Answer:
+    async def _ask(self, query: Query, deadline_s: float | None, start: float, due_s: float) -> Fate:
         sent_s, placed_s = time.monotonic() - start, None
         try:
             async for event in self.client.generate(query, timeout_s=deadline_s or MOST_S):
@@ -144,11 +144,11 @@ class Lab:
                     placed_s = sent_s + (event.timings.router_queue_s or 0.0)
         except CapacityError as error:
             refused = error.resource == "router queue"
-            return Answer(due_s, sent_s, time.monotonic() - start, error=error.reason, was_dropped=not refused,
+            return Fate(due_s, sent_s, time.monotonic() - start, error=error.reason, was_dropped=not refused,
                           refused_for_s=(error.retry_after_s or 0.0) if refused else None)
         except BatonError as error:
-            return Answer(due_s, sent_s, time.monotonic() - start, error=error.reason)
-        return Answer(due_s, sent_s, time.monotonic() - start, placed_s)
+            return Fate(due_s, sent_s, time.monotonic() - start, error=error.reason)
+        return Fate(due_s, sent_s, time.monotonic() - start, placed_s)
 
 
 def bars(cells: Sequence[Cell]) -> dict[str, Value]:
@@ -180,7 +180,7 @@ def missed(figures: Mapping[str, Value]) -> list[str]:
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     config = ClusterConfig(
         model=flags.model, prefill=flags.prefill, decode=flags.decode, decode_pp=flags.decode_pp, listen="127.0.0.1:0",
-        log_level="warning", worker_flags=("--max-running", str(flags.max_running)),
+        log_level="warning", one_core_each=False, worker_flags=("--max-running", str(flags.max_running)),
         router_flags=("--max-waiting", str(flags.max_waiting)))
     async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
                 AsyncBatonClient(cluster.address) as client):

@@ -18,7 +18,7 @@ from router.workers.worker import SHORT_RATIO, WorkerRole
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
 from runtime.metrics import RouterMetrics
 
-SWEEP_S = 0.05  # between two looks for those whose time does not suffice any more
+SWEEP_S = 0.25  # between two looks for those whose time does not suffice any more
 MIN_AWAY_S, MAX_AWAY_S = 1.0, 30.0
 
 
@@ -179,7 +179,7 @@ class Admission:
         for waiter in self._line:
             request = waiter.item.request
             num_tokens = len(request.engine.prompt_token_ids)
-            if passed_by is not None and num_tokens * SHORT_RATIO > passed_by:
+            if (passed_by is not None and num_tokens * SHORT_RATIO > passed_by) or self._drop_if_hopeless(waiter):
                 continue
             pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens)
             if pair is not None:
@@ -207,6 +207,13 @@ class Admission:
         self._swept_s = now_s
         for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
             self._fail(waiter, self._dropped(refusal))
+
+    def _drop_if_hopeless(self, waiter: Waiter[_Held]) -> bool:
+        """Whether the one whose turn it is has been failed instead."""
+        refusal = self._line.drop_if_hopeless(waiter, self._rates(), self._clock.now())
+        if refusal is not None:
+            self._fail(waiter, self._dropped(refusal))
+        return refusal is not None
 
     def _fail_all(self) -> None:
         for waiter in self._line.clear():

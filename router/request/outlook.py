@@ -8,7 +8,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from router.workers.worker import Worker
 from runtime.clock import Clock
@@ -26,14 +25,11 @@ REMEMBERED_PROMPTS = 64
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenWork:
     """Tokens to compute and tokens to draw; the latter as expected, not as allowed."""
 
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
-
-    def __add__(self, other: Self) -> "Work":
-        return Work(self.prompt_tokens + other.prompt_tokens, self.output_tokens + other.output_tokens)
 
 
 @dataclass(frozen=True)
@@ -64,15 +60,16 @@ class Rates:
         idle = all(any(not worker.num_booked for worker in workers) for workers in (sources, pools))
         mean = sum(prefill) / len(prefill) if prefill else math.inf
         drawn = sum(count / token_s for count, token_s in paced) / len(paced) if paced else 0.0
-        return cls(math.inf if has_room or not prefill else mean * len(sources), drawn * len(pools) or math.inf, 1 / mean,
-                   sum(token_s for _, token_s in paced) / len(paced) if paced else 0.0,
-                   ahead / max(len(sources), 1), idle)
+        return cls(prompt_tokens_per_s=math.inf if has_room or not prefill else mean * len(sources),
+                   output_tokens_per_s=drawn * len(pools) or math.inf, prompt_token_s=1 / mean,
+                   output_token_s=sum(token_s for _, token_s in paced) / len(paced) if paced else 0.0,
+                   tokens_ahead=ahead / max(len(sources), 1), is_idle=idle)
 
-    def wait_s(self, ahead: Work) -> float:
+    def wait_s(self, ahead: TokenWork) -> float:
         """Until so much work has been given to workers: as long as the slower of the two kinds takes."""
         return max(ahead.prompt_tokens / self.prompt_tokens_per_s, ahead.output_tokens / self.output_tokens_per_s)
 
-    def service_s(self, work: Work) -> float:
+    def service_s(self, work: TokenWork) -> float:
         """From being given to a pair of workers to the last token."""
         prompt_tokens = self.tokens_ahead + work.prompt_tokens
         return prompt_tokens * self.prompt_token_s + work.output_tokens * self.output_token_s
@@ -164,11 +161,11 @@ class Outlook:
         self.lengths = AnswerLengths()
         self.caution = Caution(clock)
 
-    def work(self, prompt_tokens: int, max_tokens: int) -> Work:
+    def work(self, prompt_tokens: int, max_tokens: int) -> TokenWork:
         """Of a request."""
-        return Work(prompt_tokens, self.lengths.expected(max_tokens))
+        return TokenWork(prompt_tokens, self.lengths.expected(max_tokens))
 
-    def cautious_s(self, rates: Rates, work: Work) -> float:
+    def cautious_s(self, rates: Rates, work: TokenWork) -> float:
         """The time that a service takes at most, nine times of ten."""
         estimated_s = rates.service_s(work)
         return estimated_s * self.caution.factor(estimated_s) if estimated_s > 0 else 0.0

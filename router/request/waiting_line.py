@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from router.request.outlook import Outlook, Rates, Work
+from router.request.outlook import Outlook, Rates, TokenWork
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class WaitingLimits:
 class Demand:
     """What a request wants: `ends_at_s` is its deadline."""
 
-    work: Work
+    work: TokenWork
     ends_at_s: float = math.inf
     priority: int = 0
 
@@ -126,8 +126,16 @@ class WaitingLine(Generic[T]):
         wait_s = rates.wait_s(_work_of(self._waiters)) if dropped else 0.0
         return [(waiter, Refusal(cause, wait_s)) for waiter, cause in dropped]
 
+    def drop_if_hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Refusal | None:
+        """As `drop_hopeless`, of one that is there."""
+        cause = self._hopeless(waiter, rates, now_s)
+        if cause is None:
+            return None
+        self.leave(waiter)
+        return Refusal(cause, rates.wait_s(_work_of(self._waiters)))
+
     @property
-    def work(self) -> Work:
+    def work(self) -> TokenWork:
         """Of all of them."""
         return _work_of(self._waiters)
 
@@ -145,6 +153,6 @@ class WaitingLine(Generic[T]):
         return Cause.DEADLINE if is_late else None
 
 
-def _work_of(waiters: list[Waiter[T]]) -> Work:
-    return Work(sum(waiter.demand.work.prompt_tokens for waiter in waiters),
+def _work_of(waiters: list[Waiter[T]]) -> TokenWork:
+    return TokenWork(sum(waiter.demand.work.prompt_tokens for waiter in waiters),
                 sum(waiter.demand.work.output_tokens for waiter in waiters))

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.request.outlook import MIN_ERRORS, START_CAUTION, Outlook, Rates, Work
+from router.request.outlook import MIN_ERRORS, START_CAUTION, Outlook, Rates, TokenWork
 from router.request.waiting_line import START_RETRY_S, Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from runtime.clock import ManualClock
 
 # A hundred prompt tokens and twenty output tokens per second; alone, a prompt token takes 10 ms and an output token 50.
 RATES = Rates(100.0, 20.0, 0.01, 0.05, tokens_ahead=50.0, is_idle=False)
-WORK = Work(100.0, 10.0)
+WORK = TokenWork(100.0, 10.0)
 
 
 class Line:
@@ -31,7 +31,7 @@ class Line:
                 self.outlook.caution.observe(service_s, service_s)
         return self
 
-    def enter(self, name: str, within_s: float = math.inf, *, work: Work = WORK, priority: int = 0,
+    def enter(self, name: str, within_s: float = math.inf, *, work: TokenWork = WORK, priority: int = 0,
               rates: Rates = RATES) -> Waiter[str] | Refusal:
         now = self.clock.now()
         return self.line.enter(Demand(work, now + within_s, priority), name, rates, now)
@@ -52,8 +52,8 @@ def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
 
 
 def test_a_wait_is_as_long_as_the_slower_half_takes() -> None:
-    assert RATES.wait_s(Work(200, 10)) == pytest.approx(2.0)
-    assert RATES.wait_s(Work(10, 200)) == pytest.approx(10.0)
+    assert RATES.wait_s(TokenWork(200, 10)) == pytest.approx(2.0)
+    assert RATES.wait_s(TokenWork(10, 200)) == pytest.approx(10.0)
 
 
 def test_who_could_not_end_in_time_behind_the_others_is_refused_on_arrival() -> None:
@@ -100,7 +100,7 @@ def test_order_is_priority_then_slack_then_arrival() -> None:
     for name in "ab":
         line.enter(name)
     line.enter("hurry", 20.0)
-    line.enter("long", 22.0, work=Work(100, 130))  # 8 s of service: it has to begin before "hurry"
+    line.enter("long", 22.0, work=TokenWork(100, 130))  # 8 s of service: it has to begin before "hurry"
     line.enter("unimportant", 20.0, priority=1)
     line.enter("urgent", priority=-1)
     assert line.names == ["urgent", "long", "hurry", "a", "b", "unimportant"]
@@ -173,12 +173,12 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
         line.clock.advance(passed_s)
         now = line.clock.now()
         for within_s, priority, prompt, output in demands:
-            demand = Demand(Work(prompt, output), now + within_s, priority)
+            demand = Demand(TokenWork(prompt, output), now + within_s, priority)
             waiter = line.line.enter(demand, "", RATES, now)
             if isinstance(waiter, Waiter):
                 inside.add(waiter.arrival)
                 ahead = [other for other in line.line if other < waiter]
-                wait_s = RATES.wait_s(Work(sum(other.demand.work.prompt_tokens for other in ahead),
+                wait_s = RATES.wait_s(TokenWork(sum(other.demand.work.prompt_tokens for other in ahead),
                                            sum(other.demand.work.output_tokens for other in ahead)))
                 assert wait_s <= max_wait_s
                 assert now + wait_s + line.outlook.cautious_s(RATES, demand.work) <= demand.ends_at_s
