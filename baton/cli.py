@@ -14,11 +14,12 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from baton.client import DEFAULT_TARGET, BatonClient
+from baton.client import DEFAULT_TARGET, AsyncBatonClient, BatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
+from baton.gateway import curl_line
 from baton.generate_command import print_text, prompt_of, structured_output_of
 from baton.load import Slo
 from baton.load_command import Api, LoadSpec, connect, measure, report
@@ -35,12 +36,22 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
 )
 
-Target = Annotated[str, typer.Option(help="HOST:PORT of the router.")]
+Target = Annotated[list[str] | None, typer.Option(
+    show_default=DEFAULT_TARGET, envvar="BATON_TARGET", help="HOST:PORT of the router. Several, repeated or with "
+    "commas between them, take turns, and one goes on with what another left unfinished.")]
 Timeout = Annotated[float | None, typer.Option(min=0.001, help="Give up after this many seconds.")]
 Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 _LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+def _targets(given: list[str] | None) -> tuple[str, ...]:
+    """Raises ConfigError when none is left of what was given."""
+    targets = tuple(part.strip() for text in given or [DEFAULT_TARGET] for part in text.split(",") if part.strip())
+    if not targets:
+        raise ConfigError("--target must name a router, HOST:PORT", field="target")
+    return targets
 
 
 @contextmanager
@@ -90,6 +101,7 @@ def up(
     prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5".')] = "",
     decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
     listen: Annotated[str, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.")] = DEFAULT_TARGET,
+    http: Annotated[str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")] = "",
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
     device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
     transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
@@ -112,7 +124,7 @@ def up(
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
-        worker_flags=tuple(worker_flags), router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
+        http=http, worker_flags=tuple(worker_flags), router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
         config_file=config, one_core_each=device in (None, "cpu"),
         forks_workers=preload and device in (None, "cpu"), log_level=log_level, security=security)
 
@@ -135,6 +147,10 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
             if (where := process.announcement) is not None:
                 sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
         sink("baton", human_line(f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}'))
+        if settings.http:
+            async with AsyncBatonClient(cluster.address) as client:
+                served = (await client.model_info()).model
+            sink("baton", human_line(f"over HTTP:  {curl_line(cluster.http_address, served)}"))
         try:
             await cluster.wait_ended()
         except asyncio.CancelledError:
@@ -146,6 +162,12 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
 def router(context: typer.Context) -> None:
     """Run one router, as a container does. All flags go to it; see `baton router --help`."""
     _become("router", context.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Serve OpenAI's HTTP API before routers. All flags go to it; see `baton gateway --help`."""
+    _become("baton.gateway", context.args)
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
@@ -167,7 +189,7 @@ def _become(role: str, arguments: list[str]) -> NoReturn:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text, or with --ids token ids like 1,2,3.")],
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     ids: Ids = False,
     as_chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, to be answered.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = None,
@@ -200,7 +222,8 @@ def generate(
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
             num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
             structured_output=structured_output_of(json_schema, regex))
-        with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
+        with BatonClient(*_targets(target), security=security) as client:
             events = client.generate(query, timeout_s=timeout)
             if as_json:
                 for event in events:
@@ -211,7 +234,7 @@ def generate(
 
 @app.command()
 def chat(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     system: Annotated[str, typer.Option(help="A first message with the role system.")] = "",
     temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
@@ -224,14 +247,15 @@ def chat(
 ) -> None:
     """Talk to the model; it sees the whole conversation. End with Ctrl-D."""
     with (_one_line_errors(),
-          BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client):
+          BatonClient(*_targets(target), security=connection(tls_ca, tls_cert, tls_key, tls_name,
+                                                             token_file)) as client):
         converse(client, system=system, sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens),
                  timeout_s=timeout)
 
 
 @app.command()
 def status(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -241,7 +265,8 @@ def status(
 ) -> None:
     """Workers, pools, pages and sessions at a glance. Exit code 1 unless every worker serves."""
     with _one_line_errors():
-        with BatonClient(target, security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file)) as client:
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
+        with BatonClient(*_targets(target), security=security) as client:
             seen = client.cluster_status()
         if as_json:
             print(json.dumps(asdict(seen)))
@@ -253,7 +278,7 @@ def status(
 
 @app.command()
 def load(
-    target: Target = DEFAULT_TARGET,
+    target: Target = None,
     api: Annotated[Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")] = Api.BATON,
     requests: Annotated[int, typer.Option(min=1, help="How many to send.")] = 60,
     rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second.")] = 4.0,
@@ -282,7 +307,7 @@ def load(
 
     async def run(spec: LoadSpec) -> dict[str, object]:
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-        async with connect(api, target, security) as client:
+        async with connect(api, _targets(target), security) as client:
             figures, _ = await measure(client, spec, console)
             return figures
 

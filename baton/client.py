@@ -7,28 +7,44 @@
         async for event in client.generate(Query("Once upon a time")): ...
 
     BatonClient("router.example.org:7000", security=client_security(tls_ca=Path("ca.pem"), token_file=Path("token")))
+    BatonClient("a.example.org:7000", "b.example.org:7000")     # routers of the same workers
+
+Routers take turns, those that failed lately are passed over, and what one refuses for now or leaves unfinished another
+one goes on with, within the deadline (`baton.retry`); of an answer each token arrives once (`baton.resumption`).
 
 Every failure is a `runtime.errors.BatonError`: InvalidRequestError carries field violations, CapacityError and
 UnavailableError when to come back. Closing an iterator early, or cancelling the task that awaits it, aborts the request
 on the server.
 """
 
+import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc
 
 from baton import wire
+from baton.resumption import AnswerSoFar
+from baton.retry import DEFAULT_RETRY, Patience, Retry, Targets, checked_targets
 from baton.values import ClusterStatus, Completion, Event, Load, ModelInfo, Query
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
 from runtime.client import open_channel, open_sync_channel
-from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.clock import SystemClock
+from runtime.errors import BatonError, FieldViolation, InvalidRequestError, UnavailableError
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
-from runtime.status import error_from_rpc
+from runtime.status import error_from_rpc, is_lost
+
+if TYPE_CHECKING:  # in the type stubs only
+    from protos.generation_pb2_grpc import GenerationAsyncStub
+
+T = TypeVar("T")
 
 DEFAULT_TARGET = "127.0.0.1:7000"
 CONTROL_TIMEOUT_S = 10.0
@@ -40,11 +56,19 @@ def _typed_errors() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from None
+        raise _error_of(error) from None
     except grpc.RpcError as error:
         if not isinstance(error, grpc.Call):
             raise
-        raise error_from_rpc(error) from None
+        raise _error_of(error) from None
+
+
+def _error_of(call: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
+    """The router's own error, or that it did not live to say one: then nobody said when to come back."""
+    if is_lost(call):
+        return UnavailableError(f"a router cannot be reached: {call.details() or call.code().name}",
+                                retry_after_s=None)
+    return error_from_rpc(call)
 
 
 def _time_limit(timeout_s: float | None) -> float | None:
@@ -64,13 +88,20 @@ def _metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
     return (("traceparent", traceparent),) if traceparent else ()
 
 
+def _draw_seed() -> int:
+    return secrets.randbits(64)
+
+
 class BatonClient:
     """For threads. One client may be shared by many."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, security: ChannelSecurity = PLAIN_CHANNEL) -> None:
-        self.target = target
-        self._channel = open_sync_channel(target, security=security)
-        self._stub = GenerationStub(self._channel)
+    def __init__(self, *targets: str, security: ChannelSecurity = PLAIN_CHANNEL, retry: Retry = DEFAULT_RETRY) -> None:
+        """`targets`: HOST:PORT of routers of the same workers; without any, the one of `baton up`."""
+        self.targets = checked_targets(targets or (DEFAULT_TARGET,))
+        self._channels = [open_sync_channel(target, security=security) for target in self.targets]
+        self._stubs = [GenerationStub(channel) for channel in self._channels]
+        self._retry, self._clock, self._rng = retry, SystemClock(), random.Random()
+        self._turns = Targets(len(self.targets), self._clock, self._rng)
 
     def __enter__(self) -> Self:
         return self
@@ -80,19 +111,35 @@ class BatonClient:
         self.close()
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def generate(self, query: Query, *, timeout_s: float | None = None,
                  traceparent: str = "") -> Generator[Event, None, None]:
         """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace context, if it has one."""
-        request, limit_s = wire.request_of(query), _time_limit(timeout_s)
-        with _typed_errors():
-            call = self._stub.Generate(request, timeout=limit_s, metadata=_metadata(traceparent))
+        answer, limit_s = AnswerSoFar(query, _draw_seed), _time_limit(timeout_s)
+        patience = Patience(self._retry, limit_s, len(self.targets), self._clock, self._rng)
+        while True:
+            request, turn = wire.request_of(answer.query()), self._turns.next()
             try:
-                for response in call:
-                    yield wire.event_of(response)
-            finally:
-                call.cancel()
+                with _typed_errors():
+                    call = self._stubs[turn].Generate(request, timeout=patience.left_s(),
+                                                      metadata=_metadata(traceparent))
+                    try:
+                        for response in call:
+                            self._turns.answered(turn)
+                            for event in answer.news(wire.event_of(response)):
+                                patience.progressed()
+                                yield event
+                    finally:
+                        call.cancel()
+                return
+            except BatonError as error:
+                if answer.is_whole:
+                    return
+                self._turns.failed(turn, error)
+                pause_s = patience.pause_after(error)
+            time.sleep(pause_s)
 
     def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
         """The whole answer; of several choices the first."""
@@ -103,32 +150,54 @@ class BatonClient:
         return wire.completions_of(self.generate(query, timeout_s=timeout_s))
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """End requests; returns those that were running."""
-        with _typed_errors():
-            response = self._stub.Abort(pb.AbortRequest(request_ids=request_ids), timeout=CONTROL_TIMEOUT_S)
-            return tuple(response.aborted)
+        """End requests, at whichever routers they run; returns those that were running."""
+        request, aborted, failures = pb.AbortRequest(request_ids=request_ids), dict[str, None](), list[BatonError]()
+        for stub in self._stubs:
+            try:
+                with _typed_errors():
+                    aborted |= dict.fromkeys(stub.Abort(request, timeout=CONTROL_TIMEOUT_S).aborted)
+            except UnavailableError as error:
+                failures.append(error)  # nothing runs where nobody is
+        if len(failures) == len(self._stubs):
+            raise failures[0]
+        return tuple(aborted)
 
     def model_info(self) -> ModelInfo:
-        with _typed_errors():
-            return wire.model_info_of(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S))
+        return wire.model_info_of(self._ask(lambda stub: stub.GetModelInfo(pb.GetModelInfoRequest(),
+                                                                         timeout=CONTROL_TIMEOUT_S)))
 
     def load(self) -> Load:
-        with _typed_errors():
-            return wire.load_of(self._stub.GetLoad(pb.GetLoadRequest(), timeout=CONTROL_TIMEOUT_S))
+        return wire.load_of(self._ask(lambda stub: stub.GetLoad(pb.GetLoadRequest(), timeout=CONTROL_TIMEOUT_S)))
 
     def cluster_status(self) -> ClusterStatus:
-        with _typed_errors():
-            response = self._stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)
-            return wire.cluster_status_of(response)
+        return wire.cluster_status_of(self._ask(lambda stub: stub.GetClusterStatus(
+            pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)))
+
+    def _ask(self, question: Callable[[GenerationStub], T]) -> T:
+        """One router after the other, until one answers."""
+        failures: list[BatonError] = []
+        while True:
+            turn = self._turns.next()
+            try:
+                with _typed_errors():
+                    return question(self._stubs[turn])
+            except UnavailableError as error:
+                self._turns.failed(turn, error)
+                failures.append(error)
+                if len(failures) == len(self._stubs):
+                    raise failures[0] from None
 
 
 class AsyncBatonClient:
     """For asyncio. Build it inside the running loop."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, security: ChannelSecurity = PLAIN_CHANNEL) -> None:
-        self.target = target
-        self._channel = open_channel(target, security=security)
-        self._stub = GenerationStub(self._channel)
+    def __init__(self, *targets: str, security: ChannelSecurity = PLAIN_CHANNEL, retry: Retry = DEFAULT_RETRY) -> None:
+        """`targets`: HOST:PORT of routers of the same workers; without any, the one of `baton up`."""
+        self.targets = checked_targets(targets or (DEFAULT_TARGET,))
+        self._channels = [open_channel(target, security=security) for target in self.targets]
+        self._stubs = [GenerationStub(channel) for channel in self._channels]
+        self._retry, self._clock, self._rng = retry, SystemClock(), random.Random()
+        self._turns = Targets(len(self.targets), self._clock, self._rng)
 
     async def __aenter__(self) -> Self:
         return self
@@ -138,19 +207,34 @@ class AsyncBatonClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def generate(self, query: Query, *, timeout_s: float | None = None,
                        traceparent: str = "") -> AsyncGenerator[Event, None]:
         """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace context, if it has one."""
-        request, limit_s = wire.request_of(query), _time_limit(timeout_s)
-        with _typed_errors():
-            call = self._stub.Generate(request, timeout=limit_s, metadata=_metadata(traceparent))
+        answer, limit_s = AnswerSoFar(query, _draw_seed), _time_limit(timeout_s)
+        patience = Patience(self._retry, limit_s, len(self.targets), self._clock, self._rng)
+        while True:
+            request, turn = wire.request_of(answer.query()), self._turns.next()
             try:
-                async for response in call:
-                    yield wire.event_of(response)
-            finally:
-                call.cancel()
+                with _typed_errors():
+                    call = self._stubs[turn].Generate(request, timeout=patience.left_s(),
+                                                      metadata=_metadata(traceparent))
+                    try:
+                        async for response in call:
+                            self._turns.answered(turn)
+                            for event in answer.news(wire.event_of(response)):
+                                patience.progressed()
+                                yield event
+                    finally:
+                        call.cancel()
+                return
+            except BatonError as error:
+                if answer.is_whole:
+                    return
+                self._turns.failed(turn, error)
+                pause_s = patience.pause_after(error)
+            await asyncio.sleep(pause_s)
 
     async def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
         """The whole answer; of several choices the first."""
@@ -161,21 +245,39 @@ class AsyncBatonClient:
         return wire.completions_of([event async for event in self.generate(query, timeout_s=timeout_s)])
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """End requests; returns those that were running."""
-        with _typed_errors():
-            response = await self._stub.Abort(pb.AbortRequest(request_ids=request_ids), timeout=CONTROL_TIMEOUT_S)
-            return tuple(response.aborted)
+        """End requests, at whichever routers they run; returns those that were running."""
+        request, aborted, failures = pb.AbortRequest(request_ids=request_ids), dict[str, None](), list[BatonError]()
+        for stub in self._stubs:
+            try:
+                with _typed_errors():
+                    aborted |= dict.fromkeys((await stub.Abort(request, timeout=CONTROL_TIMEOUT_S)).aborted)
+            except UnavailableError as error:
+                failures.append(error)  # nothing runs where nobody is
+        if len(failures) == len(self._stubs):
+            raise failures[0]
+        return tuple(aborted)
 
     async def model_info(self) -> ModelInfo:
-        with _typed_errors():
-            response = await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S)
-            return wire.model_info_of(response)
+        return wire.model_info_of(await self._ask(lambda stub: stub.GetModelInfo(pb.GetModelInfoRequest(),
+                                                                         timeout=CONTROL_TIMEOUT_S)))
 
     async def load(self) -> Load:
-        with _typed_errors():
-            return wire.load_of(await self._stub.GetLoad(pb.GetLoadRequest(), timeout=CONTROL_TIMEOUT_S))
+        return wire.load_of(await self._ask(lambda stub: stub.GetLoad(pb.GetLoadRequest(), timeout=CONTROL_TIMEOUT_S)))
 
     async def cluster_status(self) -> ClusterStatus:
-        with _typed_errors():
-            response = await self._stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)
-            return wire.cluster_status_of(response)
+        return wire.cluster_status_of(await self._ask(lambda stub: stub.GetClusterStatus(
+            pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)))
+
+    async def _ask(self, question: "Callable[[GenerationAsyncStub], Awaitable[T]]") -> T:
+        """One router after the other, until one answers."""
+        failures: list[BatonError] = []
+        while True:
+            turn = self._turns.next()
+            try:
+                with _typed_errors():
+                    return await question(self._stubs[turn])
+            except UnavailableError as error:
+                self._turns.failed(turn, error)
+                failures.append(error)
+                if len(failures) == len(self._stubs):
+                    raise failures[0] from None

@@ -24,18 +24,19 @@ from types import TracebackType
 from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
+from baton.gateway import check_can_serve, wait_ready
 from baton.nursery import HERE, Child, Nursery, NurseryLink, ProcessPlaces, Spawn, spawn
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
-from runtime.access import PeerRole
 from runtime.announce import Announcement
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import human_line
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+_GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _NARRATOR = "baton"
 _MAX_PROCESSES = 64
@@ -46,8 +47,9 @@ _POLL_S = 0.1
 @dataclass(frozen=True)
 class ClusterConfig:
     """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
-    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). Without
-    `one_core_each` processes have all cores: those on a GPU compile kernels as they start, and move bytes beside it.
+    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
+    given, a gateway before all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those on
+    a GPU compile kernels as they start, and move bytes beside it.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
     or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
@@ -61,6 +63,7 @@ class ClusterConfig:
     decode_partition: str = ""
     routers: int = 1
     listen: str = DEFAULT_TARGET
+    http: str = ""
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     config_file: Path | None = None
@@ -83,6 +86,8 @@ class ClusterConfig:
                                   field=name)
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"{self.model} is not a model directory: it has no config.json", field="model")
+        if self.http:
+            check_can_serve(self.http, self.model, self.security)
 
 
 def demo_model() -> Path:
@@ -129,6 +134,13 @@ class LocalCluster:
         """Of all routers."""
         announcements = [self.processes[name].announcement for name in self._router_names]
         return tuple(announcement.address for announcement in announcements if announcement is not None)
+
+    @property
+    def http_address(self) -> str:
+        """Of the gateway, where there is one."""
+        announcement = self.processes[_GATEWAY].announcement
+        assert announcement is not None
+        return announcement.address
 
     async def __aenter__(self) -> Self:
         try:
@@ -216,6 +228,10 @@ class LocalCluster:
             await self._address_of(name)
         self._say("waiting for the pools to load, form and warm up")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
+        if self._config.http:
+            self._launch_gateway()
+            await self._address_of(_GATEWAY)
+            await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         for process in self.processes.values():
             process.settle()
 
@@ -244,10 +260,20 @@ class LocalCluster:
         return ["router", *(f"router-{index}" for index in range(1, self._config.routers))]
 
     def _launch_router(self, name: str, leaders: dict[_Pool, str]) -> None:
-        flags = list(self._config.router_flags)
+        flags = ["--vllm-engine"] if self._config.http else []
+        flags += self._config.router_flags
         for pool, address in leaders.items():
             flags += [f"--{pool.role}", address]
         self._launch(name, "router", flags, leads=True)
+
+    def _launch_gateway(self) -> None:
+        """It ends after the routers, when there is nothing left to wait for, and does not log bad requests."""
+        level = "warning" if self._config.log_level == "info" else self._config.log_level
+        flags = [flag for address in self.addresses for flag in ("--router", address)]
+        flags += ["--drain-s", "1", "--log-level", level]
+        flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
+        self._run(ProcessSpec(_GATEWAY, _GATEWAY_MODULE, tuple(flags), self._config.http, None,
+                              Path(self._folder.name) / f"{_GATEWAY}.json", leads=True), spawn)
 
     def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
         config = self._config
@@ -257,10 +283,11 @@ class LocalCluster:
         spec = ProcessSpec(name, role, (*shared, *flags), listen,
                            next(self._cores) if config.one_core_each else None,
                            Path(self._folder.name) / f"{name}.json", leads)
-        until_serving = partial(self._until_serving, spec)
-        start = spawn if self._link is None or role == "router" else self._fork
-        self.processes[name] = RoleProcess(spec, self._sink, until_serving, self._placed(name, start))
-        self._lives[name] = asyncio.create_task(self.processes[name].run())
+        self._run(spec, spawn if self._link is None or role == "router" else self._fork)
+
+    def _run(self, spec: ProcessSpec, start: Spawn) -> None:
+        process = RoleProcess(spec, self._sink, partial(self._until_serving, spec), self._placed(spec.name, start))
+        self.processes[spec.name], self._lives[spec.name] = process, asyncio.create_task(process.run())
 
     def _placed(self, name: str, start: Spawn) -> Spawn:
         async def placed(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
@@ -286,6 +313,9 @@ class LocalCluster:
 
     async def _until_serving(self, spec: ProcessSpec, announcement: Announcement) -> None:
         """A stage that does not lead serves once it has joined."""
+        if spec.role == _GATEWAY_MODULE:
+            await wait_ready(announcement.address, timeout_s=self._config.ready_timeout_s)
+            return
         service = _SERVICES[spec.role] if spec.leads else _FOLLOWER_SERVICE
         security = self._config.security.to(PeerRole(spec.role))
         async with open_channel(announcement.address, security=security) as channel:
@@ -311,6 +341,9 @@ def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int)
 async def _wait_process(process: RoleProcess, security: ChannelSecurity, timeout_s: float) -> None:
     announcement = process.announcement
     assert announcement is not None
+    if process.spec.role == _GATEWAY_MODULE:
+        await wait_ready(announcement.address, timeout_s=timeout_s)
+        return
     security = security.to(PeerRole(process.spec.role))
     async with open_channel(announcement.address, security=security) as channel:
         try:

@@ -16,8 +16,10 @@ from baton import load_plot
 from baton.client import AsyncBatonClient
 from baton.load import Endpoint, Outcome, Slo, errors_of, run_load, summarise
 from baton.load import Progress as RunProgress
+from baton.retry import DEFAULT_RETRY, NO_RETRY
 from baton.vllm_client import AsyncVllmEngineClient
 from baton.workload import Arrivals, Planned, Shape, make_queries, plan, read_trace
+from runtime.errors import ConfigError
 from runtime.security import ChannelSecurity
 
 WARM_UP_RATE = 10.0
@@ -55,11 +57,17 @@ class LoadSpec:
         return plan(self.count, self.arrivals, self.shape, seed=self.seed)
 
 
-def connect(api: Api, target: str, security: ChannelSecurity) -> AsyncBatonClient | AsyncVllmEngineClient:
-    """Raises ConfigError when the stubs of the other API are not installed."""
+def connect(api: Api, targets: Sequence[str], security: ChannelSecurity) -> AsyncBatonClient | AsyncVllmEngineClient:
+    """Of one router each refusal is counted; several are what a user has, so what one refuses goes to the next.
+
+    Raises:
+        ConfigError: the stubs of the other API are not installed, or it was given several targets.
+    """
     if api is Api.VLLM:
-        return AsyncVllmEngineClient(target, security=security)
-    return AsyncBatonClient(target, security=security)
+        if len(targets) > 1:
+            raise ConfigError(f"--api vllm takes one --target, got {len(targets)}", field="target")
+        return AsyncVllmEngineClient(targets[0], security=security)
+    return AsyncBatonClient(*targets, security=security, retry=NO_RETRY if len(targets) == 1 else DEFAULT_RETRY)
 
 
 async def measure(client: Endpoint, spec: LoadSpec, console: Console) -> tuple[dict[str, object], list[Outcome]]:

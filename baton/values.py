@@ -54,7 +54,8 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 @dataclass(frozen=True)
 class Query:
     """One request. An empty `request_id` lets the server choose, an empty `model` takes the one that is served.
-    `speculate=False` declines drafts, which change its speed and nothing else."""
+    `speculate=False` declines drafts, which change its speed and nothing else. `resumed` goes on with an answer of
+    which these tokens are here already, per choice (protos/generation.proto); a client does so for what it began."""
 
     prompt: Prompt
     sampling: Sampling = Sampling()
@@ -68,6 +69,7 @@ class Query:
     priority: int = 0
     skip_text: bool = False
     speculate: bool | None = None
+    resumed: tuple[tuple[int, ...], ...] = ()
 
 
 class FinishReason(StrEnum):

@@ -58,6 +58,8 @@ def request_of(query: Query) -> pb.GenerateRequest:
         "num_prompt_logprobs": query.num_prompt_logprobs, "n": query.n, "priority": query.priority,
         "skip_text": query.skip_text, "speculate": query.speculate})
     _put_prompt(request, query.prompt)
+    for index, token_ids in enumerate(query.resumed):
+        _put(request.resumed.add(), f"resumed[{index}].", {"ids": token_ids})
     return request
 
 

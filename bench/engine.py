@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -29,9 +29,8 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
 class SideProcess:
     """One side of the comparison. It computes only while it is asked to."""
 
-    def __init__(self, name: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = name
-        command = [sys.executable, "-m", "bench.engine_sides", name, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                          env=environment)
 
@@ -92,7 +91,7 @@ def measure(ours: SideProcess, reference: SideProcess, *, rounds: int, steps: in
     sides = (ours, reference)
     for side in sides:
         side.answer()
-    started, busy, own = time.perf_counter(), _busy_s(), sum(side.cpu_s() for side in sides)
+    started, busy, own = time.perf_counter(), busy_s(), sum(side.cpu_s() for side in sides)
     prefill = Case(f"prefill_{context}", context)
     answers = [side.ask(do="prefill") for side in sides]  # warms up
     for _ in range(rounds):
@@ -107,7 +106,7 @@ def measure(ours: SideProcess, reference: SideProcess, *, rounds: int, steps: in
         for _ in range(rounds):
             case.add(*(side.ask(do="decode", steps=steps)["seconds"] for side in sides))
         cases.append(case)
-    foreign_s = _busy_s() - busy - (sum(side.cpu_s() for side in sides) - own)
+    foreign_s = busy_s() - busy - (sum(side.cpu_s() for side in sides) - own)
     return {**{key: value for case in cases for key, value in case.report().items()},
             "logit_cosine": round(_cosine(answers[0]["logits"], answers[1]["logits"]), 6),
             "foreign_cores": round(foreign_s / (time.perf_counter() - started), 2)}
@@ -117,7 +116,7 @@ def _cosine(a: list[float], b: list[float]) -> float:
     return sum(map(float.__mul__, a, b)) / math.hypot(*a) / math.hypot(*b)
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """CPU time all processes have used so far."""
     user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
@@ -136,8 +135,10 @@ def main() -> int:
                  f"--max-tokens={max_tokens}", f"--page-size={flags.page_size}"]
     plain = {name: value for name, value in os.environ.items() if name not in HUGE_PAGES}
     huge = {**plain, **HUGE_PAGES}
-    with (SideProcess("ours", arguments, huge) as ours,
-          SideProcess("reference", arguments, huge if flags.reference_huge_pages else plain) as reference):
+    command = [sys.executable, "-m", "bench.engine_sides"]
+    with (SideProcess("ours", [*command, "ours", *arguments], huge) as ours,
+          SideProcess("reference", [*command, "reference", *arguments],
+                      huge if flags.reference_huge_pages else plain) as reference):
         values = measure(ours, reference, rounds=flags.rounds, steps=flags.steps, context=flags.context)
     print(render("engine", {"threads": flags.threads, "context": flags.context, "page_size": flags.page_size,
                             "numerics": flags.numerics, "reference_huge_pages": flags.reference_huge_pages, **values},

@@ -1,8 +1,8 @@
 """The two sides of `bench.engine`, each a process: `python -m bench.engine_sides ours|reference`.
 
-A side reads one JSON command per line and answers with one: {"do": "prefill"} gives the seconds it took and the first
-logits, {"do": "begin", "rows": n} puts n prompts into the cache, {"do": "decode", "steps": n} walks on from there and
-gives the seconds of each step.
+A side reads one JSON command per line and answers with one: {"do": "prefill", "tokens": n} gives the seconds that the
+first n tokens of a prompt took (all of them by default) and the first logits, {"do": "begin", "rows": n} puts n prompts
+into the cache, {"do": "decode", "steps": n} walks on from there and gives the seconds of each step.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.core.request import SamplingParams
 from engine.memory.layout import PoolGeometry
-from engine.memory.pages import pages_for_tokens
+from engine.memory.leases import pages_for_tokens
 from engine.memory.pools import StagePools
 from models.blocks.weights import RandomWeights
 from models.loader import random_model
 
-VOCAB_SIZE, MAX_ROWS, NUM_SHOWN_LOGITS = 151936, 8, 1000
+VOCAB_SIZE, NUM_SHOWN_LOGITS = 151936, 1000
 MODEL: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_size": 1024,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -63,11 +63,11 @@ class Ours:
     """Everything a worker does per step but the scheduling: build the batch, plan, forward, argmax. The rows' pages lie
     scattered in the pool."""
 
-    def __init__(self, *, numerics: Numerics, page_size: int, max_tokens: int) -> None:
+    def __init__(self, *, numerics: Numerics, page_size: int, max_tokens: int, max_rows: int) -> None:
         description = random_model(MODEL)
         layers = LayerRange(0, description.facts.num_layers)
         pages_per_row = pages_for_tokens(max_tokens, page_size)
-        num_pages = 1 + MAX_ROWS * pages_per_row
+        num_pages = 1 + max_rows * pages_per_row
         pools = StagePools(PoolGeometry(page_size=page_size, num_pages=num_pages, num_slots=1, layers=layers,
                                         specs=description.cache_specs(page_size)))
         geometry = description.attention_geometry(page_size)
@@ -79,7 +79,7 @@ class Ours:
             recurrent=CpuRecurrent(conv_pools=pools.conv, state_pools=pools.state, numerics=numerics),
         )
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
-        self._tables = order.view(MAX_ROWS, pages_per_row).int()
+        self._tables = order.view(max_rows, pages_per_row).int()
         self._tokens, self._num_cached = torch.empty(0, 1), 0
 
     def prefill(self, prompts: Tensor) -> tuple[float, Tensor]:
@@ -180,17 +180,17 @@ def _intervals(stamps: list[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(stamps)]
 
 
-def serve(side: Side, prompts: Tensor) -> None:
-    """Answer commands until there are no more."""
+def serve(side: Side, prompts: Tensor, row_context: int) -> None:
+    """Answer commands until there are no more. Rows that decode stand behind `row_context` tokens each."""
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         answer: dict[str, object] = {}
         if command["do"] == "prefill":
-            seconds, logits = side.prefill(prompts[:1])
+            seconds, logits = side.prefill(prompts[:1, : command.get("tokens")])
             answer = {"seconds": [seconds], "logits": logits[:NUM_SHOWN_LOGITS].tolist()}
         elif command["do"] == "begin":
-            side.begin(prompts[: command["rows"]])
+            side.begin(prompts[: command["rows"], :row_context])
         else:
             answer = {"seconds": side.decode(command["steps"])}
         print(json.dumps(answer), flush=True)
@@ -202,13 +202,18 @@ def main() -> None:
     parser.add_argument("--numerics", type=Numerics, default=Numerics.EXACT)
     for name in ("threads", "context", "max-tokens", "page-size"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--row-context", type=int, help="the whole context by default")
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
-    prompts = torch.randint(VOCAB_SIZE, (MAX_ROWS, flags.context), generator=torch.Generator().manual_seed(1))
+    prompts = torch.randint(VOCAB_SIZE, (flags.rows, flags.context), generator=torch.Generator().manual_seed(1))
+    side: Side
     if flags.side == "ours":
-        serve(Ours(numerics=flags.numerics, page_size=flags.page_size, max_tokens=flags.max_tokens), prompts)
+        side = Ours(numerics=flags.numerics, page_size=flags.page_size, max_tokens=flags.max_tokens,
+                    max_rows=flags.rows)
     else:
-        serve(Reference(max_tokens=flags.max_tokens), prompts)
+        side = Reference(max_tokens=flags.max_tokens)
+    serve(side, prompts, flags.row_context or flags.context)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry, bytes_per_page, bytes_per_slot
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import StageExecutor
+from engine.pipeline.stages import StageExecutor
 from models.blocks.weights import Weights
 from models.decoder import DecoderStage
 from models.loader import ModelDescription, random_model
@@ -111,7 +111,7 @@ class Subject:
     def step(self, mode: ForwardMode, num_rows: int, length: int, context: int) -> Callable[[], Tensor] | None:
         """A forward of equal rows, whose tokens under verification are chains; gives logits on the device. None where
         there are too few pages for it."""
-        spec = SpecRow(tuple(range(-1, length - 1))) if mode is ForwardMode.VERIFY else None
+        spec = SpecRow(tuple(range(-1, length - 1)), scratch=1) if mode is ForwardMode.VERIFY else None
         each = _pages(context + length)
         if num_rows * each >= self.num_pages:
             return None
@@ -156,7 +156,8 @@ def build(config: dict[str, object], backends: Backends, sizes: Sizes) -> Subjec
         pools = StagePools(PoolGeometry(PAGE, num_pages, num_slots, layers, description.cache_specs(PAGE)),
                            device=str(backends.device))
         return backends.of_stage(StageCaches.of_layers(pools, layers), description.attention_geometry(PAGE),
-                                 description.latent_geometry(PAGE), max_nodes=max_nodes)
+                                 description.latent_geometry(PAGE), max_nodes=max_nodes,
+                                 num_scratch=2 if max_nodes else 0)
 
     num_slots = max(sizes.rows) + 1
     few = backends_over(_pages(min(sizes.contexts) + max(sizes.nodes)) + 1, 2, max(sizes.nodes))

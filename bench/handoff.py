@@ -20,9 +20,8 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
-from bench.report import Value, render
+from bench.report import Value, foreign_cpu_s, render
 from bench.ucx_reference import UcxReference
 from runtime.errors import ConfigError
 from transfer.ucx.settings import TransportProfile
@@ -37,7 +36,7 @@ def measure(profile: TransportProfile, device: str, rounds: int, cores: tuple[in
     check_device(device)
 
     reference = UcxReference(profile, cores)
-    started, foreign_s = time.monotonic(), _foreign_cpu_s()
+    started, foreign_s = time.monotonic(), foreign_cpu_s()
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {cores[1]})
     context = multiprocessing.get_context("spawn")
@@ -68,16 +67,8 @@ def measure(profile: TransportProfile, device: str, rounds: int, cores: tuple[in
         "zeros_gbps": round(statistics.median(zeros), 3),
         "num_bytes": destination.num_bytes,
         "rounds": rounds,
-        "foreign_cores": round((_foreign_cpu_s() - foreign_s) / (time.monotonic() - started), 2),
+        "foreign_cores": round((foreign_cpu_s() - foreign_s) / (time.monotonic() - started), 2),
     }
-
-
-def _foreign_cpu_s() -> float:
-    """CPU seconds of the machine less those of this process and of its children that have ended."""
-    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    own = os.times()
-    busy_s = (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
-    return busy_s - (own.user + own.system + own.children_user + own.children_system)
 
 
 def main() -> int:

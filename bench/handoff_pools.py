@@ -14,7 +14,7 @@ from engine.memory.pools import StagePools
 from pool.stage.handoff import build_agent
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, HandoffError
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport

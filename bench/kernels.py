@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from bench.report import Value, render
+from engine.kernels.host.compiled import Team
 from engine.kernels.host.product import PackedWeight, arithmetic_class
-from engine.kernels.host.team import Team
 
 HIDDEN, HEADS_WIDTH, QKV_WIDTH, MLP_WIDTH = 1024, 2048, 4096, 3072
 ROWS = (1, 2, 4, 8, 16, 32, 192, 512)

@@ -1,11 +1,14 @@
-"""A request on a decode pool: what its stream hears of it, and what the scheduler knows about it."""
+"""A request on a decode pool: the events that its stream gets, what the scheduler knows about it, and the memory it
+holds: pages for its tokens and a state slot, both or neither."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decode.speculation import DraftState
-from engine.core.request import DrawnToken, FinishReason
+from engine.core.request import DrawnToken, FinishReason, Request
+from engine.memory.leases import PageAllocator, SlotAllocator, SlotLease, pages_for_tokens
 from pool.request.entry import Entry, Failed
+from runtime.errors import FieldViolation, InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class DecodeEntry(Entry[Event]):
     outputs: list[int] = field(default_factory=list)
     told: int | None = None  # tokens of the output that the last stage keeps; None: it knows nothing of the request
     draft: DraftState = field(default_factory=DraftState)
+    scratch: SlotLease | None = None  # where the states of its trees are kept; without it runs without trees
     running: bool = False  # has its memory filled and may be scheduled
     joined_s: float = 0.0
     first_step_s: float | None = None
@@ -50,6 +54,80 @@ class DecodeEntry(Entry[Event]):
         """Tokens it may still draw, as far as the request goes."""
         return self.request.max_tokens - len(self.outputs)
 
+    def lease_scratch(self, scratch: SlotAllocator) -> None:
+        """Take a record unless it has one, or none is free."""
+        if self.scratch is None and (scratch.is_stateless or scratch.num_free):
+            self.scratch = scratch.alloc(owner=self.owner)
+
+    def free(self) -> None:
+        """Give everything back."""
+        super().free()
+        if self.scratch is not None:
+            self.scratch.end()
+        self.scratch = None
+
     def tokens(self, start: int, end: int) -> list[int]:
         prompt = self.request.prompt_token_ids
         return [*prompt[start:end], *self.outputs[max(0, start - len(prompt)):max(0, end - len(prompt))]]
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
+    `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
+    verifies up to `num_draft_tokens` at once; where recurrent layers keep a state per node, of at most `max_running`
+    requests: the others take plain steps until one of those leaves."""
+
+    page_size: int
+    grid: int
+    depth: int
+    max_running: int
+    max_context_tokens: int
+    max_held: int = 0  # 0: no more than run
+    chunk_tokens: int = 512  # of a replay's prefill batches
+    growth_tokens: int = 64
+    num_draft_tokens: int = 0
+
+    @property
+    def speculates(self) -> bool:
+        return self.num_draft_tokens > 0
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Memory for one request: the pages its prompt lands in, in position order, and its state slot."""
+
+    key: int
+    prompt_page_ids: tuple[int, ...]
+    slot_id: int
+
+
+@dataclass(frozen=True)
+class RequestMemory:
+    """Leases for entries. Belongs to the engine thread."""
+
+    limits: DecodeLimits
+    pages: PageAllocator
+    slots: SlotAllocator
+
+    def check_fits(self, request: Request) -> None:
+        """Raises InvalidRequestError for what would not fit into an empty pool."""
+        total = len(request.prompt_token_ids) + request.max_tokens
+        room = min(self.limits.max_context_tokens, self.pages.num_total * self.limits.page_size)
+        if total > room:
+            raise InvalidRequestError(FieldViolation(
+                "max_tokens", f"prompt of {len(request.prompt_token_ids)} and max_tokens {request.max_tokens} "
+                              f"are {total} tokens, the decode pool's limit is {room}"))
+
+    def lease(self, entry: DecodeEntry) -> None:
+        """Pages for the entry's tokens and some growth, and a slot. Raises CapacityError, and then holds neither."""
+        most = len(entry.request.prompt_token_ids) + entry.request.max_tokens
+        wanted = min(entry.num_tokens + self.limits.growth_tokens, max(most, entry.num_tokens))
+        entry.lease(self.pages, self.slots, pages_for_tokens(wanted, self.limits.page_size))
+
+    def reservation(self, entry: DecodeEntry) -> Reservation:
+        """Of an entry that holds memory."""
+        assert entry.pages is not None
+        assert entry.slot is not None
+        prompt_pages = pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
+        return Reservation(entry.key, tuple(entry.pages.page_ids[:prompt_pages]), entry.slot.slot_id)

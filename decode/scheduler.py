@@ -17,16 +17,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from decode.entry import DecodeEntry, Drawn, Emit, Finished
-from decode.memory import RequestMemory, Reservation
+from decode.entry import DecodeEntry, DecodeLimits, Drawn, Emit, Finished, RequestMemory, Reservation
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
-from decode.steps import DecodeLimits, StepBuilder
+from decode.steps import StepBuilder
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes, Verified
 from engine.core.request import DrawnToken, FinishReason, Request
 from engine.memory.integrity import check_integrity
-from engine.memory.pages import PageAllocator, pages_for_tokens
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
@@ -45,6 +43,7 @@ class DecodeScheduler:
     slots: SlotAllocator
     limits: DecodeLimits
     clock: Clock
+    scratch: SlotAllocator = field(default_factory=lambda: SlotAllocator(0, name="states of trees"))
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     on_verified: VerifiedListener = lambda step, num_running: None
     _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
@@ -113,6 +112,8 @@ class DecodeScheduler:
         if not any(entry.in_flight for entry in self._entries.values()):
             self._since_s = self.clock.now()
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
+        for entry in ready:
+            entry.lease_scratch(self.scratch)
         replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
         beginning = [entry for entry in ready if entry.draft.landed and entry.num_left > 1
                      and self._num_draft_tokens(entry)]
@@ -155,10 +156,10 @@ class DecodeScheduler:
             self._append(entry, tokens)
 
     def _note_verified(self, batch: ForwardBatch, result: StepResult) -> None:
-        drew = [(self._entries[key].request, length) for key, length, sampling in
+        drew = [(self._entries[key], length) for key, length, sampling in
                 zip(batch.request_keys, batch.query_lens, batch.sampling, strict=True) if sampling is not None]
-        accepted = tuple(len(row.accepted) - 1 for (request, _), row in zip(drew, result.verified, strict=True)
-                         if request.speculates)
+        accepted = tuple(len(row.accepted) - 1 for (entry, _), row in zip(drew, result.verified, strict=True)
+                         if entry.request.speculates and entry.scratch is not None)
         self.on_verified(VerifiedStep(sum(length - 1 for _, length in drew), accepted,
                                       self.clock.now() - self._since_s, len(drew) - len(accepted)), len(self._turns))
 
@@ -171,7 +172,7 @@ class DecodeScheduler:
                 self._fail(entry, error)
 
     def on_idle(self) -> None:
-        check_integrity([self.pages.ledger, self.slots.ledger],
+        check_integrity([self.pages.ledger, self.slots.ledger, self.scratch.ledger],
                         live_owners={entry.owner for entry in self._entries.values()})
 
     @cached_property
@@ -183,7 +184,7 @@ class DecodeScheduler:
         return StepBuilder(self.limits, self.pages, self._num_draft_tokens)
 
     def _num_draft_tokens(self, entry: DecodeEntry) -> int:
-        if not entry.request.speculates:
+        if not entry.request.speculates or entry.scratch is None:
             return 0
         return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
 
@@ -242,12 +243,15 @@ class DecodeScheduler:
         self._waiting.append(entry)
 
     def _decode_batch(self, ready: list[DecodeEntry]) -> ForwardBatch | None:
-        """A share of the rows, so that every stage has a batch. Growing may set others of `ready` back."""
+        """A share of the rows, so that every stage has a batch. Growing may set others of `ready` back. Who has no
+        scratch takes plain steps, in batches apart: beside a tree its own state would have to be kept, too."""
         share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
         chosen: list[DecodeEntry] = []
         for entry in ready:
             if len(chosen) == share:
                 break
+            if chosen and (entry.scratch is None) is not (chosen[0].scratch is None):
+                continue
             if entry.running and self._grow(entry):
                 entry.in_flight = 1  # from here on nobody takes its pages
                 entry.first_step_s = self.clock.now() if entry.first_step_s is None else entry.first_step_s

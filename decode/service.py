@@ -6,21 +6,258 @@
     open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new one is drawn
 """
 
+import secrets
+import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import cast
 
 import grpc
 
-from decode.active_request import DecodeInbox, DecodeParts, DecodeStay
-from engine.core.request import Request
-from pool.request.conversion import in_vocabulary
-from pool.request.inbox import Inbox
-from pool.request.opening import open_stream, read_request, serve
+from decode.entry import Drawn, Event, Finished, Reservation
+from decode.scheduler import DecodeScheduler
+from engine.core.request import FinishReason, Request
+from pool.request.conversion import chunk_to_proto, in_vocabulary
+from pool.request.entry import Failed
+from pool.request.stay import Inbox, RequestParts, SessionChanged, StreamEnded, open_stream, read_request, serve
 from protos import decode_pb2 as pb
-from protos import decode_pb2_grpc
-from runtime.errors import FieldViolation, InvalidRequestError
+from protos import decode_pb2_grpc, types_pb2
+from runtime.clock import SystemClock
+from runtime.errors import (
+    BatonError,
+    DeadlineError,
+    FieldViolation,
+    IntegrityError,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+    RequestAborted,
+)
+from runtime.metrics import ArrivalMetrics
+from runtime.pairing import share_draft
+from runtime.tracing import begin
 from transfer.plan import codec
+from transfer.plan.compatibility import check_compatible
+from transfer.plan.copy_plan import plan_destination
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
+from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
+
+HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
+FIRST_TOKEN_TIMEOUT_S = 5.0
+
+DecodeInbox = Inbox[pb.DecodeRequest, Event]
+
+_REASONS = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: types_pb2.FINISH_REASON_ABORTED,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeParts(RequestParts):
+    """What a request on this pool works with."""
+
+    scheduler: DecodeScheduler
+    arrivals: ArrivalMetrics
+
+
+class DecodeStay:
+    """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
+
+    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation,
+                 source: SourceTerms, remaining_s: float | None) -> None:
+        """`source` is the first to deliver. `remaining_s`: the caller's deadline, from now; None without one."""
+        self._parts = parts
+        self._inbox = inbox
+        self._request = request
+        self._reservation = reservation
+        self._source = source
+        self._nonce = secrets.randbits(32)
+        # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
+        # long that may take is for the request to say.
+        self._session = ReceiveSession(
+            secrets.token_hex(8), num_stages=len(parts.plan.ranges), clock=SystemClock(),
+            deadlines=SessionDeadlines.within(HANDOFF_TIMEOUT_S if remaining_s is None else max(0.0, remaining_s)))
+        self._is_open = False
+        self._with_draft = False  # whether the draft's state lands, too
+        self._first_token: int | None = None
+        self._first_token_s = 0.0
+        self._opened_s = 0.0
+        self._phase = begin("baton.transfer.receive", request_id=request.request_id,
+                            session_id=self._session.session_id)
+
+    async def run(self) -> AsyncIterator[pb.DecodeResponse]:
+        offer: SourceTerms | None = self._source
+        while offer is not None:
+            destination = await self._shake_hands(offer)
+            offer = destination if isinstance(destination, SourceTerms) else None
+            if isinstance(destination, DestinationTerms):
+                yield pb.DecodeResponse(destination=codec.destination_to_proto(destination))
+                offer = await self._land()
+            if offer is not None:
+                self._parts.meters.handoff.failures.labels("source_replaced").inc()
+        yield await self._commit()
+        async for response in self._tokens():
+            yield response
+
+    def end(self) -> None:
+        """Close what is open and give the memory back once nothing can write it."""
+        self._phase.end()
+        key, session = self._reservation.key, self._session
+        session.abort("its stream ended")  # no change if the request has taken the memory over
+        self._parts.reclaimer.end(
+            lambda: self._parts.scheduler.release(key), session=session if self._is_open else None,
+            close=(lambda: self._parts.leader.group.close_receive(session.session_id)) if self._is_open else None)
+
+    async def _shake_hands(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
+        """`_open`, measured."""
+        meters, began_s = self._parts.meters, time.monotonic()
+        try:
+            answer = await self._open(source)
+        except BatonError as error:
+            meters.handshake_failed(error)
+            raise
+        if self._session.error is not None:
+            meters.handshake_failed(self._session.error)
+        elif isinstance(answer, DestinationTerms):
+            meters.handoff.handshake_s.observe(time.monotonic() - began_s)
+        return answer
+
+    async def _open(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
+        """Post receives for the next epoch on all stages; the destination terms once they are posted, or the source to
+        start over with. An older epoch is drained first, by every stage for itself."""
+        parts, session = self._parts, self._session
+        check_compatible(mine := parts.leader.compatibility, source.compatibility, source.compatibility_text)
+        if source.num_tokens != len(self._request.prompt_token_ids):
+            raise InvalidRequestError(FieldViolation(
+                "source.num_tokens", f"{source.num_tokens} differs from the prompt's "
+                                     f"{len(self._request.prompt_token_ids)} tokens"))
+        # The session follows when nothing can fail any more: stages know no epoch that was never opened.
+        epoch = session.epoch + 1 if self._is_open else session.epoch
+        destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
+                                       epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
+                                       slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
+                                       with_draft=share_draft(mine.digest, source.compatibility))
+        self._with_draft = destination.with_draft
+        self._opened_s = time.monotonic()
+        if self._is_open:
+            session.next_epoch()
+        self._is_open = True
+        parts.leader.group.open_receive(source, destination, session, self._inbox.session_changed)
+        while session.state is ReceiveState.RESERVED:
+            new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives")
+            if new_source is not None:
+                return new_source
+        if session.error is not None and not isinstance(session.error, PeerLostError):
+            raise session.error  # this pool's own; of a source that is gone the router hears, too, and finds another
+        return destination
+
+    async def _land(self) -> SourceTerms | None:
+        """Wait for all bytes and the first token; None when both are here, else the source to start over with.
+
+        Raises:
+            BatonError: what failed the arrival of the prompt,
+            unless the router says that the source is lost and finds another.
+        """
+        session = self._session
+        while not (session.state is ReceiveState.COMPLETE and self._first_token is not None):
+            failed = session.state is ReceiveState.FAILED
+            if failed and isinstance(session.error, IntegrityError):
+                self._parts.arrivals.integrity_failures.inc()
+                self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
+                await self._hear_the_router_out()
+                raise session.error
+            failure = session.error
+            try:
+                new_source = await self._handle_arrival(session.time_left_s(), "the prompt to land")
+            except DeadlineError:
+                if failure is None:
+                    raise
+                raise failure from None
+            if new_source is not None:
+                return new_source
+        return None
+
+    async def _hear_the_router_out(self) -> None:
+        """Wait for the first token, the last thing a router writes: gRPC replaces the status of a stream that ends
+        while its caller writes to it, and this one must arrive."""
+        with suppress(DeadlineError):
+            while self._first_token is None:
+                await self._handle_arrival(FIRST_TOKEN_TIMEOUT_S, "the first token")
+
+    async def _handle_arrival(self, timeout_s: float | None, waiting_for: str) -> SourceTerms | None:
+        """Handle one happening before the commit."""
+        match await self._inbox.get(timeout_s, waiting_for):
+            case SessionChanged():
+                return None
+            case StreamEnded():
+                raise RequestAborted("the router closed the stream before the handoff was complete")
+            case Failed(error):
+                raise error
+            case pb.DecodeRequest() as message:
+                return self._handle_input(message)
+            case other:
+                raise InternalError(f"unexpected {type(other).__name__} before the request joined")
+        return None
+
+    def _handle_input(self, message: pb.DecodeRequest) -> SourceTerms | None:
+        match message.WhichOneof("input"):
+            case "first_token" if len(message.first_token.token_ids) == 1:
+                self._first_token, = in_vocabulary("first_token", message.first_token.token_ids,
+                                                   self._parts.plan.description.facts.vocab_size)
+                self._first_token_s = time.monotonic()
+                return None
+            case "source_lost":
+                self._session.source_lost()
+                return None
+            case "new_source":
+                return codec.source_from_proto(message.new_source)
+            case other:
+                raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
+
+    async def _commit(self) -> pb.DecodeResponse:
+        parts, session, first_token = self._parts, self._session, self._first_token
+        assert first_token is not None
+        now = time.monotonic()
+        exposed_s = max(0.0, now - self._first_token_s)
+        parts.arrivals.exposed_s.observe(exposed_s)
+        parts.meters.on_handoff(len(self._request.prompt_token_ids), now - self._opened_s,
+                                with_draft=self._with_draft)
+        session.commit()
+        self._phase.note(num_bytes=session.num_bytes, exposed_s=exposed_s)
+        self._phase.end()
+        self._phase = begin("baton.decode.generate", request_id=self._request.request_id)
+        key, with_draft = self._reservation.key, self._with_draft
+        await parts.leader.loop.submit(lambda: parts.scheduler.join(key, first_token, with_draft=with_draft))
+        parts.leader.group.close_receive(session.session_id)
+        return pb.DecodeResponse(committed=pb.DecodeCommitted(transfer_exposed_s=exposed_s,
+                                                              num_bytes=session.num_bytes))
+
+    async def _tokens(self) -> AsyncIterator[pb.DecodeResponse]:
+        while True:
+            item = await self._inbox.get(None, "tokens")
+            match item:
+                case Drawn(tokens):
+                    yield pb.DecodeResponse(tokens=chunk_to_proto(*tokens))
+                case Finished():
+                    self._parts.meters.work.queue_s.observe(item.queue_s)
+                    self._parts.arrivals.preemptions.inc(item.num_preemptions)
+                    self._parts.arrivals.local_prefills.labels("preempted").inc(item.num_preemptions)
+                    yield pb.DecodeResponse(finished=_finished_to_proto(item))
+                    return
+                case Failed(error):
+                    raise error
+                case SessionChanged() | StreamEnded() | pb.DecodeRequest():
+                    # A router with nothing more to say may half-close; an offer that crossed the commit is needless.
+                    continue
+
+
+def _finished_to_proto(event: Finished) -> pb.DecodeFinished:
+    return pb.DecodeFinished(reason=_REASONS[event.reason], stop_token_id=event.stop_token_id, queue_s=event.queue_s,
+                             decode_s=event.decode_s, num_preemptions=event.num_preemptions)
+
 
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
 
@@ -40,14 +277,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         inbox: DecodeInbox = Inbox(request_iterator)
         replayed = _replayed(opening, request, vocab_size=parts.plan.description.facts.vocab_size)
 
-        async def begin() -> DecodeStay:
+        async def take_place() -> DecodeStay:
             reservation = await parts.leader.loop.submit(
                 lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed),
                 undo=lambda taken: parts.scheduler.release(taken.key))
             remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
             return DecodeStay(parts, inbox, request, reservation, source, remaining_s)
 
-        async with aclosing(serve(parts, inbox, request, begin)) as responses:
+        async with aclosing(serve(parts, inbox, request, take_place)) as responses:
             async for response in responses:
                 yield response
 

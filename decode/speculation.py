@@ -11,8 +11,8 @@ MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """One verification that came back. `accepted`: drafted tokens accepted, per row that drew and did not decline
-    drafts; `num_declined` rows did. `seconds`: since the result before it, or since its launch after a pause."""
+    """One verification that came back. `accepted`: drafted tokens accepted, per row that drew and was to have
+    drafts; `num_declined` rows were not. `seconds`: since the result before it, or since its launch after a pause."""
 
     num_drafted: int
     accepted: tuple[int, ...]

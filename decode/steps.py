@@ -7,32 +7,11 @@ engine thread.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from decode.entry import DecodeEntry
+from decode.entry import DecodeEntry, DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row
-from engine.memory.pages import PageAllocator, pages_for_tokens
-
-
-@dataclass(frozen=True)
-class DecodeLimits:
-    """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
-    `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
-    verifies up to `num_draft_tokens` at once."""
-
-    page_size: int
-    grid: int
-    depth: int
-    max_running: int
-    max_context_tokens: int
-    max_held: int = 0  # 0: no more than run
-    chunk_tokens: int = 512  # of a replay's prefill batches
-    growth_tokens: int = 64
-    num_draft_tokens: int = 0
-
-    @property
-    def speculates(self) -> bool:
-        return self.num_draft_tokens > 0
+from engine.memory.leases import PageAllocator, pages_for_tokens
 
 
 @dataclass(frozen=True)
@@ -75,9 +54,10 @@ class StepBuilder:
     def _decode_row(self, entry: DecodeEntry) -> Row:
         if not self.limits.speculates:
             return self._known_row(entry, entry.computed + 1, draws=entry.computed == entry.num_tokens - 1)
-        if entry.num_tokens - entry.computed > 1:
-            return self._replayed_row(entry)
-        return self._verified_row(entry)
+        row = self._replayed_row(entry) if entry.num_tokens - entry.computed > 1 else self._verified_row(entry)
+        if entry.scratch is None or row.spec is None:
+            return row
+        return replace(row, spec=replace(row.spec, scratch=entry.scratch.slot_id))
 
     def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
         """Known tokens up to `end`."""
@@ -108,8 +88,9 @@ class StepBuilder:
         return replace(_row(entry, [*newest, *tree.token_ids], draws=True), spec=spec)
 
     def _room(self, entry: DecodeEntry, wanted: int) -> int:
-        """How many of `wanted` more tokens the entry's pages hold; takes free pages for them, but none from others."""
+        """How many of `wanted` more tokens the entry has memory for; takes free pages, but none from others."""
         assert entry.pages is not None
+        wanted = 1 if entry.scratch is None else wanted
         missing = pages_for_tokens(entry.computed + wanted, self.limits.page_size) - entry.pages.num_pages
         if 0 < missing <= self.pages.num_free:
             entry.pages.extend(missing)

@@ -1,21 +1,18 @@
 """The decode role: what `pool.process` needs to know to run it."""
 
-from decode.active_request import DecodeParts
 from decode.adaptive import AdaptiveDraft
-from decode.entry import Event, Finished
+from decode.entry import DecodeLimits, Event, Finished
 from decode.scheduler import DecodeScheduler
-from decode.service import DecodeService
+from decode.service import DecodeParts, DecodeService
 from decode.speculation import MAX_DRAFT_TOKENS, VerifiedStep
-from decode.steps import DecodeLimits
 from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
-from engine.pipeline.executor import LayerObserver
+from engine.memory.leases import PageAllocator, SlotAllocator
+from engine.pipeline.stages import LayerObserver
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
-from pool.stage.layer_observer import LayerMark
+from pool.stage.handoff import LayerMark
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
@@ -45,6 +42,7 @@ class DecodeRole:
         adaptive = AdaptiveDraft(stage.plan.num_draft_tokens) if config.spec_adaptive else None
         return DecodeLeading(DecodeScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
+            scratch=SlotAllocator(stage.plan.num_scratch, name="states of trees"),
             limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.world_size,
                                 max_running=config.max_running, max_held=stage.plan.max_held,
                                 max_context_tokens=stage.plan.max_context_tokens,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from engine.core.batch import ForwardBatch
-from engine.hang import StepLimit
+from engine.core.time_limits import StepLimit
 from engine.pipeline.stages import Pipeline, StepResult
 from runtime.errors import (
     BatonError,

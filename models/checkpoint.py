@@ -23,7 +23,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
 _MAX_HEADER_BYTES = 100 << 20
 _COMPARED_BYTES = 16 << 20
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what json and its readers raise
-_READ_BYTES = 2 << 20  # what was just read is digested while it is in the cache
+_READ_BYTES = 256 << 10  # what was just read is digested while it is in the core's own cache
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(entries=entries)
 
 
-def read_tensor(entry: TensorEntry, out: Tensor, *, name: str, digest: WeightsDigest, item: int | None = None) -> None:
+def read_tensor(entry: TensorEntry, out: Tensor, *, name: str, digest: WeightsDigest | None,
+                item: int | None = None) -> None:
     """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype if they differ. Of
     what goes to a device one tensor at a time lies on the host. Every byte of the file that is read goes into `digest`
-    under `name`.
+    under `name`, if there is one.
 
     Raises:
         ConfigError: a dtype only quantised checkpoints have, or a file that ends early.
@@ -76,8 +77,10 @@ def read_tensor(entry: TensorEntry, out: Tensor, *, name: str, digest: WeightsDi
     in_place = stored == out.dtype and out.device.type == "cpu"
     target = out if in_place else torch.empty(out.shape, dtype=stored)
     offset = entry.offset if item is None else entry.offset + item * target.nbytes
-    hashed = _read_exactly(entry.file, offset, target)
-    digest.add(name, f"{entry.dtype} {list(entry.shape)}", hashed, item=item)
+    hashed = None if digest is None else xxhash.xxh3_128()
+    _read_exactly(entry.file, offset, target, hashed)
+    if digest is not None and hashed is not None:
+        digest.add(name, f"{entry.dtype} {list(entry.shape)}", hashed.digest(), item=item)
     if target is not out:
         out.copy_(target)
 
@@ -93,8 +96,8 @@ def same_content(a: TensorEntry, b: TensorEntry) -> bool:
     pieces = [torch.empty(min(_COMPARED_BYTES, a.num_bytes), dtype=torch.uint8) for _ in range(2)]
     for start in range(0, a.num_bytes, _COMPARED_BYTES):
         own, other = (piece[:a.num_bytes - start] for piece in pieces)
-        _read_exactly(a.file, a.offset + start, own)
-        _read_exactly(b.file, b.offset + start, other)
+        _read_exactly(a.file, a.offset + start, own, None)
+        _read_exactly(b.file, b.offset + start, other, None)
         if not torch.equal(own, other):
             return False
     return True
@@ -153,17 +156,17 @@ def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: 
     return entries
 
 
-def _read_exactly(file: Path, offset: int, out: Tensor) -> bytes:
-    """Fill `out`; the digest (16 bytes) of what was read."""
-    view, hashed = out.view(-1).view(torch.uint8).numpy().data, xxhash.xxh3_128()
+def _read_exactly(file: Path, offset: int, out: Tensor, hashed: "xxhash.xxh3_128 | None") -> None:
+    """Fill `out`; `hashed` takes up what was read."""
+    view = out.view(-1).view(torch.uint8).numpy().data
     with file.open("rb", buffering=0) as stream:
         while view:
             count = os.preadv(stream.fileno(), [view[:_READ_BYTES]], offset)
             if count == 0:
                 raise ConfigError(f"{file} ended while it was read", field="model")
-            hashed.update(view[:count])
+            if hashed is not None:
+                hashed.update(view[:count])
             view, offset = view[count:], offset + count
-    return hashed.digest()
 
 
 def _shortly(error: Exception) -> str:

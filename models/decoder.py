@@ -9,8 +9,8 @@ from torch import Tensor
 from engine.contracts.model import ForwardContext, ModelFacts, StageOutput
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange
-from engine.sampling.scoring import wanted_tokens
-from models.blocks.embedding import embed
+from engine.sampling.sampler import wanted_tokens
+from models.blocks.linear import embed
 from models.blocks.rotary import Rotary
 from models.blocks.spec import DecoderSpec, LayerSpec, StagePass
 from models.blocks.weights import Weights

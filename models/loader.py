@@ -88,7 +88,7 @@ class ModelDescription:
                               field="capture_layers")
         if self.checkpoint is None:
             return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device), layers, capture_layers)
-        source = _StageWeights(self.checkpoint, self.spec, layers, digest or WeightsDigest())
+        source = _StageWeights(self.checkpoint, self.spec, layers, digest)
         stage = self._build_stage(self._weights(source, numerics, device), layers, capture_layers)
         source.finish()
         return stage
@@ -152,7 +152,8 @@ def description_digest(raw: RawConfig, entries: Mapping[str, TensorEntry] | None
 class _StageWeights:
     """The part of a checkpoint that one stage owns, and what went wrong while it was read."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange, digest: WeightsDigest) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange,
+                 digest: WeightsDigest | None) -> None:
         self._entries = stage_entries(checkpoint, spec, layers)
         self._digest = digest
         self._taken: set[str] = set()

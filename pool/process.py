@@ -16,28 +16,27 @@ from prometheus_client import CollectorRegistry
 
 from engine.loop import LoopObserver, Scheduler
 from engine.memory.budget import describe_pools
-from engine.pipeline.executor import LayerObserver
+from engine.pipeline.stages import LayerObserver
 from engine.sampling.guided import GuidedSampler
 from pool.pipeline.follower import Follower, FollowerEngine
 from pool.pipeline.group import SessionReports
-from pool.pipeline.join_stream import JoinReports
 from pool.pipeline.leader import Leader
+from pool.pipeline.membership import JoinReports
 from pool.pipeline.stage_channel import open_pool_channel
-from pool.request.reclaimer import MemoryReclaimer
+from pool.request.stay import MemoryReclaimer
 from pool.stage.config import WorkerConfig
-from pool.stage.layer_observer import LayerMark
+from pool.stage.handoff import LayerMark
 from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
-from runtime.access import PeerRole
 from runtime.announce import Announcement, write_announcement
 from runtime.certificates import CertificateStore
 from runtime.clock import SystemClock
 from runtime.errors import InternalError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import RpcMetrics, StageMetrics
-from runtime.security import ChannelSecurity, ServerSecurity
+from runtime.security import ChannelSecurity, PeerRole, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
 from runtime.tracing import Tracing

@@ -20,10 +20,9 @@ from engine.core.draft_trees import SpecRow
 from engine.core.request import DrawnToken, Request
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row, scoring_row
 from engine.memory.integrity import check_integrity
-from engine.memory.pages import PageAllocator, pages_for_tokens
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
-from engine.sampling.scoring import Scores
+from engine.sampling.sampler import Scores
 from pool.request.entry import Entry, Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock

@@ -5,16 +5,198 @@
          half-close by the router: decode has committed ─▶ pages freed, stream ends
 """
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import grpc
 
-from pool.request.inbox import Inbox
-from pool.request.opening import open_stream, read_request, serve
-from prefill.active_request import PrefillInbox, PrefillParts, PrefillStay
+from engine.core.request import Request
+from pool.request.conversion import chunk_to_proto, scores_to_proto
+from pool.request.entry import Failed
+from pool.request.stay import Inbox, RequestParts, SessionChanged, StreamEnded, open_stream, read_request, serve
+from prefill.scheduler import Event, FirstToken, PrefillScheduler, Scored, Started
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
+from runtime.clock import SystemClock
+from runtime.errors import (
+    BatonError,
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+    RequestAborted,
+    UnavailableError,
+)
+from runtime.tracing import Span, begin
+from transfer.plan import codec
+from transfer.plan.copy_plan import check_plan
+from transfer.plan.handoff_terms import SourceTerms
+from transfer.session import SendSession, SendState
+
+DESTINATION_TIMEOUT_S = 120.0  # from the first token to the destination terms
+
+PrefillInbox = Inbox[pb.RunRequest, Event]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillParts(RequestParts):
+    """What a request on this pool works with."""
+
+    scheduler: PrefillScheduler
+    chunk_tokens: int
+
+
+class PrefillStay:
+    """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
+
+    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int) -> None:
+        self._parts = parts
+        self._inbox = inbox
+        self._request = request
+        self._key = key
+        self._source: SourceTerms | None = None
+        self._session: SendSession | None = None
+        self._has_first_token = False
+        self._opened_s = 0.0
+        self._told_sent = False
+        self._with_draft = False  # whether the draft's state leaves, too
+        self._has_shaken_hands = False
+        self._waiting = begin("baton.prefill.queue", request_id=request.request_id)
+        self._computing: Span | None = None
+        self._sending: Span | None = None
+
+    async def run(self) -> AsyncIterator[pb.RunResponse]:
+        while True:
+            match await self._inbox.get(self._patience_s(), "the router to confirm the handoff"):
+                case Started() as started:
+                    yield pb.RunResponse(started=self._started(started))
+                case Scored(first_position, tokens):
+                    yield pb.RunResponse(scored=scores_to_proto(first_position, tokens))
+                case FirstToken() as drawn:
+                    yield pb.RunResponse(first_token=self._first_token(drawn))
+                case Failed(error):
+                    raise error
+                case SessionChanged():
+                    if (sent := self._sent()) is not None:
+                        yield pb.RunResponse(sent=sent)
+                case pb.RunRequest() as message:
+                    self._send_to(message)
+                case StreamEnded():
+                    self._released()
+                    return
+                case other:
+                    raise InternalError(f"unexpected {type(other).__name__} on a prefill stream")
+
+    def _patience_s(self) -> float | None:
+        """None while the prompt queues or is computed with nowhere to go: that lasts as long as the stream."""
+        if self._session is not None:
+            return self._session.time_left_s()
+        return DESTINATION_TIMEOUT_S if self._has_first_token else None
+
+    def _released(self) -> None:
+        """The router half-closed: decode has committed."""
+        if not self._has_first_token:
+            raise RequestAborted("the router closed the stream before the first token")
+        if self._session is not None and self._session.state is SendState.SENT:
+            self._session.release()
+
+    def _sent(self) -> pb.PrefillSent | None:
+        """Tells once when every byte has left. Raises what made the sending fail."""
+        session = self._session
+        if session is None:
+            return None
+        self._note_handshake(session)
+        if session.error is not None:
+            self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
+            raise session.error
+        if session.state is not SendState.SENT or self._told_sent:
+            return None
+        self._told_sent = True
+        self._end_sending(session)
+        self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s,
+                                      with_draft=self._with_draft)
+        return pb.PrefillSent(num_bytes=session.num_bytes)
+
+    def _end_sending(self, session: SendSession) -> None:
+        """Every byte has left: the span ends with a part for each chunk, as the leader's own stage saw it leave."""
+        if self._sending is None:
+            return
+        for part in session.chunk_timings:
+            self._sending.record("baton.transfer.chunk", part.released_s, part.left_s, num_tokens=part.num_tokens,
+                                 request_id=self._request.request_id, num_bytes=part.num_bytes)
+        self._sending.end()
+
+    @staticmethod
+    def _end_spans(*spans: Span | None) -> None:
+        for span in spans:
+            if span is not None:
+                span.end()
+
+    def _note_handshake(self, session: SendSession) -> None:
+        """Measure once how long it took every stage to be ready, or why one never was."""
+        if self._has_shaken_hands or session.state is SendState.PLANNED:
+            return
+        self._has_shaken_hands = True
+        if session.error is not None:
+            self._parts.meters.handshake_failed(session.error)
+        else:
+            self._parts.meters.handoff.handshake_s.observe(time.monotonic() - self._opened_s)
+
+    def end(self) -> None:
+        """Close what is open and give the memory back once nothing can read it."""
+        self._end_spans(self._waiting, self._computing, self._sending)
+        key, session = self._key, self._session
+        session_id = None if session is None else session.session_id
+        if session is not None:
+            session.abort("its stream ended")  # no change if everything was sent and released
+        self._parts.reclaimer.end(lambda: self._parts.scheduler.release(key), session=session,
+                                  close=lambda: self._parts.leader.group.close_request(key, session_id))
+
+    def _started(self, started: Started) -> pb.PrefillStarted:
+        parts = self._parts
+        parts.meters.work.queue_s.observe(started.queue_s)
+        self._waiting.end()
+        self._computing = begin("baton.prefill.compute", request_id=self._request.request_id)
+        mine = parts.leader.compatibility
+        self._source = SourceTerms(
+            compatibility=mine.digest, compatibility_text=mine.text,
+            page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
+            chunk_tokens=parts.chunk_tokens, page_ids=started.page_ids, slot_id=started.slot_id,
+            stages=parts.leader.group.endpoints)
+        return pb.PrefillStarted(terms=codec.source_to_proto(self._source), queue_s=started.queue_s)
+
+    def _first_token(self, drawn: FirstToken) -> pb.PrefillFirstToken:
+        self._has_first_token = True
+        if self._session is not None:
+            self._session.computed()
+        self._end_spans(self._computing)
+        return pb.PrefillFirstToken(token=chunk_to_proto(drawn.token), prefill_s=drawn.prefill_s)
+
+    def _send_to(self, message: pb.RunRequest) -> None:
+        """The decode pool has reserved: start sending, beginning with what is computed already."""
+        if message.WhichOneof("input") != "destination" or self._source is None or self._session is not None:
+            raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
+        if self._parts.leader.group.endpoints != self._source.stages:
+            # The engine, which tells of it, may be within a forward for longer than destination terms takes.
+            raise UnavailableError("a stage of the prefill pool was lost after this prompt had started")
+        destination = codec.destination_from_proto(message.destination)
+        try:
+            check_plan(self._source, destination, self._parts.plan.geometry.specs)
+        except BatonError as error:
+            self._parts.meters.handshake_failed(error)
+            raise
+        self._with_draft = destination.with_draft
+        session = SendSession(destination.session_id, epoch=destination.epoch, num_stages=len(self._parts.plan.ranges),
+                              clock=SystemClock())
+        if self._has_first_token:
+            session.computed()
+        self._session, self._opened_s = session, time.monotonic()
+        self._sending = begin("baton.transfer.send", request_id=self._request.request_id,
+                              session_id=destination.session_id, epoch=destination.epoch)
+        self._parts.leader.group.open_send(self._key, self._source, destination, session,
+                                           self._inbox.session_changed)
+
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 
@@ -32,11 +214,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         request = read_request(parts, opening.request)
         inbox: PrefillInbox = Inbox(request_iterator)
 
-        async def begin() -> PrefillStay:
+        async def take_place() -> PrefillStay:
             key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit),
                                                  undo=parts.scheduler.release)
             return PrefillStay(parts, inbox, request, key)
 
-        async with aclosing(serve(parts, inbox, request, begin)) as responses:
+        async with aclosing(serve(parts, inbox, request, take_place)) as responses:
             async for response in responses:
                 yield response

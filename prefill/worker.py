@@ -1,18 +1,16 @@
 """The prefill role: what `pool.process` needs to know to run it."""
 
 from engine.core.request import Request, SamplingParams
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
-from engine.pipeline.executor import LayerObserver
+from engine.memory.leases import PageAllocator, SlotAllocator
+from engine.pipeline.stages import LayerObserver
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
-from pool.stage.layer_observer import LayerMark, layer_observer
+from pool.stage.handoff import LayerMark, layer_observer
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
-from prefill.active_request import PrefillParts
 from prefill.scheduler import Event, FirstToken, PrefillLimits, PrefillScheduler
-from prefill.service import PrefillService
+from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, ConfigError

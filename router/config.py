@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from router.request.priorities import DEFAULT_LIMITS, PriorityLimitField
+from router.request.admission import DEFAULT_LIMITS, PriorityLimitField
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy
 from runtime.config import AddressField

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from runtime.errors import ConfigError
 
-SECTIONS = ("router", "prefill", "decode")
+SECTIONS = ("router", "prefill", "decode", "gateway")
 _MAX_PORT_DIGITS = 5
 
 

@@ -96,7 +96,7 @@ class CapacityError(BatonError):
 
     reason = "OUT_OF_CAPACITY"
 
-    def __init__(self, message: str, *, resource: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, *, resource: str, retry_after_s: float | None = 1.0) -> None:
         super().__init__(message)
         self.resource = resource
         self.retry_after_s = retry_after_s

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from runtime.access import Access, access_to
 from runtime.errors import (
     BatonError,
     DrainingError,
@@ -35,7 +34,7 @@ from runtime.errors import (
 from runtime.intake import Intake, IntakeLimits, Seats, bounded
 from runtime.log import bound_ids
 from runtime.metrics import RpcMetrics
-from runtime.security import ServerSecurity
+from runtime.security import Access, ServerSecurity, access_to
 from runtime.status import MAX_VIOLATIONS, RpcFailure, failure_of
 from runtime.tracing import UNTRACED, Tracing, context_of
 

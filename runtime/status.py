@@ -181,7 +181,7 @@ _BY_REASON: Mapping[str, _Builder] = {
     errors.ConfigError.reason: lambda m, d: errors.ConfigError(m, field=d.facts.get("field", "")),
     errors.IncompatiblePeerError.reason: _named(errors.IncompatiblePeerError),
     errors.CapacityError.reason: lambda m, d: errors.CapacityError(m, resource=d.facts.get("resource", "unknown"),
-                                                                   retry_after_s=d.retry_after_s or 0.0),
+                                                                   retry_after_s=d.retry_after_s),
     errors.DrainingError.reason: lambda m, d: errors.DrainingError(m, retry_after_s=d.retry_after_s),
     errors.UnavailableError.reason: lambda m, d: errors.UnavailableError(m, retry_after_s=d.retry_after_s),
     errors.PeerLostError.reason: lambda m, d: errors.PeerLostError(m, retry_after_s=d.retry_after_s),
@@ -197,12 +197,12 @@ def _exhausted(message: str) -> BatonError:
     """gRPC itself refuses a message over the server's limit, naming both sizes."""
     if message.startswith("SERVER: ") and "larger than max" in message:
         return errors.InvalidRequestError(errors.FieldViolation("request", message.removeprefix("SERVER: ")))
-    return errors.CapacityError(message, resource="message size")
+    return errors.CapacityError(message, resource="message size", retry_after_s=None)
 
 
-# For statuses that gRPC itself produced, which carry no details.
+# For statuses that gRPC itself produced, which carry no details: nobody said when to come back.
 _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
-    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
+    grpc.StatusCode.UNAVAILABLE: lambda m: errors.UnavailableError(m, retry_after_s=None),
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
     grpc.StatusCode.CANCELLED: errors.RequestAborted,
     grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
@@ -212,6 +212,18 @@ _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: _exhausted,
     grpc.StatusCode.INVALID_ARGUMENT: lambda m: errors.InvalidRequestError(errors.FieldViolation("request", m)),
 }
+
+
+# What gRPC itself reports when a process dies under a call, as opposed to what its server answers. It also reports
+# INTERNAL when a message is sent to a stream that the peer has just ended; the peer's status is lost then.
+_TRANSPORT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL,
+                              grpc.StatusCode.CANCELLED})
+
+
+def is_lost(call: EndedCall) -> bool:
+    """Whether the peer did not live to say how the call ended, or cannot be reached."""
+    answered = any(key == DETAILS_KEY for key, _ in call.trailing_metadata() or ())
+    return call.code() in _TRANSPORT_CODES and not answered
 
 
 def error_from_rpc(call: EndedCall) -> BatonError:

@@ -63,6 +63,12 @@ class OwnToken:
         return AUTHORIZATION_KEY, f"Bearer {self._token.current()}"
 
 
+def read_tokens(path: Path) -> list[tuple[str, str]]:
+    """Names, empty where none is given, and tokens, for what compares them itself. Raises ConfigError as TokenList
+    does."""
+    return Watched({_SETTING: path}, lambda contents: _tokens_in(path, contents)).current()
+
+
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 

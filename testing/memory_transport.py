@@ -13,8 +13,7 @@ from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
 from transfer.transport.matching import MessageMatcher
-from transfer.transport.protocol import Berth, Operation, OperationState, Peer, host_bytes
-from transfer.transport.wakeup import Wakeup
+from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Wakeup, host_bytes
 
 
 class Fault(StrEnum):

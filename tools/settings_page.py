@@ -11,6 +11,8 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from baton.cli import app as baton_app
+from baton.gateway import GatewayConfig
+from baton.gateway import app as gateway_app
 from pool.main import worker_command
 from pool.stage.config import WorkerConfig
 from router.command import app as router_app
@@ -39,17 +41,21 @@ _WORKERS = """`[prefill]` and `[decode]` have the same settings; each process of
 that launchers set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are read where flags are absent.
 
 """
-_COMMANDS = """`baton router`, `baton prefill` and `baton decode` take the flags above. Every command has `--help`.
+_COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above. Every command
+has `--help`.
 
 """
 
 
 def configuration_page() -> str:
     router = typer.main.get_command(router_app)
+    gateway = typer.main.get_command(gateway_app)
     worker = typer.main.get_command(worker_command("decode", lambda flags, file: 0))
     parts = [_HEAD, "## Router, `[router]`\n\n", *_settings(RouterConfig, _flags(router)),
              "\n## Prefill and decode workers, `[prefill]` and `[decode]`\n\n", _WORKERS,
-             *_settings(WorkerConfig, _flags(worker)), "\n## Commands of `baton`\n\n", _COMMANDS, *_commands()]
+             *_settings(WorkerConfig, _flags(worker)),
+             "\n## Gateway, `[gateway]`\n\n", *_settings(GatewayConfig, _flags(gateway)),
+             "\n## Commands of `baton`\n\n", _COMMANDS, *_commands()]
     return "".join(parts)
 
 

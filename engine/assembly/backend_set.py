@@ -17,7 +17,7 @@ from engine.graphs.capture import Capture
 from engine.graphs.runner import GraphAttention, GraphRecurrent, StageGraphs
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import Commits, LayerObserver, StageExecutor
+from engine.pipeline.stages import Commits, LayerObserver, StageExecutor
 from engine.speculative.draft_attention import DraftAttention
 
 DraftPools = Mapping[CacheKind, Mapping[int, Tensor]]  # by kind and the draft's own layer ids
@@ -73,9 +73,9 @@ class Backends(Protocol):
     def numerics(self) -> Numerics: ...
 
     def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
-                 max_nodes: int) -> StageBackends:
+                 max_nodes: int, num_scratch: int) -> StageBackends:
         """Over a stage's caches; the geometries are those of the whole model. With `max_nodes` they also verify trees
-        of so many nodes per row."""
+        of so many nodes per row; recurrent layers keep their states in `num_scratch` records, the null one included."""
         ...
 
     def of_draft(self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools) -> DraftAttention:

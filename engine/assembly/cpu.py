@@ -29,7 +29,7 @@ class CpuBackends:
     device: torch.device = HOST
 
     def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
-                 max_nodes: int) -> StageBackends:
+                 max_nodes: int, num_scratch: int) -> StageBackends:
         """See `Backends.of_stage`."""
         paged = None if geometry is None else CpuAttention(kv_pools=caches.kv, geometry=geometry)
         slots = self._recurrent(caches.conv, caches.state)
@@ -38,7 +38,7 @@ class CpuBackends:
         if not max_nodes:
             return StageBackends(paged, compressed, slots)
         states = TreeRecurrent(slots=slots, conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes,
-                               backend_over=self._recurrent)
+                               num_scratch=num_scratch, backend_over=self._recurrent)
         return StageBackends(paged, compressed, states,
                              tuple(cache for cache in (paged, compressed, states) if cache is not None))
 

@@ -21,7 +21,7 @@ from engine.graphs.capture import CudaCapture
 from engine.kernels.device import latent as latent_kernels
 from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
-from engine.pipeline.executor import Commits
+from engine.pipeline.stages import Commits
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_device import DeviceRounds
@@ -57,12 +57,13 @@ class DeviceBackends:
         return cls(device, wrappers, latent_wrappers)
 
     def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
-                 max_nodes: int) -> StageBackends:
+                 max_nodes: int, num_scratch: int) -> StageBackends:
         """See `Backends.of_stage`."""
         compressed = None if latent is None else self._compressed(caches.latent, caches.index_key, latent)
         wrappers = None if geometry is None else self.wrappers(geometry, caches.kv)
         paged = None if geometry is None or wrappers is None else self._paged(caches.kv, geometry, wrappers)
-        states = DeviceRecurrent(conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes)
+        states = DeviceRecurrent(conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes,
+                                 num_scratch=num_scratch)
         committing: list[Commits] = [cache for cache in (paged, compressed, states) if cache is not None]
         capturable = None
         if paged is not None and isinstance(wrappers, FlashInferWrappers):  # our own cannot be captured

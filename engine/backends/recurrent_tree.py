@@ -3,7 +3,8 @@
 A recurrence cannot be masked. The convolution sees only inputs, which are all known at once: every node is a decode row
 whose history is its own path. The delta rule runs in the one-step form: in compiled code node after node, from its
 parent's state; else level by level, on states gathered from the parents. Every row keeps the states of its last
-verification until stage 0 tells which node was accepted last; that one moves to the slot.
+verification, in the scratch record that stage 0 leased to it, until stage 0 tells which node was accepted last; that
+one moves to the slot.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor
 
 from engine.backends.gated_delta import normalise_heads, recurrent_step
-from engine.backends.recurrent_inputs import delta_inputs, recurrent_rows
+from engine.backends.recurrent_batch import delta_inputs, recurrent_rows
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import SpecInfo, ancestors
-from engine.kernels.host.compiled import has_kernels
+from engine.core.draft_trees import SpecInfo, SpecRow, ancestors
+from engine.kernels.host.compiled import Team, has_kernels
 from engine.kernels.host.delta_rule import delta_steps
-from engine.kernels.host.team import Team
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
+from engine.memory.layout import NULL_INDEX
 from runtime.errors import InternalError
 
 BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBackend]
@@ -72,17 +73,19 @@ class TreeLayout:
 class TreeRecurrent:
     """A `RecurrentBackend` that adds trees to one over slots. It also commits what a verification accepted.
 
-    Scratch memory is `max_nodes` states per slot; it is touched only for slots that were verified.
+    Scratch memory is `num_scratch` records (the null record counts) of `max_nodes` states: one record per request that
+    runs, whatever number of others holds a slot.
     """
 
     def __init__(self, *, slots: RecurrentBackend, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
-                 max_nodes: int, backend_over: BackendOver) -> None:
+                 max_nodes: int, num_scratch: int, backend_over: BackendOver) -> None:
         """`slots` runs everything but trees over the pools; `backend_over` builds one of its kind over other pools."""
         self._slots = slots
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
-        self._max_nodes = max_nodes
-        self._conv_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
-        self._state_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
+        self._max_nodes, self._num_scratch = max_nodes, num_scratch
+        self._conv_scratch, self._state_scratch = (
+            {layer_id: node_scratch(pool, num_scratch * max_nodes) for layer_id, pool in pools.items()}
+            for pools in (conv_pools, state_pools))
         self._nodes = backend_over(self._conv_scratch, self._state_scratch)
         self._team = Team()
         self._planned: tuple[ForwardBatch, TreeLayout, dict[int, Tensor]] | None = None
@@ -128,7 +131,7 @@ class TreeRecurrent:
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""
-        moves = kept_states(batch, self._max_nodes)
+        moves = kept_states(batch, self._max_nodes, self._num_scratch) if self._conv_pools or self._state_pools else []
         if not moves:
             return
         sources, slots = torch.tensor(moves).t()
@@ -140,24 +143,36 @@ class TreeRecurrent:
         """Made at the first recurrent layer of a forward, used by all."""
         if self._planned is None or self._planned[0] is not batch:
             num_slots = min(len(pool) for pool in (*self._conv_pools.values(), *self._state_pools.values()))
-            self._planned = (batch, lay_out(batch, self._max_nodes, num_slots), {})
+            self._planned = (batch, lay_out(batch, self._max_nodes, self._num_scratch, num_slots), {})
         return self._planned[1:]
 
 
-def kept_states(batch: ForwardBatch, max_nodes: int) -> list[tuple[int, int]]:
-    """(scratch record, slot) of the last node that each row kept of its previous verification."""
+def kept_states(batch: ForwardBatch, max_nodes: int, num_scratch: int) -> list[tuple[int, int]]:
+    """(node state, slot) of the last node that each row kept of its previous verification."""
     if not isinstance(batch.spec_info, SpecInfo):
         return []
-    return [(slot * max_nodes + row.accepted.nodes[-1], slot)
+    return [(first_state(row, slot, max_nodes, num_scratch) + row.accepted.nodes[-1], slot)
             for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True)
             if row.accepted is not None]
 
 
-def node_scratch(pool: Tensor, max_nodes: int) -> Tensor:
-    return torch.empty(pool.shape[0] * max_nodes, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
+def first_state(row: SpecRow, slot: int, max_nodes: int, num_scratch: int) -> int:
+    """Where the states of the row's nodes begin.
+
+    Raises:
+        InternalError: a record that this pool does not have, or the null one for a slot that is somebody's.
+    """
+    if not (slot != NULL_INDEX) <= row.scratch < num_scratch:
+        raise InternalError(f"scratch record {row.scratch} of {num_scratch} for a tree of slot {slot}")
+    return row.scratch * max_nodes
 
 
-def lay_out(batch: ForwardBatch, max_nodes: int, num_slots: int) -> TreeLayout:
+def node_scratch(pool: Tensor, num_states: int) -> Tensor:
+    """Memory for states like the records of a pool, [num_states, ...]; not initialised."""
+    return torch.empty(num_states, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
+
+
+def lay_out(batch: ForwardBatch, max_nodes: int, num_scratch: int, num_slots: int) -> TreeLayout:
     info = batch.spec_info
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
@@ -165,6 +180,7 @@ def lay_out(batch: ForwardBatch, max_nodes: int, num_slots: int) -> TreeLayout:
     paths: list[tuple[int, list[int]]] = []
     parents, scratch_rows, positions = [], [], []
     for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
+        kept_at = first_state(spec, slot, max_nodes, num_scratch)
         if not 0 < len(spec.parents) == batch.query_lens[row] <= max_nodes:
             raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {len(spec.parents)}; "
                                 f"at most {max_nodes} are verified at once")
@@ -175,7 +191,7 @@ def lay_out(batch: ForwardBatch, max_nodes: int, num_slots: int) -> TreeLayout:
             level.append((first + node, row if parent < 0 else places[parent]))
             paths.append((row, [first + other for other in ancestors(spec.parents, node)]))
             parents.append(first + parent if parent >= 0 else -1)
-            scratch_rows.append(slot * max_nodes + node)
+            scratch_rows.append(kept_at + node)
             positions.append(batch.context_lens[row] + depth)
     levels, width, order = [], batch.num_rows, list[int]()
     for _, nodes in sorted(by_depth.items()):

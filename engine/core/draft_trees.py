@@ -71,6 +71,8 @@ class SpecRow:
     next_token_id     the token after the row's last one where the batch does not draw it, else None
     draft_start       tokens before this position have no draft cache (their features were never on this pool)
     num_draft_tokens  how many nodes the next tree may have; 0: the draft leaves this row out
+    scratch           where recurrent layers keep the states of the row's nodes, from one verification until what was
+                      accepted of it is committed; 0, the null record, where there are none to keep
     """
 
     parents: tuple[int, ...] = ()
@@ -78,6 +80,7 @@ class SpecRow:
     next_token_id: int | None = None
     draft_start: int = 0
     num_draft_tokens: int = 0
+    scratch: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from engine.core.placement import use_in_this_thread
 from engine.graphs import buckets as shapes
 from engine.graphs.capture import Capture, Graph
 from engine.memory.static import StaticInts
-from engine.sampling.scoring import wanted_tokens
+from engine.sampling.sampler import wanted_tokens
 from runtime.errors import StalePlanError
 
 logger = logging.getLogger(__name__)

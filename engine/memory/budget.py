@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_page, bytes_per_slot
-from engine.memory.pages import pages_for_tokens
+from engine.memory.leases import pages_for_tokens
 from runtime.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -21,11 +21,12 @@ _SMALL_POOL = 32  # requests; a pool up to this size keeps twice as many more in
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one page and one slot of a stage take, in bytes; 0 where it has no layer of that sort."""
+    """What one page, slot and scratch record of a stage take, in bytes; 0 where it has no layer of that sort."""
 
     layers: LayerRange
     page_bytes: int
     slot_bytes: int
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class PoolBudget:
     num_slots: int
 
 
-def stage_costs(specs: Sequence[CacheSpec], partition: Sequence[LayerRange]) -> tuple[StageCost, ...]:
-    """What each stage pays per page and per slot."""
+def stage_costs(specs: Sequence[CacheSpec], partition: Sequence[LayerRange],
+                scratch: Sequence[CacheSpec] = ()) -> tuple[StageCost, ...]:
+    """What each stage pays per page, per slot and per scratch record."""
     costs = []
     for layers in partition:
         local = [spec for spec in specs if spec.layer_id in layers]
-        costs.append(StageCost(layers, bytes_per_page(local), bytes_per_slot(local)))
+        kept = [spec for spec in scratch if spec.layer_id in layers]
+        costs.append(StageCost(layers, bytes_per_page(local), bytes_per_slot(local), bytes_per_slot(kept)))
     return tuple(costs)
 
 
@@ -53,26 +56,30 @@ def plan_pools(
     page_size: int,
     max_context_tokens: int,
     num_requests: int,
+    scratch: Sequence[CacheSpec] = (),
+    num_scratch: int = 0,
 ) -> PoolBudget:
-    """Divide `budget_bytes`, the cache memory of *each* stage, between slots and pages.
+    """Divide `budget_bytes`, the cache memory of *each* stage, between scratch, slots and pages.
 
-    Every one of `num_requests` (running and arriving) gets a slot; what remains becomes pages, as many as the stage
-    with the least room can hold, and no more than `num_requests` of `max_context_tokens` could ever use.
+    `num_scratch` records, the null one included, are what verification keeps of the requests that run (`scratch`: the
+    tensors of one record). Every one of `num_requests` (running and arriving) gets a slot; what remains becomes pages,
+    as many as the stage with the least room can hold, and no more than `num_requests` of `max_context_tokens` could
+    ever use.
 
     Raises:
-        ConfigError: some stage cannot hold the slots and the pages of one request of `max_context_tokens`; the
-            message shows the sum.
+        ConfigError: some stage cannot hold the scratch, the slots and the pages of one request of
+            `max_context_tokens`; the message shows the sum.
     """
-    costs = stage_costs(specs, partition)
+    costs = stage_costs(specs, partition, scratch)
     num_slots = num_requests + 1 if bytes_per_slot(specs) else 0
     pages_per_request = pages_for_tokens(max_context_tokens, page_size)
     num_pages = 1 + num_requests * pages_per_request
     for rank, cost in enumerate(costs):
-        left = budget_bytes - num_slots * cost.slot_bytes
+        left = budget_bytes - num_scratch * cost.scratch_bytes - num_slots * cost.slot_bytes
         if left < (1 + pages_per_request) * cost.page_bytes:
             raise ConfigError(
                 f"cache budget of {budget_bytes} bytes is too small for one request of {max_context_tokens} tokens: "
-                + _needs(rank, cost, num_slots, pages_per_request),
+                + _needs(rank, cost, num_scratch, num_slots, pages_per_request),
                 field="budget_bytes",
             )
         if cost.page_bytes:
@@ -117,9 +124,10 @@ def decode_slots(num_requests: int, *, num_configured: int = 0, num_copies: int 
     return max(num_configured, num_needed)
 
 
-def _needs(rank: int, cost: StageCost, num_slots: int, pages_per_request: int) -> str:
-    total = num_slots * cost.slot_bytes + (1 + pages_per_request) * cost.page_bytes
+def _needs(rank: int, cost: StageCost, num_scratch: int, num_slots: int, pages_per_request: int) -> str:
+    total = num_slots * cost.slot_bytes + (1 + pages_per_request) * cost.page_bytes + num_scratch * cost.scratch_bytes
+    kept = f"{num_scratch} states of trees * {cost.scratch_bytes} + " if cost.scratch_bytes else ""
     return (
-        f"stage {rank} (layers {cost.layers}) needs {num_slots} slots * {cost.slot_bytes} "
+        f"stage {rank} (layers {cost.layers}) needs {kept}{num_slots} slots * {cost.slot_bytes} "
         f"+ (1 null page + {pages_per_request} pages) * {cost.page_bytes} = {total} bytes"
     )

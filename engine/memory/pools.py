@@ -40,7 +40,8 @@ class LayerTensors(Mapping[int, Tensor]):
 class StagePools:
     """Every cached tensor of a stage: [num_pages, *record_shape] or [num_slots, *record_shape] per layer and kind.
 
-    Satisfies `transfer.agent.memory.PoolMemory`. A stage may have no layer of a kind; its mapping is then empty.
+    Satisfies `transfer.agent.stage_transfer.PoolMemory`. A stage may have no layer of a kind; its mapping is then
+    empty.
     """
 
     def __init__(self, geometry: PoolGeometry, *, device: str = "cpu", poison: bool = False) -> None:

@@ -153,7 +153,7 @@ class StagingLoan:
 class DevicePools:
     """Pools as a transport for device memory takes them: as tensors of bytes.
 
-    Satisfies `transfer.agent.memory.PoolMemory`.
+    Satisfies `transfer.agent.stage_transfer.PoolMemory`.
     """
 
     def __init__(self, pools: StagePools) -> None:

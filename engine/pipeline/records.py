@@ -33,7 +33,7 @@ from engine.pipeline.tables import (
     put_texts,
     row_type,
 )
-from engine.sampling.scoring import Scores
+from engine.sampling.sampler import Scores
 from runtime.errors import InternalError
 from runtime.grammar import Grammar, GrammarKind
 
@@ -70,8 +70,8 @@ _BATCH = Table(
     column("scoring", row_type(row="i4", num_top="i8"), "scoring"),
     *lists("scoring.tokens", "i8", per="scoring"),
     # One per row, on a pool that speculates.
-    column("spec", row_type(accepted_context="i8", next_token_id="i8", draft_start="i8", num_draft_tokens="i8"),
-           "spec"),
+    column("spec", row_type(accepted_context="i8", next_token_id="i8", draft_start="i8", num_draft_tokens="i8",
+                            scratch="i4"), "spec"),
     column("spec.tokens", "i8", "spec.tokens"),
     *lists("spec.parents", "i8", per="spec"),
     *lists("spec.accepted", "i8", per="spec"),
@@ -200,7 +200,7 @@ def _batch_of(arrays: Mapping[str, Array], tensors: Sequence[Tensor]) -> StageIn
     rows, num_tokens = arrays["rows"].tolist(), len(arrays["positions"])
     counts_of(arrays["rows"]["query_len"], num_tokens, "tokens of the rows")
     _refuse_negative(arrays, ("rows", "context_len"), ("page_tables", ""), ("slot_ids", ""), ("positions", ""),
-                     ("outputs", "kept"))
+                     ("outputs", "kept"), ("spec", "scratch"))
     batch = ForwardBatch(
         mode=_MODES[mode], request_keys=tuple(row[0] for row in rows), query_lens=tuple(row[1] for row in rows),
         context_lens=tuple(row[2] for row in rows), token_ids=None, positions=_owned(arrays["positions"]),
@@ -294,7 +294,7 @@ def _spec_values(spec: SpecInfo | None) -> dict[str, object]:
     accepted = [row.accepted or AcceptedNodes(-1, ()) for row in rows]
     return {
         "spec": [(nodes.context_len, -1 if row.next_token_id is None else row.next_token_id, row.draft_start,
-                  row.num_draft_tokens) for nodes, row in zip(accepted, rows, strict=True)],
+                  row.num_draft_tokens, row.scratch) for nodes, row in zip(accepted, rows, strict=True)],
         "spec.tokens": () if spec is None else spec.token_ids.numpy(),
         **put_lists("spec.parents", [row.parents for row in rows]),
         **put_lists("spec.accepted", [nodes.nodes for nodes in accepted]),
@@ -305,13 +305,13 @@ def _spec_of(arrays: Mapping[str, Array], query_lens: Sequence[int], num_tokens:
     if len(arrays["spec.tokens"]) != num_tokens:
         raise ValueError(f"{len(arrays['spec.tokens'])} tokens to verify of {num_tokens}")
     rows = []
-    for length, (context_len, next_token_id, draft_start, num_draft_tokens), parents, nodes in zip(
+    for length, (context_len, next_token_id, draft_start, num_draft_tokens, scratch), parents, nodes in zip(
             query_lens, arrays["spec"].tolist(), get_lists(arrays, "spec.parents"), get_lists(arrays, "spec.accepted"),
             strict=True):
         if parents and (len(parents) != length or any(not -1 <= parent < node for node, parent in enumerate(parents))):
             raise ValueError(f"the parents {parents[:8]} of a row of {length} tokens")
         rows.append(SpecRow(parents, None if context_len < 0 else AcceptedNodes(context_len, nodes),
-                            None if next_token_id < 0 else next_token_id, draft_start, num_draft_tokens))
+                            None if next_token_id < 0 else next_token_id, draft_start, num_draft_tokens, scratch))
     return SpecInfo(_owned(arrays["spec.tokens"]), tuple(rows))
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecInfo
 from engine.core.request import DrawnToken
-from engine.sampling.processors import Mask, TokenCounts
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import Mask, TokenCounts, sample
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.grammar import Grammars, GuidedText, MaskJob, unpacked
 

@@ -1,22 +1,156 @@
-"""Draws one token per row of logits. Pure: the same logits and the same row give the same token, in any batch.
+"""From logits to tokens and their log-probabilities. Draws one token per row: from the row to the distribution, and a
+token from it. Pure: the same logits and
+the same row give the same token, in any batch. Numpy in double precision, one row at a time: one row at a time makes
+the result independent of the batch, double precision keeps a running sum over 150,000 probabilities exact enough to
+invert.
 
 Because the random number depends on (seed, position) alone, drawing at a node of a draft tree is the same call with
 that node's logits and row: the walk over the tree emits exactly what plain decoding would.
+
+Tokens that are known, as those of a prompt, are scored: they travel through a batch as drawn ones do. Of a row that
+scores and draws the scored logits come first, so a row's logits lie in the order of its tokens.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.batch import ForwardBatch, SamplingRow
-from engine.core.request import DrawnToken, TokenLogprobs
-from engine.sampling.processors import Floats, Mask, TokenCounts, adjusted, changes_logits, filtered, largest
+from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
+from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Scores = tuple[DrawnToken, ...]
+
+_NUCLEUS_GUESS = 4096
+
+
+class TokenCounts:
+    """Which tokens occur in a request's prompt, and how often in its output. Moves with the output: a step costs what
+    it changes, whatever the context's length. Keeps 5 bytes per token of the vocabulary, and the output."""
+
+    def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+        self._in_prompt = np.zeros(vocab_size, np.bool_)
+        self._in_prompt[np.fromiter(prompt_token_ids, np.int64)] = True
+        self._counts = np.zeros(vocab_size, np.int32)
+        self._output: list[int] = []
+
+    def move(self, kept: int, token_ids: Sequence[int]) -> None:
+        """The output is its first `kept` tokens, then `token_ids`. Raises IndexError if it is shorter than that."""
+        if kept > len(self._output):
+            raise IndexError(f"{kept} tokens are to stand, {len(self._output)} are known")
+        np.subtract.at(self._counts, np.fromiter(self._output[kept:], np.int64), 1)
+        del self._output[kept:]
+        self._output += token_ids
+        np.add.at(self._counts, np.fromiter(token_ids, np.int64), 1)
+
+    @property
+    def seen(self) -> Ids:
+        """[n] ascending: tokens of prompt or output."""
+        return np.flatnonzero(self._in_prompt | (self._counts > 0)).astype(np.int64)
+
+    @property
+    def output(self) -> tuple[Ids, Ids]:
+        """[n] ascending: tokens of the output, and how often they occur."""
+        ids = np.flatnonzero(self._counts).astype(np.int64)
+        return ids, self._counts[ids].astype(np.int64)
+
+
+def counts_of(output: OutputRow, vocab_size: int) -> TokenCounts:
+    """Of a row that opens a request."""
+    counts = TokenCounts(() if output.opening is None else output.opening.prompt_token_ids, vocab_size)
+    counts.move(output.kept, output.token_ids)
+    return counts
+
+
+def changes_logits(row: SamplingRow) -> bool:
+    """Whether the most likely token may differ from that of the raw logits."""
+    return bool(row.banned_token_ids or row.params.logit_bias or row.params.needs_history)
+
+
+def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None) -> Floats:
+    """[V] logits after penalties, bias and bans, in this order; a copy. `counts` are those of the row's output; without
+    them a row that opens its request is counted here.
+
+    Repetition divides positive and multiplies negative logits of every token in prompt or output (Keskar et al.,
+    2019); frequency is subtracted per occurrence in the output, presence once.
+    """
+    params, result = row.params, logits.copy()
+    if params.needs_history and row.output is not None:
+        counts = counts_of(row.output, len(logits)) if counts is None else counts
+        seen = counts.seen
+        values = result[seen]
+        rate = params.repetition_penalty
+        result[seen] = np.where(values > 0, values / rate, values * rate)
+        ids, occurrences = counts.output
+        result[ids] -= params.frequency_penalty * occurrences
+        result[ids] -= params.presence_penalty
+    for token_id, bias in params.logit_bias:
+        result[token_id] += bias
+    result[list(row.banned_token_ids)] = -np.inf
+    return result
+
+
+def filtered(logits: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
+    """Ids [n], ascending, and weights [n] of the tokens that may be drawn; the weights need not sum to 1.
+
+    Temperature, then top-k, then top-p of what top-k left, then min-p; equal weights stay in the order of their ids,
+    so exactly k tokens pass top-k. `params.temperature` is above 0 and the largest of `logits` finite.
+    """
+    with np.errstate(over="ignore"):  # a tiny temperature sends everything but the best to minus infinity
+        weights = np.exp((logits - logits.max()) / params.temperature)
+    ids = np.arange(len(weights), dtype=np.int64)
+    if 0 < params.top_k < len(weights):
+        ids = _highest(weights, params.top_k)
+    if params.top_p < 1:
+        ids = ids[_highest(weights[ids], _nucleus_size(weights[ids], params.top_p))]
+    if params.min_p > 0:  # the largest weight is 1
+        ids = ids[weights[ids] >= params.min_p]
+    return ids, weights[ids]
+
+
+def largest(values: Floats, count: int) -> Ids:
+    """Ids of the `count` largest values, largest first, equal ones by id."""
+    ids = _highest(values, count)
+    return ids[np.argsort(-values[ids], kind="stable")]
+
+
+def _highest(values: Floats, count: int) -> Ids:
+    """Ids of the `count` largest values, ascending; of equal ones the lower ids. Finds a threshold, sorts nothing."""
+    if count >= len(values):
+        return np.arange(len(values), dtype=np.int64)
+    if count < 1:
+        return np.empty(0, dtype=np.int64)
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    kept = values > threshold
+    equal = np.flatnonzero(values == threshold)
+    kept[equal[: count - int(kept.sum())]] = True
+    return np.flatnonzero(kept)
+
+
+def _nucleus_size(weights: Floats, top_p: float) -> int:
+    """How many of the largest weights it takes to hold a share of at least `top_p`; at least one."""
+    mass, num_others = top_p * float(weights.sum()), len(weights) - _NUCLEUS_GUESS
+    if num_others > 0:  # the usual nucleus is small; sort only what may be in it
+        size = _reach(np.partition(weights, num_others)[num_others:], mass)
+        if size <= _NUCLEUS_GUESS:
+            return size
+    return _reach(weights, mass)
+
+
+def _reach(weights: Floats, mass: float) -> int:
+    """How many of the weights, largest first, sum to `mass`; one more than there are if rounding keeps all below."""
+    return int(np.searchsorted(np.cumsum(np.sort(weights)[::-1]), mass)) + 1
+
 
 Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
 
@@ -115,3 +249,68 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
 def _fault(largest_logit: float) -> DrawnToken:
     problem = f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned"
     return DrawnToken(0, problem=problem, is_fault=True)
+
+
+@dataclass(frozen=True)
+class ScoredLogits:
+    """Logits of one forward by their use: `drawing` [N, vocab] fp32 is None where the model gave none."""
+
+    drawing: Tensor | None
+    scores: list[Scores]  # per row that scores, in row order
+
+
+def wanted_tokens(batch: ForwardBatch) -> list[int]:
+    """Indices of the tokens whose logits a batch needs, ascending: the scored ones of each row, and of each row that
+    draws its last token, or all of them where they are a tree under verification."""
+    wanted: list[int] = []
+    for start, end, num_scored, draws in _spans(batch):
+        wanted += range(start, start + num_scored)
+        if draws:
+            wanted += range(start, end) if batch.mode is ForwardMode.VERIFY else [end - 1]
+    return wanted
+
+
+def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
+    """Take the scored rows out of `logits`, which has a row for each of `wanted_tokens(batch)`.
+
+    Each token's values come from its own row of logits alone, in double precision, so they do not depend on the batch.
+
+    Raises:
+        InternalError: the model gave another number of rows.
+    """
+    if not batch.scoring:
+        return ScoredLogits(logits, [])
+    wanted = wanted_tokens(batch)
+    if (0 if logits is None else logits.shape[0]) != len(wanted):
+        raise InternalError(f"a batch wants {len(wanted)} rows of logits, the model gave "
+                            f"{0 if logits is None else logits.shape[0]}")
+    if logits is None:
+        return ScoredLogits(None, [])
+    drawing: list[int] = []
+    scores: list[Scores] = []
+    at = 0
+    for row, (start, end, num_scored, draws) in enumerate(_spans(batch)):
+        scoring = batch.scoring[row]
+        if scoring is not None:
+            scores.append(_scores(logits[at:at + num_scored], scoring.next_token_ids, scoring.num_top))
+        num_drawing = (end - start if batch.mode is ForwardMode.VERIFY else 1) if draws else 0
+        drawing += range(at + num_scored, at + num_scored + num_drawing)
+        at += num_scored + num_drawing
+    return ScoredLogits(logits[torch.tensor(drawing, dtype=torch.long)], scores)
+
+
+def _scores(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Scores:
+    rows = logits.detach().cpu().numpy()
+    return tuple(DrawnToken(token_id, token_logprobs(row.astype(np.float64), token_id, num_top))
+                 for row, token_id in zip(rows, token_ids, strict=True))
+
+
+def _spans(batch: ForwardBatch) -> list[tuple[int, int, int, bool]]:
+    """(first token, end, scored tokens, whether it draws) per row."""
+    spans, start = [], 0
+    scoring = batch.scoring or (None,) * batch.num_rows
+    for length, sampling, scored in zip(batch.query_lens, batch.sampling, scoring, strict=True):
+        num_scored = 0 if scored is None else len(scored.next_token_ids)
+        spans.append((start, start + length, num_scored, sampling is not None and length > 0))
+        start += length
+    return spans

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.contracts.attention import AttentionGeometry
+from engine.core.numerics import sigmoid
 from engine.memory.layout import CacheKind, CacheSpec
-from models.blocks.activations import sigmoid
 from models.blocks.config import RawConfig
 from models.blocks.linear import Linear
 from models.blocks.norm import NormSpec, RmsNorm

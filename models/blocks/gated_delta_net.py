@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.core.numerics import sigmoid, softplus
 from engine.memory.layout import CacheKind, CacheSpec
-from models.blocks.activations import sigmoid, softplus
 from models.blocks.config import RawConfig
 from models.blocks.norm import GatedRmsNorm
 from models.blocks.spec import Mixer, StagePass

@@ -1,4 +1,4 @@
-"""Linear layers over given weights.
+"""Linear layers over given weights, and the embedding's lookup.
 
 On the host bf16 and fp32 weights are packed once, for the products of `engine.kernels.host.product`: one code for every
 number of rows. Other types take the same order of sums in plain torch; a device has its library's product.
@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.numerics import silu
-from engine.kernels.host.compiled import has_kernels
+from engine.kernels.host.compiled import Team, has_kernels
 from engine.kernels.host.product import PackedWeight
-from engine.kernels.host.team import Team
 from engine.kernels.plain_product import plain_product
 
 
@@ -91,3 +90,8 @@ class HeadwiseLinear:
             return torch.bmm(x.transpose(0, 1), self._weight.transpose(1, 2)).transpose(0, 1)
         heads = zip(x.unbind(1), self._weight, strict=True)
         return torch.stack([plain_product(*head).to(x.dtype) for head in heads], dim=1)
+
+
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """token_ids: [T] int64, on the host or already where `table` [vocab, hidden] lies. Returns [T, hidden]."""
+    return F.embedding(token_ids.to(table.device), table)

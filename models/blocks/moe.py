@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.blocks.activations import sigmoid
+from engine.core.numerics import sigmoid
 from models.blocks.config import RawConfig
 from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.numerics import silu
-from engine.kernels.host.compiled import dense_tokens, has_kernels
-from engine.kernels.host.rms_norm import rms_norm
-from engine.kernels.host.team import Team
+from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.token_passes import rms_norm
 from models.blocks.weights import Weights
 
 

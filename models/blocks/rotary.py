@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.core.placement import HOST
-from engine.kernels.host.compiled import dense_tokens, has_kernels
-from engine.kernels.host.rotate import rotate_halves
-from engine.kernels.host.team import Team
+from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.token_passes import rotate_halves
 from models.blocks.config import RawConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]

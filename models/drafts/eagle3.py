@@ -15,7 +15,7 @@ from engine.core.batch import ForwardBatch
 from engine.memory.layout import CacheSpec
 from models.blocks.attention import AttentionSpec, read_attention
 from models.blocks.config import RawConfig, dtype_name
-from models.blocks.embedding import embed
+from models.blocks.linear import embed
 from models.blocks.mlp import read_mlp
 from models.blocks.rotary import Rotary, read_rope
 from models.blocks.spec import StagePass, read_norm

@@ -17,7 +17,7 @@ from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import CarriedKeys
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, dtype_name
-from models.blocks.embedding import embed
+from models.blocks.linear import embed
 from models.blocks.rotary import Rotary
 from models.blocks.spec import LayerSpec, StagePass
 from models.decoder import EMBEDDING, DecoderLayer

@@ -24,8 +24,7 @@ from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
 from engine.sampling.sampler import RequestSampler
 from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
-from pool.pipeline.join_stream import JoinReports, JoinStream
-from pool.pipeline.membership import weights_to_proto
+from pool.pipeline.membership import JoinReports, JoinStream, weights_to_proto
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from engine.hang import HangWatch, StepLimit
+from engine.core.time_limits import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
 from engine.pipeline.stages import HeadStage, SingleStage
 from engine.sampling.sampler import RequestSampler

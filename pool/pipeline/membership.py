@@ -1,16 +1,22 @@
-"""Who is in a pool: stages 1..n-1 join stage 0 and stay joined as long as their stream lives.
+"""Which stages are in a pool: stages 1..n-1 join stage 0 and stay joined as long as their Join stream lives.
 
-Leader side. A pool is *formed* when every rank has joined with the layers it should have; each forming gets a new
-epoch, above those that any of its stages has seen, and every stage reconnects its batch channel to it. A stage that is
-lost breaks the pool until it, or its successor, joins.
+The leader's end is `PipelineService`. A pool is *formed* when every rank has joined with the layers it should have;
+each forming gets a new epoch, above those that any of its stages has seen, and every stage reconnects its batch channel
+to it. A stage that is lost breaks the pool until it, or its successor, joins.
+
+The follower's end is `JoinStream`: its reports go out in order, beside the commands that come in. The stream has a
+writer of its own, which ends with it. (An iterator handed to grpc would be waited for by a task that outlives the call:
+one more of them with each time a stage joins.)
 """
 
 import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import grpc
 from google.protobuf.message import Message
@@ -19,15 +25,17 @@ from engine.core.layer_range import LayerRange
 from models.weights_digest import StageWeights, check_copies
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
+from runtime.errors import ConfigError, FieldViolation, InvalidRequestError, PeerLostError
 from runtime.server import first_message
 from transfer.plan import codec
 from transfer.plan.compatibility import check_settings
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
 
 Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
+Call = grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]
 HELLO_TIMEOUT_S = 10.0
-OUTBOX_LIMIT = 65536
+OUTBOX_LIMIT = 65536  # commands of the leader for one stage
+EVENT_LIMIT = 65536  # reports of a follower
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 MAX_EPOCH = 1 << 47  # half of what tags of frames have room for; nobody gets there by forming
 
@@ -183,3 +191,86 @@ def weights_from_proto(message: pb.StageWeights) -> StageWeights:
         if not _DIGEST.fullmatch(value):
             raise InvalidRequestError(FieldViolation(f"hello.weights.{name}", "must be 32 hexadecimal digits"))
     return StageWeights(message.total, dict(message.copies), message.draft_total)
+
+
+class JoinStream:
+    """The follower's end. Use as an async context manager: whatever ends the block ends the call. Belongs to the event
+    loop's thread."""
+
+    def __init__(self, call: Call, hello: pb.StageHello) -> None:
+        self._call = call
+        self._hello = hello
+        self._outbox: asyncio.Queue[pb.JoinRequest | None] = asyncio.Queue(EVENT_LIMIT)
+        self._is_overrun = False
+        self._writer: asyncio.Task[None] | None = None
+        self.is_open = False
+
+    async def __aenter__(self) -> Self:
+        self._writer = asyncio.create_task(self._write())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        self.is_open = False
+        self._call.cancel()
+        assert self._writer is not None
+        self._writer.cancel()
+        await asyncio.gather(self._writer, return_exceptions=True)
+
+    def send(self, request: pb.JoinRequest) -> None:
+        """Queue one report; nothing happens while the stream is not open. A leader that lets thousands pile up does
+        not live: the stream ends."""
+        if self.is_open:
+            self._put(request)
+
+    def end(self) -> None:
+        """Half-close once all that was queued has gone out: the leader then counts this stage as lost."""
+        if self.is_open:
+            self._put(None)
+
+    async def receive(self) -> pb.JoinResponse | None:
+        """The next command; None when the leader has ended the stream.
+
+        Raises:
+            grpc.aio.AioRpcError: it was cut or refused.
+            PeerLostError: the leader did not take what this stage had to report.
+        """
+        try:
+            command = await self._call.read()
+        except asyncio.CancelledError:
+            if self._is_overrun:
+                raise PeerLostError(f"the leader has left {EVENT_LIMIT} reports of this stage unread") from None
+            raise
+        return command if isinstance(command, pb.JoinResponse) else None
+
+    def _put(self, request: pb.JoinRequest | None) -> None:
+        try:
+            self._outbox.put_nowait(request)
+        except asyncio.QueueFull:
+            self._is_overrun = True
+            self._call.cancel()
+
+    async def _write(self) -> None:
+        # Why a call ended is for its reader to say.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.write(pb.JoinRequest(hello=self._hello))
+            self.is_open = True
+            while (request := await self._outbox.get()) is not None:
+                await self._call.write(request)
+            await self._call.done_writing()
+
+
+class JoinReports:
+    """The port of a follower's transfer agent: its reports go to the leader, while there is one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.stream: JoinStream | None = None
+
+    def report(self, event: StageSessionEvent) -> None:
+        """Any thread."""
+        self._loop.call_soon_threadsafe(self._report, event)
+
+    def _report(self, event: StageSessionEvent) -> None:
+        if self.stream is not None:
+            self.stream.send(pb.JoinRequest(session=codec.event_to_proto(event)))

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from engine.core.request import Request
-from engine.memory.pages import PageAllocator, PageLease
-from engine.memory.slots import SlotAllocator, SlotLease
+from engine.memory.leases import PageAllocator, PageLease, SlotAllocator, SlotLease
 from runtime.errors import BatonError, CapacityError
 
 EventT = TypeVar("EventT")

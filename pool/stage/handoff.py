@@ -1,20 +1,47 @@
-"""How a stage's pools meet the transfer plane: as host bytes, or through pinned buffers where they are on a device."""
+"""A stage's end of a handoff: the transfer agent over its pools, which are host bytes or reached through pinned
+buffers, and the layers that the agent may send."""
 
 from collections.abc import Callable
 
 import torch
 
+from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.placement import HOST
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CopyQueue, CudaCopies, DevicePools, PinnedStaging
-from pool.stage.layer_observer import LayerMark
+from engine.pipeline.stages import LayerObserver
 from runtime.clock import SystemClock
 from transfer.agent.agent import TransferAgent
+from transfer.agent.prompts import DeviceEvent
 from transfer.plan.copy_plan import MAX_RUN_BYTES
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.transport.device import DeviceTransport, Route
 from transfer.transport.protocol import Transport
+
+LayerMark = Callable[[], DeviceEvent]
+"""Records an event behind the work that was given to the device so far."""
+
+
+def layer_observer(agent: TransferAgent, mark: LayerMark | None = None) -> LayerObserver:
+    """Reports to a sending stage's agent which layers are done, and for which tokens. For prefill stages. A row with
+    nothing cached yet begins a request; stages behind the first learn of a request by nothing else.
+
+    On a device a layer that was launched is not done: then `mark` is given, and the agent waits for its event, one per
+    batch and layer.
+    """
+
+    def observe(batch: ForwardBatch, layer_id: int) -> None:
+        if batch.mode is not ForwardMode.PREFILL:
+            return
+        event = None if mark is None else mark()
+        for key, context_len, query_len in zip(batch.request_keys, batch.context_lens, batch.query_lens, strict=True):
+            if context_len == 0:
+                agent.expect_send(key)
+            agent.layer_done(key, layer_id, context_len + query_len, after=event)
+
+    return observe
+
 
 STAGING_BYTES = 64 << 20
 MIN_BUFFERS = 4

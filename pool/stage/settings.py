@@ -31,5 +31,5 @@ def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: 
     if speculation is not None:
         settings |= {"spec_topk": str(config.spec_topk), "spec_steps": str(config.spec_steps),
                      "spec_draft_tokens": str(config.spec_draft_tokens), "spec_prompt": str(speculation.handed),
-                     "verifies drafts": str(speculates)}
+                     "verifies drafts": str(speculates), "max_running": str(config.max_running)}
     return settings

@@ -10,7 +10,7 @@ from engine.assembly.backend_set import Backends
 from engine.core.batch import ForwardBatch
 from engine.memory.layout import CacheKind, CacheSpec
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import LayerObserver
+from engine.pipeline.stages import LayerObserver
 from engine.speculative.config import SpeculationConfig
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs
@@ -64,14 +64,17 @@ class SpeculationPlan:
     def capture_layers(self) -> frozenset[int]:
         return self.draft.capture_layers
 
-    def budget_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
-        """What verification caches beside `specs`, as if layers of the target did: a state per node for every slot,
-        and the draft's pages on the last stage unless they are counted as handed over."""
+    def own_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
+        """What is cached beside the target's `specs`, as if its last layer did: the draft's pages, unless they are
+        counted as handed over."""
         last = max(spec.layer_id for spec in specs)
-        states = (replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape))
-                  for spec in specs if not spec.kind.is_paged)
-        own = () if self.handed else self.draft.cache_specs(page_size)
-        return (*states, *(replace(spec, layer_id=last) for spec in own))
+        return () if self.handed else tuple(
+            replace(spec, layer_id=last) for spec in self.draft.cache_specs(page_size))
+
+    def scratch_specs(self, specs: tuple[CacheSpec, ...]) -> tuple[CacheSpec, ...]:
+        """What the verification of one request keeps beside the target's `specs`: a recurrent state per node."""
+        return tuple(replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape))
+                     for spec in specs if not spec.kind.is_paged)
 
 
 def plan_speculation(config: WorkerConfig, target: ModelDescription) -> SpeculationPlan | None:

@@ -14,7 +14,7 @@ from engine.core.placement import HOST
 from engine.memory.budget import PoolBudget, plan_pools
 from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_slot
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import LayerObserver, StageExecutor
+from engine.pipeline.stages import LayerObserver, StageExecutor
 from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter
 from models.decoder import EMBEDDING
@@ -23,8 +23,7 @@ from models.weights_digest import PoolWeights, StageWeights, WeightsDigest
 from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs
-from pool.stage.handoff import build_agent, layer_mark
-from pool.stage.layer_observer import LayerMark
+from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts
 from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
@@ -54,6 +53,7 @@ class StagePlan:
     max_context_tokens: int
     max_held: int  # requests that hold memory at the same time
     speculation: SpeculationPlan | None = None
+    num_scratch: int = 0  # records of the states of trees, the null one included; 0 where nothing keeps any
 
     @property
     def model_layers(self) -> LayerRange:
@@ -86,29 +86,34 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     specs = description.cache_specs(config.page_size)
     speculation = plan_speculation(config, description) if speculates or config.spec_prompt else None
     extra: tuple[CacheSpec, ...] = ()
+    scratch: tuple[CacheSpec, ...] = ()
     if speculation is not None:
-        extra = speculation.budget_specs(specs, config.page_size) if speculates else ()
+        if speculates:
+            extra, scratch = speculation.own_specs(specs, config.page_size), speculation.scratch_specs(specs)
         handed = speculation.handed_specs(config.page_size)
         specs, ranges[-1] = (*specs, *handed), LayerRange(
             ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed}))
     held = config.max_running if max_held is None else max_held
-    sizes = _pool_sizes(config, facts, ranges, (*specs, *extra), held)
+    num_scratch = config.max_running + 1 if scratch else 0
+    sizes = _pool_sizes(config, facts, ranges, (*specs, *extra), held, scratch, num_scratch)
     geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
     context = min(facts.max_context_tokens, (sizes.num_pages - 1) * config.page_size)
     settings = stage_settings(config, description, ranges, sizes, max_held=held, max_context_tokens=context,
                               speculation=speculation, speculates=speculates)
-    return StagePlan(description, ranges, geometry, settings, context, held, speculation)
+    return StagePlan(description, ranges, geometry, settings, context, held, speculation, num_scratch)
 
 
 def _pool_sizes(config: WorkerConfig, facts: ModelFacts, ranges: list[LayerRange],
-                specs: tuple[CacheSpec, ...], max_held: int) -> PoolBudget:
+                specs: tuple[CacheSpec, ...], max_held: int, scratch: tuple[CacheSpec, ...],
+                num_scratch: int) -> PoolBudget:
     """As many pages as were asked for, or as the memory budget allows."""
     if config.num_pages:
         if config.num_pages < 2:
             raise ConfigError("num_pages must be at least 2: the null page and one to use", field="num_pages")
         return PoolBudget(config.num_pages, max_held + 1 if bytes_per_slot(specs) else 0)
     return plan_pools(specs, ranges, budget_bytes=config.memory_mb << 20, page_size=config.page_size,
-                      max_context_tokens=facts.max_context_tokens, num_requests=max_held)
+                      max_context_tokens=facts.max_context_tokens, num_requests=max_held, scratch=scratch,
+                      num_scratch=num_scratch)
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, digest:
                                    capture_layers=capture_layers, digest=digest)
     runs_on = backends.of_stage(
         StageCaches.of_layers(pools, plan.model_layers), description.attention_geometry(page_size),
-        description.latent_geometry(page_size), max_nodes=max_nodes)
+        description.latent_geometry(page_size), max_nodes=max_nodes, num_scratch=plan.num_scratch)
     if backends.device != HOST:
         run_every_kind(build_executor(model, runs_on, backends.device, None), description.facts,
                        capture_layers=capture_layers, max_nodes=max_nodes)

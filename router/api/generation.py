@@ -11,18 +11,18 @@ import grpc
 
 from protos import generation_pb2, generation_pb2_grpc
 from router.api.load import RequestCounts, load_of
+from router.request.admission import PriorityLimits
 from router.request.answer import Output, ResponseQueue
 from router.request.choices import choice_of, emit_into, run_together
 from router.request.flow import RequestFlow, Services
-from router.request.priorities import PriorityLimits
 from router.request.resumption import feed
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest, admissible
 from router.text.model_facts import ModelLimits, ServedModel
-from runtime.access import ANYBODY, Caller
 from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
 from runtime.log import rebind
+from runtime.security import ANYBODY, Caller
 from runtime.tracing import note
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -38,7 +38,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     def __init__(self, generation: GenerationService, model_dir: Path) -> None:
         self._generation = generation
-        self._model_dir = model_dir
+        self._model_dir = model_dir.absolute()  # gateways take a relative name for one of a hub
         self._started_s = time.monotonic()
         self._last_received_s = 0.0
         self._zipping = asyncio.Lock()

@@ -2,21 +2,28 @@
 
 `WaitingLine` is who waits and in which order. The first of it waits for room; a request for which no worker that is
 alive is large enough is passed over. When no pair is left at all, waiting has a short grace (a worker that restarts is
-back within it), then requests are refused at once.
+back within it), then requests are refused at once. `PriorityLimits` bounds the priority that a client may ask for.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Self
+
+from pydantic import AfterValidator
 
 from router.request.outlook import Outlook, Rates
-from router.request.validate import AdmissibleRequest
+from router.request.validate import MAX_PRIORITY, AdmissibleRequest
 from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import SHORT_RATIO, WorkerRole
-from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
+from runtime.errors import BatonError, CapacityError, ConfigError, DeadlineError, UnavailableError
 from runtime.metrics import RouterMetrics
+from runtime.security import Caller
+
+EVERYBODY = "*"
+DEFAULT_LIMITS = ("*=0",)
 
 SWEEP_S = 0.25  # between two looks for those whose time does not suffice any more
 MIN_AWAY_S, MAX_AWAY_S = 1.0, 30.0
@@ -229,3 +236,45 @@ class Admission:
         self._metrics.queue_depth.set(len(self._line))
         now = self._clock.now()
         self._metrics.queue_oldest_s.set(max((now - waiter.since_s for waiter in self._line), default=0.0))
+
+
+@dataclass(frozen=True)
+class PriorityLimits:
+    """The most urgent priority of each client, by the name its token or certificate gives it: `lowest`; the smaller a
+    priority, the more urgent. `*` is for clients that have no entry of their own."""
+
+    lowest: Mapping[str, int] = field(default_factory=lambda: {EVERYBODY: 0})
+
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> Self:
+        """From "NAME=PRIORITY". Raises ConfigError naming an entry that is none."""
+        return cls({EVERYBODY: 0} | dict(map(_parsed, entries)))
+
+    def most_urgent(self, caller: Caller) -> int:
+        """The smallest priority `caller` may give a request."""
+        own = [self.lowest[name] for name in caller.names if name in self.lowest]
+        return min(own, default=self.lowest[EVERYBODY])
+
+
+def _parsed(entry: str) -> tuple[str, int]:
+    name, equals, text = entry.rpartition("=")
+    try:
+        priority = int(text)
+    except ValueError:
+        equals = ""
+        priority = 0
+    if not equals or not name or abs(priority) > MAX_PRIORITY:
+        raise ConfigError(f"priority_limits must be NAME=PRIORITY with a priority from {-MAX_PRIORITY} to "
+                          f"{MAX_PRIORITY}, got {entry!r}", field="priority_limits")
+    return name, priority
+
+
+def _checked(entry: str) -> str:
+    try:
+        _parsed(entry)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return entry
+
+
+PriorityLimitField = Annotated[str, AfterValidator(_checked)]

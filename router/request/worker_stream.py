@@ -29,7 +29,7 @@ from runtime.errors import (
     PeerLostError,
     UnavailableError,
 )
-from runtime.status import DETAILS_KEY, error_from_rpc
+from runtime.status import error_from_rpc, is_lost
 from runtime.supervision import first_leaf
 from runtime.tracing import outgoing
 
@@ -40,10 +40,6 @@ Response = TypeVar("Response")
 
 RETRY_PAUSE_S = 0.05
 
-# What gRPC itself reports when a process dies under a call, as opposed to what its server answers. It also reports
-# INTERNAL when a message is sent to a stream that the peer has just ended; the peer's status is lost then.
-_TRANSPORT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL,
-                              grpc.StatusCode.CANCELLED})
 
 
 @dataclass(frozen=True)
@@ -136,8 +132,7 @@ def _lost(worker: Worker, reason: str) -> PeerLostError:
 
 def _error_of(error: grpc.aio.AioRpcError, worker: Worker) -> BatonError:
     """The worker's own error, or PeerLostError if it died before it sent one."""
-    answered = any(key == DETAILS_KEY for key, _ in error.trailing_metadata())
-    if error.code() in _TRANSPORT_CODES and not answered:
+    if is_lost(error):
         return _lost(worker, error.details() or error.code().name)
     return error_from_rpc(error)
 

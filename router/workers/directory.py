@@ -19,11 +19,10 @@ from router.workers.policy import Draw, Policy, choose
 from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
-from runtime.access import PeerRole
 from runtime.client import ChannelOptions, open_channel
 from runtime.metrics import RouterMetrics
 from runtime.pairing import may_pair, named_difference
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ PACKAGES = (*PRODUCT, "tests")
 
 
 def module_name(path: Path) -> str:
-    """`engine/memory/pages.py` is `engine.memory.pages`, `engine/__init__.py` is `engine`."""
+    """`engine/memory/leases.py` is `engine.memory.leases`, `engine/__init__.py` is `engine`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

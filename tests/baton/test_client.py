@@ -7,6 +7,7 @@ import pytest
 
 from baton import wire
 from baton.client import AsyncBatonClient, BatonClient
+from baton.retry import NO_RETRY
 from baton.values import (
     ChatMessage,
     Chunk,
@@ -74,7 +75,8 @@ async def test_absent_and_zero_differ_on_the_wire(echo: tuple[EchoGeneration, st
 
 
 async def test_choices_and_grammars_on_the_wire(echo: tuple[EchoGeneration, str]) -> None:
-    query = Query((4,), n=2, num_prompt_logprobs=0, structured_output=StructuredOutput(regex="a+"), speculate=False)
+    query = Query((4,), Sampling(seed=3), n=2, num_prompt_logprobs=0, structured_output=StructuredOutput(regex="a+"),
+                  speculate=False)
     async with AsyncBatonClient(echo[1]) as client:
         (only,) = await client.choices(query)
         assert only.finish.index == 0
@@ -82,8 +84,9 @@ async def test_choices_and_grammars_on_the_wire(echo: tuple[EchoGeneration, str]
             await client.complete(Query((4,), structured_output=StructuredOutput("{}", "a")))
         assert (await client.load()).prefill_workers == 3
     assert echo[0].requests == [pb.GenerateRequest(
-        token_ids=types_pb2.TokenIds(ids=[4]), sampling=types_pb2.SamplingParams(), stop=types_pb2.StopConditions(),
-        n=2, num_prompt_logprobs=0, structured_output=types_pb2.StructuredOutput(regex="a+"), speculate=False)]
+        token_ids=types_pb2.TokenIds(ids=[4]), sampling=types_pb2.SamplingParams(seed=3),
+        stop=types_pb2.StopConditions(), n=2, num_prompt_logprobs=0,
+        structured_output=types_pb2.StructuredOutput(regex="a+"), speculate=False)]
 
 
 async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:
@@ -93,7 +96,7 @@ async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:
 
 
 async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> None:
-    async with AsyncBatonClient(echo[1]) as client:
+    async with AsyncBatonClient(echo[1], retry=NO_RETRY) as client:
         with pytest.raises(errors.InvalidRequestError) as caught:
             await client.complete(Query("x", Sampling(temperature=-1)))
         assert caught.value.violations[0].field == "sampling.temperature"

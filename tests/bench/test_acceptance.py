@@ -12,6 +12,7 @@ from tests.support.cluster.one_process import cluster_in_process
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.long
 async def test_the_demo_draft_reaches_its_bar(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[VerifiedStep] = []
     monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: seen.append(step))

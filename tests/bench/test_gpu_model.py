@@ -31,6 +31,7 @@ def once(run: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("config", [{**LLAMA_8B, **TINY}, TINY_HYBRID])
+@pytest.mark.long
 def test_every_case_is_measured(config: dict[str, object]) -> None:
     told = list[dict[str, Value]]()
     measure(config, device_backends(), LIMITS, SIZES, once, told.append)
@@ -43,6 +44,7 @@ def test_every_case_is_measured(config: dict[str, object]) -> None:
     assert all(isinstance(value, float) and value > 0 for value in values.values())
 
 
+@pytest.mark.long
 def test_a_part_that_fails_leaves_the_others() -> None:
     def fails_for_prompts(run: Callable[[], object]) -> float:
         if len(told) == 2:

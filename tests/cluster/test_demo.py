@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from baton.cluster import demo_model
 from baton.values import Query, Sampling, Stop
 from demo.corpus import recall_questions
@@ -20,6 +22,7 @@ def test_the_demo_gives_the_right_answer() -> None:
     assert re.search(r"0-4 4-8", done.stdout), "decode has two stages"
 
 
+@pytest.mark.long
 async def test_recall_through_two_prefill_and_three_decode_stages() -> None:
     questions = recall_questions(60, seed=5, max_facts=6)
     async with running_cluster(demo_model(), prefill_pp=2, decode_pp=3) as running:

@@ -32,14 +32,15 @@ async def test_the_client_guides_python_runs() -> None:
     codes = blocks("client.md", "python")
     assert all(ADDRESS in code for code in codes)
     async with cluster_in_process(demo_model()) as client:
-        here = client.target
+        here = client.targets[0]
         ran = [await run_python(code.replace(ADDRESS, here)) for code in codes]
     assert {code for code, _ in ran} == {0}, ran
-    streamed, collected, several, refused = (output for _, output in ran)
+    streamed, collected, several, refused, resumable = (output for _, output in ran)
     assert re.search(r"\n (stop|length) \d+ tokens\n$", streamed)
     assert re.search(r" (stop|length) \[-\d.*\]\n$", collected)
     assert re.fullmatch(r"\[('.*'(, )?){3}\]\n", several)
     assert refused.startswith("sampling.temperature")
+    assert re.fullmatch(r"Usage\(prompt_tokens=\d+, completion_tokens=\d+\)\n", resumable), "one of two is not there"
 
 
 def test_commands_in_the_pages_have_the_flags_they_are_given() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from baton.values import TokenLogprobs
 from engine.core.batch import ForwardMode, ScoringRow
-from engine.sampling.scoring import score
+from engine.sampling.sampler import score
 from models.loader import read_model
 from tests.cluster.conftest import Reference
 from tests.support.cluster.clusters import running_cluster

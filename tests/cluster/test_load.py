@@ -11,7 +11,7 @@ from tests.support.cluster.one_process import cluster_in_process
 async def test_both_services_take_the_same_load(checkpoint: Path) -> None:
     planned = [Planned(0.05 * index, 8 + index, 5) for index in range(6)]
     async with (cluster_in_process(checkpoint, router={"vllm_engine": True}) as client,
-                AsyncVllmEngineClient(client.target) as engine):
+                AsyncVllmEngineClient(client.targets[0]) as engine):
         clients: tuple[Endpoint, ...] = (client, engine)
         infos = [await one.model_info() for one in clients]
         assert infos[0].vocab_size == infos[1].vocab_size

@@ -95,6 +95,7 @@ async def kill_at_work(running: RunningCluster, name: str) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 async def test_a_rolling_restart_and_a_kill_under_load_cost_no_request(checkpoint: Path, reference: Reference) -> None:
     questions = [question for question in make_questions(12, seed=21, max_prompt=200, max_tokens=300)
                  if question.max_tokens > 150]

@@ -4,6 +4,8 @@ import asyncio
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.conftest import Reference
 from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.clusters import RunningCluster, open_descriptors, running_cluster
@@ -12,6 +14,7 @@ from tests.support.cluster.questions import as_query, make_questions, shown
 NUM_REQUESTS, NUM_DISTINCT, SHARE_CANCELLED, CONCURRENCY = 500, 50, 0.2, 24
 
 
+@pytest.mark.long
 async def test_500_requests_a_fifth_cancelled(checkpoint: Path, reference: Reference) -> None:
     distinct = make_questions(NUM_DISTINCT, seed=3, max_prompt=300, max_tokens=20)
     expected = on_the_wire(reference.answers(distinct))

@@ -11,7 +11,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch
 from engine.core.numerics import Numerics
-from engine.pipeline.executor import StageExecutor
+from engine.pipeline.stages import StageExecutor
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.eagle import EagleDrafter

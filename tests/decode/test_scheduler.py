@@ -4,18 +4,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode.entry import Drawn, Event, Finished
+from decode.entry import DecodeLimits, Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
-from decode.steps import DecodeLimits
 from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import SpecInfo
 from engine.core.request import DrawnToken, FinishReason, Request, SamplingParams
 from engine.memory.budget import decode_requests
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
 from runtime.clock import ManualClock
-from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
+from runtime.errors import CapacityError, InternalError, InvalidRequestError, PeerLostError
 
 
 @dataclass
@@ -261,3 +260,44 @@ def test_s4_6_more_may_be_held_than_run_and_all_take_their_turns() -> None:
     assert len({key for batch in batches for key in batch.request_keys}) == 6
     run(scheduler, 100)
     assert all(isinstance(client.last, Finished) for client in clients)
+
+
+def test_who_has_no_room_for_the_states_of_a_tree_takes_plain_steps_until_another_leaves() -> None:
+    """Two requests that came from another pool with five tokens, and room for the states of one."""
+    scheduler = DecodeScheduler(
+        pages=PageAllocator(20), slots=SlotAllocator(4), scratch=SlotAllocator(2), clock=ManualClock(),
+        limits=DecodeLimits(page_size=4, grid=1, depth=2, max_running=1, max_held=2, max_context_tokens=64,
+                            growth_tokens=4, num_draft_tokens=3))
+    keys = []
+    for _ in range(2):
+        keys.append(scheduler.reserve(request(), lambda event: None, replayed=[106, 107, 108, 109]).key)
+        scheduler.join(keys[-1], 105)
+    first, second = scheduler.next_batch(), scheduler.next_batch()
+    assert first is not None
+    assert second is not None
+    assert [shape(first), shape(second)] == [(ForwardMode.VERIFY, 4, 3, 1), (ForwardMode.DECODE, 1, 0, 0)]
+    scheduler.on_result(first, StepResult(1, []))
+    scheduler.release(keys[0])
+    scheduler.on_result(second, StepResult(2, []))
+    third = scheduler.next_batch()
+    assert third is not None
+    assert shape(third) == (ForwardMode.VERIFY, 3, 3, 1)
+    scheduler.release(keys[1])
+    scheduler.on_result(third, StepResult(3, []))
+    scheduler.on_idle()
+    assert scheduler.scratch.num_free == 1
+
+
+def test_a_record_of_states_that_nobody_gave_back_is_found_when_idle() -> None:
+    scheduler = make()
+    scheduler.scratch = SlotAllocator(2, name="states of trees")
+    scheduler.scratch.alloc(owner="request 7")
+    with pytest.raises(InternalError, match=r"states of trees.*leaked by request 7"):
+        scheduler.on_idle()
+
+
+def shape(batch: ForwardBatch) -> tuple[ForwardMode, int, int, int]:
+    """Mode, tokens, nodes of the next tree and record of a batch of one row."""
+    assert isinstance(batch.spec_info, SpecInfo)
+    (row,) = batch.spec_info.rows
+    return batch.mode, batch.num_tokens, row.num_draft_tokens, row.scratch

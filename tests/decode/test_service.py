@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode import active_request as arrival
+from decode import service as arrival
 from engine.core.batch import ForwardMode
 from engine.core.request import DrawnToken
 from engine.memory.layout import Buffer

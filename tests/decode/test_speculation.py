@@ -77,8 +77,8 @@ def speculating(drafter: OracleDrafter) -> Speculation:
 
 def assert_nothing_leaked(pool: LocalPool) -> None:
     scheduler = pool.scheduler
-    assert (scheduler.pages.num_free, scheduler.slots.num_free) == (scheduler.pages.num_total,
-                                                                    scheduler.slots.num_total)
+    for allocator in (scheduler.pages, scheduler.slots, scheduler.scratch):
+        assert allocator.num_free == allocator.num_total
     scheduler.on_idle()
 
 
@@ -120,16 +120,36 @@ def test_alone(description: ModelDescription, reference: list[Answer], truth: di
             assert shown(pool.generate([request])) == shown([answer])
 
 
-@pytest.mark.parametrize(("shape", "size"), [(SHAPES["chain 3"], 2), (TREE, 1)], ids=["chain", "tree"])
-def test_preempted_and_replayed(description: ModelDescription, shape: Shape, size: int) -> None:
+@pytest.mark.parametrize(("shape", "size", "max_running"), [(SHAPES["chain 3"], 2, 2), (TREE, 1, 1), (TREE, 3, 3)])
+def test_more_requests_are_held_than_trees_are_kept(description: ModelDescription, reference: list[Answer],
+                                                    truth: dict[int, list[int]], shape: Shape, size: int,
+                                                    max_running: int) -> None:
+    """Recurrent states of nodes are kept for `max_running` requests; the others take plain steps until one leaves."""
+    drafter = OracleDrafter(shape, truth, error_rate=0.2)
+    with local_pool(description, size, max_running=max_running, max_held=5,
+                    speculation=replace(speculating(drafter), poisons_leftovers=True)) as pool:
+        steps: list[VerifiedStep] = []
+        pool.scheduler.on_verified = lambda step, num_running: steps.append(step)
+        assert shown(pool.generate(requests())) == shown(reference)
+        assert_nothing_leaked(pool)
+        num_records = pool.scheduler.scratch.num_total
+        assert num_records == (max_running if pool.scheduler.slots.num_total else 0)
+    assert sum(drafter.accepted) > 0
+    assert any(step.num_declined for step in steps) == bool(num_records)
+
+
+@pytest.mark.parametrize(("shape", "size", "max_running"), [(SHAPES["chain 3"], 2, 8), (TREE, 1, 8), (TREE, 2, 2)],
+                         ids=["chain", "tree", "few trees"])
+def test_preempted_and_replayed(description: ModelDescription, shape: Shape, size: int, max_running: int) -> None:
     # Admission alone needs all 23 pages, the longer answers want 33.
     wanted = requests(max_tokens=48)
     with local_pool(description) as pool:
         plain = pool.generate(wanted)
     truth = {key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
              for key, (request, answer) in enumerate(zip(wanted, plain, strict=True), start=1)}
-    drafter = OracleDrafter(shape, truth, error_rate=0.3)
-    with local_pool(description, size, num_pages=24, speculation=speculating(drafter)) as pool:
+    drafter = OracleDrafter(shape, truth, error_rate=0.3 if max_running == 8 else 0.9)
+    with local_pool(description, size, num_pages=24, max_running=max_running, max_held=8,
+                    speculation=speculating(drafter)) as pool:
         answers = pool.generate(wanted)
         assert_nothing_leaked(pool)
     assert shown(answers) == shown(plain)
@@ -137,12 +157,12 @@ def test_preempted_and_replayed(description: ModelDescription, shape: Shape, siz
 
 
 def test_300_requests_of_which_a_fifth_is_cancelled_leave_nothing() -> None:
-    """Pages of the draft are those of the target: one lease holds both."""
+    """Pages of the draft are those of the target: one lease holds both. Half of them have trees at a time."""
     description, rng, num_cancelled = tiny(HYBRID), random.Random(3), 0
     wanted = [Request(f"r{i}", tuple(rng.randrange(3, 256) for _ in range(rng.randrange(1, 40))), 8,
                       SamplingParams(temperature=1.0, seed=i)) for i in range(6)]
     drafter = OracleDrafter(SHAPES["tree 4x4/15"])
-    with local_pool(description, 2, num_pages=40, speculation=speculating(drafter)) as pool:
+    with local_pool(description, 2, num_pages=40, max_running=3, max_held=8, speculation=speculating(drafter)) as pool:
         expected = [shown([answer]) for answer in pool.generate(wanted)]
         for wave in range(50):
             answers = [Canceller(pool, after=rng.randrange(8) if rng.random() < 0.2 else None) for _ in wanted]

@@ -32,6 +32,7 @@ def figures() -> dict[str, Any]:
     return read
 
 
+@pytest.mark.long
 def test_held_out_questions_are_answered_as_the_card_says(figures: dict[str, Any]) -> None:
     """The first 40 of the card's questions, of both kinds."""
     assert figures["recall"] >= 0.95
@@ -49,6 +50,7 @@ def test_cards_repeat_the_figures(figures: dict[str, Any]) -> None:
     assert [text for text in shown if text not in card] == []
 
 
+@pytest.mark.long
 def test_the_draft_is_as_good_as_its_card_says() -> None:
     card = (DRAFT / "README.md").read_text(encoding="utf-8")
     measured = json.loads((DRAFT / "figures.json").read_text(encoding="utf-8"))["tokens_per_pass"]

@@ -10,7 +10,7 @@ import pytest
 from engine import loop as loop_module
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import Row, build_batch
-from engine.hang import HangWatch, StepLimit
+from engine.core.time_limits import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver
 from engine.pipeline.stages import StepFailed, StepResult
 from runtime.clock import ManualClock

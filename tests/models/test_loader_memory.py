@@ -24,7 +24,7 @@ from pathlib import Path
 from engine.core.numerics import Numerics
 from engine.core.layer_range import LayerRange
 from engine.kernels.host.product import PackedWeight
-from engine.kernels.host.team import Team
+from engine.kernels.host.compiled import Team
 from models.loader import read_model
 import torch
 

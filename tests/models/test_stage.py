@@ -73,7 +73,7 @@ def test_first_layer_work_is_done_anew_for_every_tree_s0_5(num_stages: int, monk
     def run(mode: ForwardMode, num_tokens: int, context_len: int, parents: tuple[int, ...] = ()) -> None:
         output: StageOutput | None = None
         for stage in stages:
-            row = Row(1, list(range(3, 3 + num_tokens)), context_len, [1, 2], 1, None, SpecRow(parents))
+            row = Row(1, list(range(3, 3 + num_tokens)), context_len, [1, 2], 1, None, SpecRow(parents, scratch=1))
             output = stage.run(build_batch(mode, [row]), output)
 
     run(ForwardMode.PREFILL, 7, 0)

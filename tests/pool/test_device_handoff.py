@@ -8,8 +8,7 @@ from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CudaCopies
-from pool.stage.handoff import MIN_BUFFERS, build_device_agent, layer_mark, max_message_bytes
-from pool.stage.layer_observer import layer_observer
+from pool.stage.handoff import MIN_BUFFERS, build_device_agent, layer_mark, layer_observer, max_message_bytes
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
 from testing.memory_transport import MemoryNetwork

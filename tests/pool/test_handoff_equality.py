@@ -18,7 +18,7 @@ from engine.core.batch import ForwardMode, SamplingRow
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
-from engine.pipeline.executor import StageExecutor
+from engine.pipeline.stages import StageExecutor
 from models.loader import ModelDescription
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
@@ -26,7 +26,7 @@ from tests.support.models.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
 from tests.support.pool.local_pool import build_executor
 from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import SourceTerms, StageSessionState
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, CHUNK_TOKENS, NUM_STEPS = 16, 14, 4, 64, 4

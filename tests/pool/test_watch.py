@@ -12,8 +12,7 @@ import pytest
 from engine.core.batch import ForwardBatch
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop, LoopObserver
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepResult
 from pool.pipeline.leader import Leader
 from pool.stage.metrics import LoadBoard

@@ -7,8 +7,7 @@ import pytest
 
 from engine.core.batch import ForwardBatch
 from engine.core.request import DrawnToken, Request, SamplingParams
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
 from prefill.scheduler import Event, FirstToken, PrefillLimits, PrefillScheduler, Scored, Started

@@ -13,18 +13,16 @@ from prometheus_client import CollectorRegistry
 from engine.core.layer_range import get_pp_indices
 from engine.loop import EngineLoop
 from engine.memory.layout import PoolGeometry
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from models.weights_digest import StageWeights
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
-from pool.request.reclaimer import MemoryReclaimer
+from pool.request.stay import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
-from prefill.active_request import PrefillParts
 from prefill.scheduler import PrefillLimits, PrefillScheduler
-from prefill.service import PrefillService
+from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock

@@ -17,10 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from router.api.generation import GenerationService, RequestLimits
 from router.api.readiness import SERVICE, Readiness
-from router.request.admission import Admission, AdmissionLimits
+from router.request.admission import Admission, AdmissionLimits, PriorityLimits
 from router.request.flow import Services
 from router.request.outlook import Outlook
-from router.request.priorities import PriorityLimits
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenise import ChatTemplate, Tokeniser
@@ -113,7 +112,8 @@ class RouterHarness:
 
     def __init__(self, directory: Directory, services: Services, service: GenerationService, server: GrpcServer,
                  stub: "generation_pb2_grpc.GenerationAsyncStub", channel: grpc.aio.Channel,
-                 workers: tuple[FakeWorker, ...], registry: CollectorRegistry) -> None:
+                 workers: tuple[FakeWorker, ...], registry: CollectorRegistry, address: str) -> None:
+        self.address = address
         self.directory = directory
         self.services = services
         self.service = service
@@ -221,7 +221,8 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
             stack.push_async_callback(_stopped, task)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationStub(channel)
-        harness = RouterHarness(directory, services, service, server, stub, channel, workers, registry)
+        harness = RouterHarness(directory, services, service, server, stub, channel, workers, registry,
+                                address)
         if start_workers:
             await eventually(lambda: all(w.info is not None and "report" not in w.problem for w in directory.workers),
                              "workers that have not reported")

@@ -9,7 +9,7 @@ import pytest
 
 from protos import generation_pb2, types_pb2
 from router.api.generation import MAX_ABORT_IDS, RequestLimits
-from router.request.priorities import PriorityLimits
+from router.request.admission import PriorityLimits
 from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
 from runtime.security import ServerSecurity
 from runtime.status import error_from_rpc

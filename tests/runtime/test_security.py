@@ -22,12 +22,11 @@ from pool.stage.config import WorkerConfig
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.config import RouterConfig
-from runtime.access import PeerRole
 from runtime.certificates import CertificateStore, TlsFiles
 from runtime.client import open_channel, open_sync_channel
 from runtime.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from runtime.metrics import RpcMetrics
-from runtime.security import ChannelSecurity, ClientCertificates, ServerSecurity, TlsConfig, client_security
+from runtime.security import ChannelSecurity, ClientCertificates, PeerRole, ServerSecurity, TlsConfig, client_security
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
 from runtime.tokens import OwnToken, TokenList

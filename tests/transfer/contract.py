@@ -265,6 +265,7 @@ class TransportContract:
             pair.left.wait(left)
         assert time.thread_time() - used < 0.25
 
+    @pytest.mark.long
     def test_a_thousand_sessions_leave_nothing_behind(self, pair: Pair) -> None:
         def session(number: int) -> None:
             tag = (number << TAG_OFFSET_BITS) + 1

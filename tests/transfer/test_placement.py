@@ -17,7 +17,7 @@ from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
 from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import SourceTerms, StageSessionEvent, StageSessionState
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.clock import ManualClock
 from runtime.errors import HandoffError, IntegrityError, InternalError, PeerLostError
-from transfer.agent.tombstones import Tombstones
+from transfer.agent.prompts import Tombstones
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
 from transfer.session import (
     RECEIVE_TRANSITIONS,

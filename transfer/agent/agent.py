@@ -25,14 +25,12 @@ from dataclasses import dataclass
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, IncompatiblePeerError, InternalError
-from transfer.agent.memory import PoolMemory
-from transfer.agent.prompts import Prompt, Prompts
-from transfer.agent.readiness import DeviceEvent, DoneLayer
+from transfer.agent.prompts import DeviceEvent, DoneLayer, Prompt, Prompts
 from transfer.agent.receiver import Receiver
 from transfer.agent.sender import Sender, SendWindow
-from transfer.agent.stage_transfer import RefusedTransfer, StageTransfer
+from transfer.agent.stage_transfer import PoolMemory, RefusedTransfer, StageTransfer
 from transfer.agent.transfer_table import TransferTable
-from transfer.plan.destination import check_plan
+from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent
 from transfer.transport.protocol import Operation, Transport
 

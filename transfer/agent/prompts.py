@@ -1,14 +1,138 @@
-"""Requests whose cache is being computed on this stage: how far each layer is, and who sends what is done."""
+"""Requests whose cache is being computed on this stage: how far each layer is, and which transfers send what is done.
 
+Where the stage runs on a device, a layer that was launched is not done: `LayerGate` holds it until the device has
+passed its event.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError
-from transfer.agent.readiness import DeviceEvent, DoneLayer, LayerGate
 from transfer.agent.sender import Sender
 from transfer.agent.stage_transfer import StageTransfer
-from transfer.agent.tombstones import Tombstones
 from transfer.agent.transfer_table import TransferTable
+
+IdT = TypeVar("IdT", bound=Hashable)
+
+POLL_S = 100e-6
+LOOK_AHEAD = 8
+
+
+class Tombstones(Generic[IdT]):
+    """Ids of what is over, so that late messages about them are not taken for new ones. Bounded: the oldest ids are
+    dropped."""
+
+    def __init__(self, max_entries: int = 65_536) -> None:
+        self._max_entries = max_entries
+        self._ids: OrderedDict[IdT, None] = OrderedDict()
+
+    def add(self, ended: IdT) -> None:
+        self._ids[ended] = None
+        self._ids.move_to_end(ended)
+        if len(self._ids) > self._max_entries:
+            self._ids.popitem(last=False)
+
+    def clear(self) -> None:
+        self._ids.clear()
+
+    def __contains__(self, candidate: object) -> bool:
+        return candidate in self._ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+
+class DeviceEvent(Protocol):
+    """A place in a device's queue of work. A `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it. Never waits."""
+        ...
+
+
+class DoneLayer(NamedTuple):
+    """The first `num_tokens` tokens of the request have passed the layer."""
+
+    request_key: int
+    layer_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class _Launched:
+    layer: DoneLayer
+    event: DeviceEvent
+    until_s: float
+
+
+class LayerGate:
+    """Holds layers back until their events have passed; for one thread.
+
+    A layer's chunks pass in the order in which they were launched, whatever order their events pass in: a count of n
+    tokens always means all of the first n. At most `limit` layers wait, each at most `timeout_s`. Events are queried
+    every `POLL_S`, a few of the oldest at a time: those of one stream pass in order.
+    """
+
+    def __init__(self, clock: Clock, *, limit: int, timeout_s: float) -> None:
+        self._clock = clock
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._launched: deque[_Launched] = deque()
+        self._next_poll_s = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._launched)
+
+    def add(self, layer: DoneLayer, event: DeviceEvent) -> None:
+        """Raises HandoffError when too many wait."""
+        if len(self._launched) >= self._limit:
+            raise HandoffError(f"{self._limit} layers wait for the device, and no more may")
+        self._launched.append(_Launched(layer, event, self._clock.now() + self._timeout_s))
+
+    def passed(self) -> list[DoneLayer]:
+        """Layers the device has done since the last call."""
+        now = self._clock.now()
+        if not self._launched or now < self._next_poll_s:
+            return []
+        self._next_poll_s = now + POLL_S
+        answers: dict[DeviceEvent, bool] = {}
+        num_open, behind = 0, set[tuple[int, int]]()
+        done, kept = list[DoneLayer](), deque[_Launched]()
+        while self._launched and num_open < LOOK_AHEAD:
+            launched = self._launched.popleft()
+            event, place = launched.event, launched.layer[:2]
+            if event not in answers:
+                answers[event] = event.query()
+                num_open += not answers[event]
+            if answers[event] and place not in behind:
+                done.append(launched.layer)
+            else:
+                behind.add(place)
+                kept.append(launched)
+        self._launched.extendleft(reversed(kept))
+        return done
+
+    def overdue(self) -> dict[int, HandoffError]:
+        """Requests with a layer that took too long; nothing of them waits any more."""
+        errors: dict[int, HandoffError] = {}
+        now = self._clock.now()
+        while self._launched and now >= self._launched[0].until_s:
+            layer = self._launched[0].layer
+            errors[layer.request_key] = HandoffError(
+                f"layer {layer.layer_id} was not done {self._timeout_s} s after it was given to the device "
+                f"(tokens up to {layer.num_tokens})")
+            self.forget(layer.request_key)
+        return errors
+
+    def forget(self, request_key: int) -> None:
+        self._launched = deque(each for each in self._launched if each.layer.request_key != request_key)
+
+    def clear(self) -> None:
+        self._launched.clear()
 
 
 @dataclass

@@ -1,10 +1,8 @@
 """One epoch of a session on a decode stage: posts its receives straight into pool pages and checks every digest."""
 
 from runtime.errors import IntegrityError
-from transfer.agent.memory import PoolMemory
-from transfer.agent.stage_transfer import StageTransfer
-from transfer.plan.copy_plan import Lane
-from transfer.plan.digest import item_digest, trailer_bytes, unpack_trailer
+from transfer.agent.stage_transfer import PoolMemory, StageTransfer
+from transfer.plan.copy_plan import Lane, item_digest, trailer_bytes, unpack_trailer
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
 from transfer.transport.protocol import Operation, Transport
 

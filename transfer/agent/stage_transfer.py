@@ -1,10 +1,26 @@
 """What a `Receiver` and a `Sender` have in common: one epoch of one session on this stage."""
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
+from engine.memory.layout import Buffer, CacheKind, PoolGeometry
 from runtime.errors import BatonError
 from transfer.plan.handoff_terms import ChunkTiming, DestinationTerms, SourceTerms, StageEndpoint, StageSessionState
 from transfer.transport.protocol import Operation, OperationState, Peer, Transport, tag_prefix
+
+
+class PoolMemory(Protocol):
+    """Memory of one stage's pools, on the host or on a device: bytes by layer, kind and index. `engine.memory`
+    satisfies it."""
+
+    @property
+    def geometry(self) -> PoolGeometry: ...
+
+    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> Buffer:
+        """Where `count` consecutive records (pages or slots) are, no copy: a writable memoryview of host pools, else
+        what the stage's transport reaches. Raises InternalError for a layer, kind or index this stage does not have,
+        naming it and the stage's range."""
+        ...
 
 
 class StageTransfer(ABC):

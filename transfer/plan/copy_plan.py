@@ -1,16 +1,27 @@
-"""What moves from which source stage to which destination stage. Pure: both sides derive the same plan.
+"""What moves from which source stage to which destination stage, and the proof that it arrived. Pure: both sides derive
+the same plan.
 
 A *lane* is what one source stage sends to one destination stage: the records of the layers both own. Pages that are
 neighbours on both sides travel as one item, as long as one chunk computes them all and they stay under `MAX_RUN_BYTES`.
 Message tags are numbered per destination stage: the items of its lanes in order of source stage, each lane followed by
-its trailer (see digest.py). Lanes without items have no trailer.
+its trailer. Lanes without items have no trailer.
+
+The destination makes its terms from the source's (`plan_destination`), the source checks that it derives the same plan
+(`check_plan`).
+
+The source digests every item with XXH3 (64 bits) as it sends it and ends the lane with the *trailer*: the digests in
+item order, then a digest of the trailer itself. Seeds come from what an item is and where it goes, so an item that
+landed in another's place, or comes from another session or epoch, does not match although its bytes are intact.
 """
 
 import hashlib
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
+
+import xxhash
 
 from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec, travelling
@@ -21,6 +32,10 @@ from transfer.transport.protocol import TAG_OFFSET_BITS
 
 MAX_RUN_BYTES = 1 << 20
 """Upper bound of one item, unless a single record is larger. Part of the plan: a change needs a new SCHEMA_VERSION."""
+MAX_EPOCH = 255
+NONCE_BITS = 32
+_IDENTITY = struct.Struct("<QI16sIIQ")
+_DIGEST_BYTES = 8
 
 
 class Item(NamedTuple):
@@ -201,3 +216,66 @@ def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[Ca
 
 def _text(ranges: Sequence[LayerRange]) -> str:
     return ", ".join(str(layers) for layers in ranges)
+
+
+def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce: int, page_ids: Sequence[int],
+                     slot_id: int, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec],
+                     with_draft: bool = False) -> DestinationTerms:
+    """The destination's answer to `source`.
+
+    `nonce` is random, 32 bits, drawn once per session; with the epoch it makes the tags nobody else uses. `page_ids`
+    are the prompt's pages only (growth is not handed over). `specs` covers the whole model.
+
+    Raises:
+        IncompatiblePeerError: the two sides do not fit together.
+        ValueError: nonce or epoch out of range.
+    """
+    if not 0 <= nonce < 1 << NONCE_BITS:
+        raise ValueError(f"nonce must have {NONCE_BITS} bits, got {nonce:#x}")
+    if not 0 <= epoch <= MAX_EPOCH:
+        raise ValueError(f"epoch must be in 0..{MAX_EPOCH}, got {epoch}")
+    tag_base = (nonce << 32) | (epoch << TAG_OFFSET_BITS)
+    destination = DestinationTerms(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="",
+                                   with_draft=with_draft)
+    return replace(destination, plan_digest=CopyPlan(source, destination, specs).digest)
+
+
+def check_plan(source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> CopyPlan:
+    """The plan both sides have agreed on.
+
+    Raises:
+        IncompatiblePeerError: this side derives another plan than the one the destination terms were made for.
+    """
+    plan = CopyPlan(source, destination, specs)
+    if plan.digest != destination.plan_digest:
+        raise IncompatiblePeerError(f"session {destination.session_id}: this side derives copy plan {plan.digest}, "
+                                    f"the destination terms were made for {destination.plan_digest or 'none'}")
+    return plan
+
+
+def item_digest(data: memoryview, item: Item, tag: int) -> int:
+    """Digest of an item's bytes under its identity; `tag` brings in session, epoch and place in the plan."""
+    identity = _IDENTITY.pack(tag, item.layer_id, item.kind.encode(), item.dest_index, item.num_records, item.num_bytes)
+    return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh3_64_intdigest(identity))
+
+
+def trailer_bytes(lane: Lane) -> int:
+    """Size of a lane's trailer."""
+    return (len(lane.items) + 1) * _DIGEST_BYTES
+
+
+def pack_trailer(lane: Lane, digests: Sequence[int]) -> bytearray:
+    """The trailer of a lane whose items have these digests, in item order."""
+    body = struct.pack(f"<{len(digests)}Q", *digests)
+    return bytearray(body + struct.pack("<Q", _own_digest(body, lane)))
+
+
+def unpack_trailer(lane: Lane, trailer: bytes | bytearray) -> tuple[int, ...] | None:
+    """The digests in item order; None when the trailer itself is damaged."""
+    body = bytes(trailer[:-_DIGEST_BYTES])
+    *digests, own = struct.unpack(f"<{len(lane.items) + 1}Q", trailer)
+    return tuple(digests) if own == _own_digest(body, lane) else None
+
+
+def _own_digest(body: bytes, lane: Lane) -> int:
+    return xxhash.xxh3_64_intdigest(body, seed=lane.trailer_tag)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from runtime.errors import DeadlineError, InternalError, PeerLostError
-from transfer.transport.wakeup import Wakeup
+from transfer.transport.protocol import Wakeup
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding

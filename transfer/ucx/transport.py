@@ -19,8 +19,7 @@ from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
 from transfer.transport.matching import MessageMatcher
-from transfer.transport.protocol import Berth, Operation, OperationState, Peer
-from transfer.transport.wakeup import Wakeup
+from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Wakeup
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding

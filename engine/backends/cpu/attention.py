@@ -1,16 +1,21 @@
 """Paged attention on the CPU, bit-exact: a token has the same bits read in a chunk of any length, drawn, verified in a
-chain or a tree, or replayed, whatever stands beside it (`engine/kernels/host/in_place.py` says why)."""
+chain or a tree, or replayed, whatever stands beside it (`engine/kernels/host/in_place.py` says why).
+
+Keys are read in the pages where they lie, by compiled code or, for types that it does not know, in plain torch.
+"""
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from engine.backends.commit import commit_kv
-from engine.backends.cpu.in_place import attend
 from engine.backends.plan import AttentionPlan, build_plan
 from engine.contracts.attention import AttentionGeometry, check_covered
 from engine.core.batch import ForwardBatch
-from engine.kernels.host.team import Team
+from engine.kernels.host.compiled import Team, has_kernels
+from engine.kernels.host.in_place import attend_in_place
+from engine.kernels.rows_in_place import RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 
 
@@ -80,3 +85,33 @@ def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         page = pool[run.page, :, :, run.offset : run.offset + run.num_tokens]
         page[0].copy_(k[tokens].transpose(0, 1))
         page[1].copy_(v[tokens].transpose(0, 1))
+
+
+def attend(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float, team: Team) -> Tensor:
+    """pages: [P, 2 (k, v), num_kv_heads, page_size, D]; q: [T, num_heads, D] of new tokens whose keys are written.
+    Returns the same as q."""
+    if has_kernels(pages.dtype):
+        return attend_in_place(pages, q.to(pages.dtype).contiguous(), rows, scale, team).to(q.dtype)
+    return attend_by_token(pages, q, rows, scale)
+
+
+def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -> Tensor:
+    """The same one token after the other: slow, in any type, and a token's bits depend on its own keys only."""
+    out = torch.empty_like(q)
+    for row, first, count in rows.tiles.tolist():
+        for token in range(first, first + count):
+            cached = _keys_of(pages, rows, row, token)
+            keys, values = cached.float()[..., None, :, :].unbind(1)  # [kv, 1, keys, D]
+            queries = q[token].float().view(len(keys), -1, 1, q.shape[-1])
+            weights = (queries * keys).sum(-1).mul(scale).softmax(-1)
+            out[token] = (weights[..., None] * values).sum(-2).view(q.shape[1:])
+    return out
+
+
+def _keys_of(pages: Tensor, rows: RowsInPlace, row: int, token: int) -> Tensor:
+    """[kv heads, 2, keys, D]: what the token sees."""
+    page_size, num_keys = pages.shape[3], int(rows.positions[token]) + 1
+    positions = torch.arange(min(num_keys, int(rows.num_in_order[row])))
+    slots = rows.tables[row].long()[positions // page_size] * page_size + positions % page_size
+    slots = torch.cat([slots, rows.paths[token, : num_keys - len(slots)]])
+    return pages[slots // page_size, :, :, slots % page_size].permute(2, 1, 0, 3)

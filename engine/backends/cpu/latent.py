@@ -14,15 +14,13 @@ from torch import Tensor
 
 from engine.backends.commit import commit_entries
 from engine.backends.cpu.latent_plain import PlainLatents, plan_plainly
-from engine.backends.plan import storage_positions
+from engine.backends.plan import storage_positions, tree_visibility
 from engine.backends.selection import true_positions
-from engine.backends.visibility import tree_visibility
 from engine.contracts.latent import LatentGeometry, check_covered, check_pages, checked_selection, entries_of
 from engine.core.batch import ForwardBatch
-from engine.kernels.host.compiled import has_kernels
+from engine.kernels.host.compiled import Team, has_kernels
 from engine.kernels.host.index_scores import select_keys
 from engine.kernels.host.latent import attend_latent
-from engine.kernels.host.team import Team
 from engine.kernels.latent_rows import LatentRows
 from runtime.errors import InternalError, StalePlanError
 

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from engine.backends.gated_delta import chunked, normalise_heads, recurrent_step
-from engine.backends.recurrent_checks import check_mode, pool_of
-from engine.backends.recurrent_inputs import delta_inputs, recurrent_rows
+from engine.backends.recurrent_batch import check_mode, delta_inputs, pool_of, recurrent_rows
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics, silu
 from engine.kernels.delta_rule import CHUNK
 from engine.kernels.host.causal_conv import causal_conv
-from engine.kernels.host.compiled import dense_tokens, has_kernels
+from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.delta_rule import delta_chunks, delta_steps
-from engine.kernels.host.team import Team
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from runtime.errors import InternalError
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from engine.backends.commit import commit_kv
 from engine.backends.cuda.wrappers import DecodeWrapper, GraphSizes, RaggedWrapper, Slot, WrapperFactory, partial_bytes
-from engine.backends.plan import storage_positions
-from engine.backends.visibility import tree_visibility, visible_in_trees
+from engine.backends.plan import storage_positions, tree_visibility, visible_in_trees
 from engine.contracts.attention import AttentionGeometry, check_covered
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo

@@ -17,9 +17,8 @@ from torch import Tensor
 from engine.backends.commit import commit_entries
 from engine.backends.cuda.latent_wrappers import LatentWrapper, LatentWrapperFactory
 from engine.backends.cuda.wrappers import Slot
-from engine.backends.plan import storage_positions
+from engine.backends.plan import storage_positions, tree_visibility
 from engine.backends.selection import best_positions, true_positions
-from engine.backends.visibility import tree_visibility
 from engine.contracts.latent import LatentGeometry, check_covered, check_pages, checked_selection, entries_of
 from engine.core.batch import ForwardBatch
 from engine.memory.static import Fence

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.backends.recurrent_checks import check_mode, pool_of
-from engine.backends.recurrent_tree import kept_states, node_scratch
+from engine.backends.recurrent_batch import check_mode, pool_of
+from engine.backends.recurrent_tree import first_state, kept_states, node_scratch
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
 from engine.kernels.device.conv import conv_prefill
@@ -20,14 +20,16 @@ from runtime.errors import InternalError
 
 class DeviceRecurrent:
     """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools [num_slots, Hv, dk, dv]
-    fp32, by layer id, all on one device. Also verifies trees of up to `max_nodes` nodes per row and commits them."""
+    fp32, by layer id, all on one device. Also verifies trees of up to `max_nodes` nodes per row and commits them;
+    `num_scratch` records (the null record counts) keep their states."""
 
     def __init__(self, *, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
-                 max_nodes: int = 0) -> None:
+                 max_nodes: int = 0, num_scratch: int = 0) -> None:
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
-        self._max_nodes = max_nodes
-        self._conv_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in conv_pools.items()}
-        self._state_scratch = {layer_id: node_scratch(pool, max_nodes) for layer_id, pool in state_pools.items()}
+        self._max_nodes, self._num_scratch = max_nodes, num_scratch
+        self._conv_scratch, self._state_scratch = (
+            {layer_id: node_scratch(pool, num_scratch * max_nodes) for layer_id, pool in pools.items()}
+            for pools in (conv_pools, state_pools))
         self._prepared: tuple[ForwardBatch, Trees] | None = None
         self._static: StaticInts | None = None
         self._captured: dict[GraphBucket, Trees] = {}
@@ -71,11 +73,10 @@ class DeviceRecurrent:
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""
-        moves = kept_states(batch, self._max_nodes)
-        if not moves or not self._state_pools:
+        moves = kept_states(batch, self._max_nodes, self._num_scratch) if self._has_layers else []
+        if not moves:
             return
-        device = next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
-        sources, slots = torch.tensor(moves).t().to(device)
+        sources, slots = torch.tensor(moves).t().to(self._device)
         for pools, scratch in ((self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch)):
             for layer_id, pool in pools.items():
                 pool[slots] = scratch[layer_id][sources]
@@ -116,7 +117,7 @@ class DeviceRecurrent:
                                                                   "targets")})
 
     def _nodes_of(self, batch: ForwardBatch) -> dict[str, Tensor]:
-        """Scratch records are `max_nodes` per slot, by node. Padding has the null slot's, however many nodes it
+        """A scratch record has `max_nodes` states, by node. Padding writes the null record, however many nodes it
         brings."""
         info = batch.spec_info
         if not self._max_nodes:
@@ -132,7 +133,8 @@ class DeviceRecurrent:
                                     f"{self._max_nodes} are verified at once")
             rows += [row] * count
             parents += [first + parent if parent >= 0 else -1 for parent in spec.parents]
-            targets += [slot * self._max_nodes + min(node, self._max_nodes - 1) for node in range(count)]
+            kept_at = first_state(spec, slot, self._max_nodes, self._num_scratch)
+            targets += [kept_at + min(node, self._max_nodes - 1) for node in range(count)]
             starts.append(first + count)
         return {name: torch.tensor(values) for name, values in (
             ("starts", starts), ("rows", rows), ("parents", parents), ("targets", targets))}

@@ -18,6 +18,7 @@ from engine.kernels.host.compiled import (
     STORED_AS,
     STRICT,
     STRICT_PART,
+    Team,
     compile_kernel,
     count_up,
     launch,
@@ -28,7 +29,6 @@ from engine.kernels.host.compiled import (
 )
 from engine.kernels.host.functions import silu
 from engine.kernels.host.strided import clear, floats, integers, size_of
-from engine.kernels.host.team import Team
 from engine.kernels.recurrent_rows import RecurrentRows
 
 _ARGUMENTS = record("seats", "num_rows", "channels", "kernel", "stride", "x", "taps", "pool", "out",

@@ -22,6 +22,7 @@ from engine.kernels.host.compiled import (
     STORED_AS,
     STRICT,
     STRICT_PART,
+    Team,
     compile_kernel,
     count_up,
     launch,
@@ -43,7 +44,6 @@ from engine.kernels.host.strided import (
     scale,
     size_of,
 )
-from engine.kernels.host.team import Team
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 
 _ARGUMENTS = record("seats", "num_rows", "num_heads", "share", "key_dim", "value_dim", "q", "q_stride", "k", "k_stride",

@@ -24,6 +24,7 @@ from engine.kernels.host.compiled import (
     STORED_AS,
     STRICT,
     STRICT_PART,
+    Team,
     compile_kernel,
     count_up,
     launch,
@@ -32,7 +33,6 @@ from engine.kernels.host.compiled import (
     rounded,
 )
 from engine.kernels.host.dot import LANES, Form
-from engine.kernels.host.team import Team
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",

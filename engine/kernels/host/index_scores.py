@@ -18,6 +18,7 @@ from engine.kernels.host.compiled import (
     STORED_AS,
     STRICT,
     STRICT_PART,
+    Team,
     compile_kernel,
     count_up,
     launch,
@@ -26,7 +27,6 @@ from engine.kernels.host.compiled import (
     wide,
 )
 from engine.kernels.host.strided import add_product, clear, floats, integers, shorts
-from engine.kernels.host.team import Team
 from engine.kernels.latent_rows import LatentRows
 
 _SCORED = record("seats", "num_blocks", "num_heads", "dim", "page_size", "table_width", "score_width", "first_token",

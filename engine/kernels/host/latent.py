@@ -20,6 +20,7 @@ from engine.kernels.host.compiled import (
     STORED_AS,
     STRICT,
     STRICT_PART,
+    Team,
     compile_kernel,
     count_up,
     launch,
@@ -30,7 +31,6 @@ from engine.kernels.host.compiled import (
 )
 from engine.kernels.host.functions import exp
 from engine.kernels.host.strided import LANES, add_product, clear, floats, integers, scale, shorts, size_of
-from engine.kernels.host.team import Team
 from engine.kernels.latent_rows import LatentRows
 
 _ARGUMENTS = record("seats", "num_heads", "group", "entry_dim", "latent_dim", "page_size", "table_width", "num_listed",

@@ -16,6 +16,7 @@ from engine.kernels.host.compiled import (
     DONE,
     NEXT,
     PART,
+    Team,
     compile_kernel,
     count_up,
     launch,
@@ -23,7 +24,6 @@ from engine.kernels.host.compiled import (
     record,
 )
 from engine.kernels.host.dot import LANES
-from engine.kernels.host.team import Team
 
 SEGMENTS = 8
 

@@ -25,6 +25,7 @@ from engine.kernels.host.compiled import (
     STORED_AS,
     STRICT,
     STRICT_PART,
+    Team,
     compile_kernel,
     count_up,
     launch_integers,
@@ -36,7 +37,6 @@ from engine.kernels.host.compiled import (
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
 from engine.kernels.host.functions import silu
 from engine.kernels.host.packing import SEGMENTS, Segments, pack
-from engine.kernels.host.team import Team
 from engine.kernels.host.tiles import is_tiled, make_tiles, release_tiles, rows_times_blocks
 from runtime.errors import InternalError
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-from engine.backends.cpu import in_place
+from engine.backends.cpu import attention
 from engine.backends.cpu.attention import CpuAttention
 from engine.contracts.attention import AttentionGeometry
 from tests.support.contracts.attention import AttentionContract, TreeContract
@@ -24,7 +24,7 @@ class TestCpuByToken(AttentionContract, TreeContract):
 
     @pytest.fixture(autouse=True)
     def _no_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(in_place, "has_kernels", lambda *dtypes: False)
+        monkeypatch.setattr(attention, "has_kernels", lambda *dtypes: False)
 
 
 class TestDense(AttentionContract, TreeContract):

@@ -1,6 +1,6 @@
 """How long a step may take: the setting, or a multiple of what steps take."""
 
-from engine.core.frame_limit import FACTOR, WINDOW, FrameLimit
+from engine.core.time_limits import FACTOR, WINDOW, FrameLimit
 
 
 def test_short_steps_leave_the_setting() -> None:

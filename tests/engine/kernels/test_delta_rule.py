@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.host.causal_conv import causal_conv
+from engine.kernels.host.compiled import Team
 from engine.kernels.host.delta_rule import DeltaInputs, delta_chunks, delta_steps
-from engine.kernels.host.team import Team
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 
 TEAM = Team()

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.host.compiled import dense_tokens
-from engine.kernels.host.rms_norm import rms_norm
-from engine.kernels.host.rotate import rotate_halves
-from engine.kernels.host.team import Team
+from engine.kernels.host.compiled import Team, dense_tokens
+from engine.kernels.host.token_passes import rms_norm, rotate_halves
 from runtime.errors import InternalError
 
 TYPES = [torch.bfloat16, torch.float32]

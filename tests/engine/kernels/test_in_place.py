@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.host import in_place
+from engine.kernels.host.compiled import Team
 from engine.kernels.host.in_place import attend_in_place, compiled_for
-from engine.kernels.host.team import Team
 from engine.kernels.rows_in_place import RowsInPlace
 from runtime.errors import InternalError
 

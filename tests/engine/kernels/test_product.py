@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.host.amx import has_tiles
+from engine.kernels.host.compiled import Team
 from engine.kernels.host.dot import has_pair_products
 from engine.kernels.host.packing import Segments, pack
 from engine.kernels.host.product import PackedWeight, arithmetic_class
-from engine.kernels.host.team import Team
 from engine.kernels.plain_product import plain_product
 from runtime.errors import InternalError
 
@@ -202,7 +202,7 @@ def test_classes_of_arithmetic(variables: dict[str, str], without: str) -> None:
 PROGRAM = """
 import torch
 from engine.kernels.host.product import PackedWeight, arithmetic_class
-from engine.kernels.host.team import Team
+from engine.kernels.host.compiled import Team
 from engine.kernels.plain_product import plain_product
 torch.manual_seed(0)
 equal = True

@@ -30,7 +30,8 @@ TREE = (-1, 0, 0, 1, 2, 3)
 def backend(max_nodes: int = 0) -> tuple[DeviceRecurrent, Tensor, Tensor]:
     conv = torch.full((NUM_SLOTS, KERNEL - 1, CHANNELS), float("nan"))
     state = torch.full((NUM_SLOTS, V_HEADS, K_DIM, V_DIM), float("nan"))
-    return DeviceRecurrent(conv_pools={LAYER: conv}, state_pools={LAYER: state}, max_nodes=max_nodes), conv, state
+    return DeviceRecurrent(conv_pools={LAYER: conv}, state_pools={LAYER: state}, max_nodes=max_nodes,
+                           num_scratch=2), conv, state
 
 
 def check(tokens: Tokens, state: Tensor) -> None:
@@ -85,14 +86,14 @@ def test_every_node_of_a_tree_continues_its_parent_and_the_kept_one_is_committed
         if node == 4:
             kept, history = last, path.x[-(KERNEL - 1) :]
     batch = make_batch(ForwardMode.DECODE, [Row(1, context + 3, slot=3)], spec_info=SpecInfo(
-        torch.zeros(1, dtype=torch.long), (SpecRow(accepted=AcceptedNodes(context, (0, 2, 4))),)))
+        torch.zeros(1, dtype=torch.long), (SpecRow(accepted=AcceptedNodes(context, (0, 2, 4)), scratch=1),)))
     recurrent.commit(batch)
     torch.testing.assert_close(state[3].double(), kept, rtol=1e-4, atol=2e-6)
     assert torch.equal(conv[3, -3:], history)
 
 
 def verify(recurrent: DeviceRecurrent, prompt: Tokens, context: int) -> tuple[Tensor, Tensor]:
-    info = SpecInfo(torch.zeros(len(TREE), dtype=torch.long), (SpecRow(TREE),))
+    info = SpecInfo(torch.zeros(len(TREE), dtype=torch.long), (SpecRow(TREE, scratch=1),))
     batch = make_batch(ForwardMode.VERIFY, [Row(len(TREE), context, slot=prompt.slot)], spec_info=info)
     q, k, v, g, beta = (part[context:] for part in prompt.inputs)
     convs = recurrent.causal_conv(LAYER, prompt.x[context:], WEIGHT, batch)
@@ -106,6 +107,16 @@ def along(prompt: Tokens, context: int, path: tuple[int, ...]) -> Tokens:
     q, k, v, g, beta = (part[order] for part in prompt.inputs)
     tokens.inputs, tokens.x, tokens.fed = (q, k, v, g, beta), prompt.x[order], len(order)
     return tokens
+
+
+@pytest.mark.parametrize("scratch", [0, 2])
+def test_a_tree_of_somebody_needs_a_record_of_its_own(scratch: int) -> None:
+    """The null record is for padding; two requests in it would go on from each other's states."""
+    recurrent, _, _ = backend(max_nodes=8)
+    batch = make_batch(ForwardMode.VERIFY, [Row(1, 0, slot=3)],
+                       spec_info=SpecInfo(torch.zeros(1, dtype=torch.long), (SpecRow((-1,), scratch=scratch),)))
+    with pytest.raises(InternalError, match=f"scratch record {scratch} of 2 for a tree of slot 3"):
+        recurrent.prepare(batch)
 
 
 def test_trees_need_a_pool_that_keeps_their_states() -> None:

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from engine.memory.integrity import check_integrity, read_books
-from engine.memory.pages import PageAllocator, PageLease, pages_for_tokens
-from engine.memory.runs import FreeRuns
-from engine.memory.slots import SlotAllocator, SlotLease
+from engine.memory.leases import FreeRuns, PageAllocator, PageLease, SlotAllocator, SlotLease, pages_for_tokens
 from runtime.errors import CapacityError, InternalError
 
 NUM_PAGES = 14

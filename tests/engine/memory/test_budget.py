@@ -1,6 +1,7 @@
 """Pool sizes against sums done by hand. The shapes of S4 are 60 layers of which every fourth attends."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -103,6 +104,36 @@ def test_s4_2_the_budget_holds_on_every_stage_and_one_more_page_does_not(
     one_more = [used + c.page_bytes for used, c in zip(used, stage_costs(specs, partition), strict=True)]
     assert max(used) <= budget_bytes
     assert max(one_more) > budget_bytes or budget.num_pages == 1 + num_requests * 16
+
+
+def test_states_of_trees_are_kept_for_the_requests_that_run_not_for_all_that_hold_memory() -> None:
+    """Qwen3.5-9B as published: 24 of 32 layers are recurrent, with 32 heads of 128 x 128 in fp32 and a convolution over
+    three past inputs of (2 * 16 + 32) * 128 channels in bf16; 8 attend with 4 key heads of 256. 16 run, 48 hold memory.
+
+    A state is 24 * (2 MiB + 48 KiB) = 49.125 MiB, a record of 16 nodes 786 MiB, a page of 64 tokens 2 MiB. For 17
+    records and 49 slots 17 * 786 + 49 * 49.125 = 15769.125 MiB; of 20 GiB 4710.875 MiB remain: 2355 pages. Records for
+    all who hold memory would be 49 * 786 MiB = 37.6 GiB.
+    """
+    specs = []
+    for layer_id in range(32):
+        if layer_id % 4 == 3:
+            specs.append(CacheSpec(layer_id, CacheKind.KV, (2, 4, 64, 256), "bfloat16", 2))
+        else:
+            specs.append(CacheSpec(layer_id, CacheKind.CONV, (3, 8192), "bfloat16", 2))
+            specs.append(CacheSpec(layer_id, CacheKind.STATE, (32, 128, 128), "float32", 4))
+    nodes = [replace(spec, record_shape=(16, *spec.record_shape)) for spec in specs if not spec.kind.is_paged]
+    (cost,) = stage_costs(specs, [LayerRange(0, 32)], nodes)
+    assert (cost.page_bytes, cost.slot_bytes, cost.scratch_bytes) == (2 << 20, 49.125 * 2**20, 786 << 20)
+
+    def plan(budget_mib: int, num_scratch: int) -> PoolBudget:
+        return plan_pools(specs, [LayerRange(0, 32)], budget_bytes=budget_mib << 20, page_size=64,
+                          max_context_tokens=32768, num_requests=48, scratch=nodes, num_scratch=num_scratch)
+
+    assert plan(20 << 10, 17) == PoolBudget(num_pages=2355, num_slots=49)
+    with pytest.raises(ConfigError, match=r"17 states of trees \* 824180736 \+ 49 slots"):
+        plan(15769, 17)
+    with pytest.raises(ConfigError, match="49 states of trees"):
+        plan(37 << 10, 49)
 
 
 def test_s4_1_the_log_shows_what_a_stage_allocates() -> None:

@@ -11,7 +11,7 @@ from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry, bytes_per_page, bytes_per_slot
 from engine.memory.pools import StagePools
 from runtime.errors import ConfigError, InternalError
-from transfer.agent.memory import PoolMemory
+from transfer.agent.stage_transfer import PoolMemory
 
 NUM_PAGES, NUM_SLOTS, PAGE_SIZE = 7, 4, 2
 KINDS = [CacheKind.KV, CacheKind.CONV, CacheKind.STATE]

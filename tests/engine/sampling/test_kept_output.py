@@ -17,8 +17,7 @@ from engine.core.draft_trees import SpecRow
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.sampling.guided import GuidedSampler
-from engine.sampling.processors import TokenCounts
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import TokenCounts, sample
 from engine.speculative.verify import draw_runs, sampling_at
 from tests.support.models.tiny_models import LLAMA, tiny
 from tests.support.pool import local_pool as pools
@@ -166,7 +165,7 @@ def test_drawing_costs_what_changed_not_what_the_context_is_long(monkeypatch: py
     long = request("long", prompt)
     logits, output = torch.zeros(1, VOCAB), list[int]()
     sampler(logits, [sampling_row(long, output, key=1, is_only=False)])
-    monkeypatch.setattr("engine.sampling.processors.np.fromiter", counting)
+    monkeypatch.setattr("engine.sampling.sampler.np.fromiter", counting)
     for step in range(5):
         output.append(step)
         drawn: list[DrawnToken] = sampler(logits, [sampling_row(long, output, key=1, known=step, is_only=False)])

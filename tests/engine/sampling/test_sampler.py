@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from engine.core.batch import OutputOpening, OutputRow, SamplingRow
 from engine.core.request import DrawnToken, SamplingParams
-from engine.sampling.processors import adjusted, filtered, largest
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import adjusted, filtered, largest, sample
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
 

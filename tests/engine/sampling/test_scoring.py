@@ -9,7 +9,7 @@ import torch
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow, merge
 from engine.core.request import Request, SamplingParams
 from engine.core.rows import Row, build_batch, scoring_row
-from engine.sampling.scoring import score, wanted_tokens
+from engine.sampling.sampler import score, wanted_tokens
 from runtime.errors import InternalError
 
 DRAWS = SamplingRow(SamplingParams(), position=0)

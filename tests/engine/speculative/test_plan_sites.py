@@ -24,7 +24,7 @@ from engine.core.batch import FieldRule, ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
 from engine.core.numerics import Numerics
 from engine.core.rows import Row, build_batch
-from engine.pipeline.executor import StageExecutor
+from engine.pipeline.stages import StageExecutor
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
@@ -279,7 +279,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "engine/contracts/attention.py": lambda: check_backend(CASES["engine/backends/cpu/attention.py"]),
     "engine/contracts/latent.py": lambda: check_backend(CASES["engine/backends/cpu/latent.py"]),
     "engine/core/batch.py": check_executor,
-    "engine/pipeline/executor.py": check_executor,
+    "engine/pipeline/stages.py": check_executor,
     "engine/graphs/buckets.py": graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone,
     "engine/speculative/draft_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
     "engine/speculative/round_graphs.py": in_turn(

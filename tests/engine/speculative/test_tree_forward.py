@@ -17,7 +17,7 @@ from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import StageExecutor
+from engine.pipeline.stages import StageExecutor
 from models.loader import ModelDescription
 from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, tiny
 
@@ -41,7 +41,7 @@ class Sequences:
         self.attention = CpuAttention(kv_pools=kv, geometry=geometry)
         self.recurrent = TreeRecurrent(
             slots=CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact), conv_pools=conv,
-            state_pools=state, max_nodes=MAX_NODES,
+            state_pools=state, max_nodes=MAX_NODES, num_scratch=8,
             backend_over=lambda convs, states: CpuRecurrent(conv_pools=convs, state_pools=states, numerics=exact))
         self.executor = StageExecutor(model=description.load_stage(layers, numerics=exact), attention=self.attention,
                                       recurrent=self.recurrent, caches=(self.attention, self.recurrent))
@@ -63,7 +63,7 @@ class Sequences:
                accepted: dict[int, AcceptedNodes] | None = None) -> list[Tensor]:
         """Logits [nodes, vocab] per row of (root token, tree); nothing is accepted yet."""
         rows = [self._row(row, [root, *tree.token_ids]) for row, (root, tree) in trees.items()]
-        specs = tuple(SpecRow(parents=tree.rooted_parents, accepted=(accepted or {}).get(row))
+        specs = tuple(SpecRow(parents=tree.rooted_parents, accepted=(accepted or {}).get(row), scratch=7 - row)
                       for row, (_, tree) in trees.items())
         logits = self._run(ForwardMode.VERIFY, rows, specs)
         return list(torch.split(logits, [len(row.token_ids) for row in rows]))

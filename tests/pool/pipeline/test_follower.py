@@ -18,8 +18,7 @@ from engine.sampling.guided import GuidedSampler
 from models.weights_digest import StageWeights
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
-from pool.pipeline.join_stream import JoinReports
-from pool.pipeline.membership import PipelineService
+from pool.pipeline.membership import JoinReports, PipelineService
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage

@@ -72,12 +72,14 @@ def test_every_stage_counts_with_the_largest_share_s4_2(tmp_path: Path, partitio
 
 
 def test_states_of_verification_are_part_of_the_budget(folders: tuple[Path, Path]) -> None:
-    """A slot is one state, and one more for each node of a tree; a page is that of the target and of the draft."""
+    """A slot is one state; each running request, and the null one, has one more for each node of a tree; a page is that
+    of the target and of the draft."""
     model, draft = folders
-    config = WorkerConfig(model=model, draft=draft, spec_prompt=False, memory_mb=5, page_size=64, max_running=16,
+    config = WorkerConfig(model=model, draft=draft, spec_prompt=False, memory_mb=7, page_size=64, max_running=16,
                           spec_draft_tokens=7, spec_steps=7)
-    geometry = plan_stage(config, speculates=True).geometry
+    plan = plan_stage(config, speculates=True, max_held=48)
+    geometry = plan.geometry
     state_bytes = sum(spec.record_bytes for spec in geometry.specs if not spec.kind.is_paged)
     draft_page = target_page = 2 * 2 * 64 * 32 * 4  # keys and values, 2 kv heads of 32, fp32
-    assert geometry.num_slots == 17
-    assert geometry.num_pages == ((5 << 20) - 17 * (1 + 8) * state_bytes) // (target_page + draft_page)
+    assert (geometry.num_slots, plan.num_scratch) == (49, 17)
+    assert geometry.num_pages == ((7 << 20) - (49 + 17 * 8) * state_bytes) // (target_page + draft_page)

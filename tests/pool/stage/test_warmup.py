@@ -5,14 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from decode.entry import DecodeLimits
 from decode.scheduler import DecodeScheduler
-from decode.steps import DecodeLimits
 from decode.worker import _outcome
 from engine.core.batch import ForwardBatch
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepResult
 from pool.stage import warmup as warmup_module
 from pool.stage.warmup import run_inside

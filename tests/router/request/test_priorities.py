@@ -1,8 +1,8 @@
 import pytest
 
-from router.request.priorities import PriorityLimits
-from runtime.access import ANYBODY, Caller, certified
+from router.request.admission import PriorityLimits
 from runtime.errors import ConfigError
+from runtime.security import ANYBODY, Caller, certified
 
 LIMITS = PriorityLimits.parse(["batch=10", "ops=-100", "spiffe://here/client/a=-5", "*=1"])
 

@@ -84,7 +84,8 @@ def is_clean(status: ClusterStatus) -> bool:
 @asynccontextmanager
 async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, prefill_pp: int = 1, decode_pp: int = 1,
                           prefill_partition: str = "", decode_partition: str = "", worker_flags: tuple[str, ...] = (),
-                          router_flags: tuple[str, ...] = (), security: ChannelSecurity = PLAIN_CHANNEL,
+                          router_flags: tuple[str, ...] = (), http: str = "",
+                          security: ChannelSecurity = PLAIN_CHANNEL,
                           client_security: ChannelSecurity = PLAIN_CHANNEL,
                           ready_timeout_s: float = READY_TIMEOUT_S) -> AsyncIterator[RunningCluster]:
     """Up and ready inside the block, gone after it."""
@@ -92,8 +93,8 @@ async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, pre
     config = ClusterConfig(
         model=model, prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0",
-        worker_flags=worker_flags, router_flags=router_flags, ready_timeout_s=ready_timeout_s, stop_grace_s=5,
-        security=security, nursery=shared_nursery())
+        worker_flags=worker_flags, router_flags=router_flags, http=http, ready_timeout_s=ready_timeout_s,
+        stop_grace_s=5, security=security, nursery=shared_nursery())
     try:
         async with (LocalCluster(config, sink=lambda name, line: lines.append(f"{name:12} {line}")) as cluster,
                     AsyncBatonClient(cluster.address, security=client_security) as client):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncBatonClient
-from decode.memory import Reservation
+from decode.entry import Reservation
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeRole
 from engine.core.request import Request, SamplingParams

@@ -23,7 +23,7 @@ from engine.graphs.capture import Capture, CudaCapture
 from engine.graphs.runner import StageGraphs
 from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
-from engine.pipeline.executor import StageExecutor
+from engine.pipeline.stages import StageExecutor
 from models.loader import ModelDescription
 from tests.support.device.capture import RecordingCapture
 from tests.support.kernels.flashinfer import FakeWrappers
@@ -61,7 +61,7 @@ class DeviceStage:
         self.attention = FlashInferAttention(kv_pools=self.of(CacheKind.KV), geometry=geometry, wrappers=self.wrappers,
                                              device=self.device, write_kv=write_kv, numerics=Numerics.EXACT)
         self.recurrent = DeviceRecurrent(conv_pools=self.of(CacheKind.CONV), state_pools=self.of(CacheKind.STATE),
-                                         max_nodes=self.max_nodes)
+                                         max_nodes=self.max_nodes, num_scratch=NUM_SEQUENCES + 1)
         self.capture: Capture = RecordingCapture([self.attention]) if self.device == CPU else CudaCapture(self.device)
         self.graphs: StageGraphs | None = None
         if self.buckets:
@@ -95,7 +95,7 @@ class Sequences:
         """New tokens per request; with `parents` as trees. Requests of `silent` draw nothing."""
         rows = []
         for key, count in counts.items():
-            spec = None if parents is None else SpecRow(parents[key])
+            spec = None if parents is None else SpecRow(parents[key], scratch=NUM_SEQUENCES - key)
             context = self.lengths.get(key, 0)
             tokens = torch.randint(256, (count,), generator=self.generator).tolist()
             pages = self._pages[key][:-(-(context + count) // PAGE_SIZE)]

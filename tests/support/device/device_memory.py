@@ -19,7 +19,7 @@ from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging
 from runtime.clock import SystemClock
 from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import AgentLimits, TransferAgent
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.transport.device import DeviceTransport, Route
 from transfer.transport.protocol import Transport

@@ -21,13 +21,13 @@ from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
-from engine.pipeline.executor import StageExecutor
 from engine.pipeline.records import pack_batch, unpack_batch
+from engine.pipeline.stages import StageExecutor
 from models.loader import ModelDescription
 from tests.support.kernels.flashinfer import FakeWrappers
 from tests.support.kernels.flashinfer_latent import FakeLatentWrappers
 
-PAGE, NUM_PAGES, NUM_SLOTS, MAX_NODES = 16, 13, 3, 5
+PAGE, NUM_PAGES, NUM_SLOTS, MAX_NODES, NUM_SCRATCH = 16, 13, 3, 5, 3
 _DRAW = SamplingRow(SamplingParams(), 0)
 _TOKENS = torch.randint(3, 240, (2, 100), generator=torch.Generator().manual_seed(3)).tolist()
 _PAGES = ((3, 1, 7, 5, 9, 11), (2, 8, 4, 6, 10, 12))
@@ -48,7 +48,8 @@ class Step:
 
 def _row(number: int, start: int, count: int, *, draws: bool, parents: tuple[int, ...] = (),
          accepted: AcceptedNodes | None = None) -> Row:
-    spec = SpecRow(parents, accepted, _TOKENS[number][start + count], num_draft_tokens=MAX_NODES - 1)
+    spec = SpecRow(parents, accepted, _TOKENS[number][start + count], num_draft_tokens=MAX_NODES - 1,
+                   scratch=2 - number)
     return Row(number + 1, _TOKENS[number][start:start + count], start, _PAGES[number], number + 1,
                _DRAW if draws else None, spec)
 
@@ -79,7 +80,7 @@ def build_stage(description: ModelDescription, backends: Backends, layers: Layer
     geometry = PoolGeometry(PAGE, NUM_PAGES, NUM_SLOTS, layers, description.cache_specs(PAGE))
     pools = StagePools(geometry, device=str(backends.device), poison=True)
     runs_on = backends.of_stage(StageCaches.of_layers(pools, layers), description.attention_geometry(PAGE),
-                                description.latent_geometry(PAGE), max_nodes=MAX_NODES)
+                                description.latent_geometry(PAGE), max_nodes=MAX_NODES, num_scratch=NUM_SCRATCH)
     model = description.load_stage(layers, numerics=backends.numerics, device=backends.device,
                                    capture_layers=capture_layers)
     return build_executor(model, runs_on, backends.device, None), pools

@@ -11,19 +11,17 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from decode.active_request import DecodeParts
+from decode.entry import DecodeLimits
 from decode.scheduler import DecodeScheduler
-from decode.service import DecodeService
-from decode.steps import DecodeLimits
+from decode.service import DecodeParts, DecodeService
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
-from engine.memory.pages import PageAllocator
-from engine.memory.slots import SlotAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
-from pool.request.reclaimer import MemoryReclaimer
+from pool.request.stay import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb

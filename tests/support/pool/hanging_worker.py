@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch
-from engine.pipeline.executor import StageExecutor
+from engine.pipeline.stages import StageExecutor
 from pool.start import start
 from prefill.worker import PrefillRole
 

@@ -8,26 +8,24 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decode.entry import Drawn, Event, Finished
+from decode.entry import DecodeLimits, Drawn, Event, Finished
 from decode.scheduler import DecodeScheduler
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength
-from decode.steps import DecodeLimits
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.latent import CpuLatentAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.core.batch import ForwardBatch
+from engine.core.draft_trees import SpecInfo
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, Request
 from engine.loop import EngineLoop
 from engine.memory.layout import CacheKind, PoolGeometry
-from engine.memory.pages import PageAllocator
+from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.memory.pools import StagePools
-from engine.memory.slots import SlotAllocator
 from engine.pipeline.channel import FrameChannel
-from engine.pipeline.executor import StageExecutor
-from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage
+from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage, StageExecutor
 from engine.pipeline.tensor_channel import TensorChannel
 from engine.sampling.guided import GuidedSampler
 from engine.speculative.drafter import Drafter
@@ -50,7 +48,8 @@ class Speculation:
 
 
 def build_executor(description: ModelDescription, layers: LayerRange, *, page_size: int, num_pages: int,
-                   num_slots: int, speculation: Speculation | None = None) -> tuple[StageExecutor, StagePools]:
+                   num_slots: int, num_scratch: int = 2,
+                   speculation: Speculation | None = None) -> tuple[StageExecutor, StagePools]:
     """One stage; its pools hold NaN, so that a read of what was never written shows."""
     pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, layers, description.cache_specs(page_size)),
                        poison=True)
@@ -73,7 +72,8 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
         return CpuRecurrent(conv_pools=convs, state_pools=states, numerics=exact)
 
     states = TreeRecurrent(slots=recurrent, conv_pools=conv, state_pools=state,
-                           max_nodes=speculation.num_draft_tokens + 1, backend_over=over_nodes)
+                           max_nodes=speculation.num_draft_tokens + 1, num_scratch=num_scratch,
+                           backend_over=over_nodes)
     found = (attention, latent, states, leftovers if speculation.poisons_leftovers else None)
     return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=states,
                          caches=[cache for cache in found if cache is not None]), pools
@@ -99,21 +99,24 @@ class Leftovers:
                         kept = max(0, context_len - place * size)
                         pool[pages[place]].narrow(-2, kept, size - kept).fill_(math.nan)
             for scratch in self.nodes:
-                first = int(batch.slot_ids[row]) * self.max_nodes
+                first = self._scratch_of(batch, row) * self.max_nodes
                 scratch[first:first + self.max_nodes] = math.nan
         for kind in (CacheKind.CONV, CacheKind.STATE):
             for pool in self.pools.of_kind(kind).values():
                 pool[0] = math.nan
 
+    def _scratch_of(self, batch: ForwardBatch, row: int) -> int:
+        return batch.spec_info.rows[row].scratch if isinstance(batch.spec_info, SpecInfo) else 0
+
 
 @contextmanager
 def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pages: int, num_slots: int,
-             partition: str | None = None, speculation: Speculation | None = None,
+             num_scratch: int = 2, partition: str | None = None, speculation: Speculation | None = None,
              connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool) -> Iterator[Pipeline]:
     """A pipeline of `size` stages; those behind the head run in threads of their own."""
     ranges = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
     executors = [build_executor(description, layers, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-                                speculation=speculation)[0]
+                                num_scratch=num_scratch, speculation=speculation)[0]
                  for layers in ranges]
     drafter = None if speculation is None else speculation.drafter(num_pages)
     if size == 1:
@@ -194,25 +197,28 @@ class LocalPool:
 
 @contextmanager
 def local_pool(description: ModelDescription, size: int = 1, *, page_size: int = 16, num_pages: int = 64,
-               max_running: int = 8, chunk_tokens: int = 128, partition: str | None = None,
+               max_running: int = 8, max_held: int = 0, chunk_tokens: int = 128, partition: str | None = None,
                speculation: Speculation | None = None,
                connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool) -> Iterator[LocalPool]:
     """Generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
-    num_slots = max_running + 1 if needs_slots else 0
+    num_slots = (max_held or max_running) + 1 if needs_slots else 0
+    num_scratch = max_running + 1 if needs_slots and speculation is not None else 0
     scheduler = DecodeScheduler(
         pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
+        scratch=SlotAllocator(num_scratch, name="states of trees"),
         limits=DecodeLimits(page_size=page_size, grid=facts.chunk_grid, depth=size, max_running=max_running,
+                            max_held=max_held, chunk_tokens=chunk_tokens,
                             max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
-                            chunk_tokens=chunk_tokens, growth_tokens=page_size,
+                            growth_tokens=page_size,
                             num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens),
         clock=SystemClock())
     if speculation is not None:
         scheduler.draft_length = speculation.draft_length
     loop = EngineLoop(scheduler)
     with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-                  partition=partition, speculation=speculation, connected=connected) as stages:
+                  num_scratch=num_scratch, partition=partition, speculation=speculation, connected=connected) as stages:
         loop.start()
         loop.post(lambda: loop.attach(stages))
         try:

@@ -14,7 +14,7 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from runtime.clock import Clock, SystemClock
 from runtime.errors import InternalError
 from transfer.agent.agent import AgentLimits, TransferAgent
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.transport.protocol import Transport
 

@@ -11,7 +11,7 @@ from engine.memory.layout import CacheKind
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
 from tests.support.transfer.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
-from transfer.plan.destination import plan_destination
+from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import StageSessionState
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile

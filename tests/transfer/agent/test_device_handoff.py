@@ -18,7 +18,7 @@ from tests.support.transfer.damaging_transport import DamagingTransport, flip
 from tests.support.transfer.handoff import Pool, hybrid_specs, wait_until
 from tests.transfer.contract import TransportContract
 from transfer.agent.agent import AgentLimits, TransferAgent
-from transfer.plan.destination import check_plan
+from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import StageSessionState
 from transfer.transport.device import DeviceTransport, Route
 from transfer.transport.protocol import Transport

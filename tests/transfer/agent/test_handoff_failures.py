@@ -18,7 +18,7 @@ from tests.support.transfer.damaging_transport import DamagingTransport, flip
 from tests.support.transfer.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
 from tests.support.transfer.transfer_child import SendingChild
 from transfer.agent.agent import AgentLimits
-from transfer.plan.destination import check_plan
+from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import SourceTerms, StageEndpoint, StageSessionState
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile

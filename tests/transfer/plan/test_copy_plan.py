@@ -1,4 +1,5 @@
-"""Any split meets any split: every record of every layer moves exactly once, and both sides agree on how."""
+"""Any split meets any split: every record of every layer moves exactly once, and both sides agree on how;
+and any changed byte, any swapped item and any damaged trailer is found."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,11 +13,24 @@ from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec
 from runtime.errors import IncompatiblePeerError
 from tests.support.transfer.handoff import hybrid_specs
-from transfer.plan.copy_plan import MAX_RUN_BYTES, CopyPlan, plan_lane
-from transfer.plan.destination import check_plan, plan_destination
+from transfer.plan.copy_plan import (
+    MAX_RUN_BYTES,
+    CopyPlan,
+    Item,
+    Lane,
+    check_plan,
+    item_digest,
+    pack_trailer,
+    plan_destination,
+    plan_lane,
+    trailer_bytes,
+    unpack_trailer,
+)
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
 
 PAGE_SIZE = 4
+ITEM = Item(3, CacheKind.KV, 10, 20, 2, 64, 8)
+LANE = Lane(0, 1, 1 << 24, (ITEM, ITEM._replace(layer_id=4)))
 
 
 def stages_of(num_layers: int, cuts: set[int]) -> tuple[StageEndpoint, ...]:
@@ -177,3 +191,36 @@ def test_names_say_what_and_where() -> None:
     source = terms((1, 2, 3), 9, num_layers=2, chunk_tokens=100)
     items = plan_lane(source, destination_of(source, (4, 5, 6), specs, num_layers=2), specs, 0, 0)
     assert [item.name for item in items] == ["layer 0 conv slot 5", "layer 0 state slot 5", "layer 1 kv pages 4-6"]
+
+
+def test_every_flipped_bit_changes_the_digest() -> None:
+    data = bytearray(range(64))
+    digests = {item_digest(memoryview(data), ITEM, 5)}
+    for i in range(64 * 8):
+        data[i // 8] ^= 1 << i % 8
+        digests.add(item_digest(memoryview(data), ITEM, 5))
+        data[i // 8] ^= 1 << i % 8
+    assert len(digests) == 64 * 8 + 1
+
+
+@pytest.mark.parametrize("other", [ITEM._replace(layer_id=4), ITEM._replace(kind=CacheKind.STATE),
+                                   ITEM._replace(dest_index=21), ITEM._replace(num_records=1)])
+def test_the_same_bytes_under_another_identity_differ(other: Item) -> None:
+    data = memoryview(bytes(64))
+    assert item_digest(data, ITEM, 5) != item_digest(data, other, 5)
+    assert item_digest(data, ITEM, 5) != item_digest(data, ITEM, 6)
+
+
+def test_the_source_index_does_not_matter() -> None:
+    data = memoryview(bytes(64))
+    assert item_digest(data, ITEM, 5) == item_digest(data, ITEM._replace(source_index=99, ready_tokens=1), 5)
+
+
+def test_a_trailer_gives_its_digests_back_and_every_damage_is_found() -> None:
+    trailer = pack_trailer(LANE, [11, 2**64 - 1])
+    assert len(trailer) == trailer_bytes(LANE)
+    assert unpack_trailer(LANE, trailer) == (11, 2**64 - 1)
+    for i in range(len(trailer)):
+        trailer[i] ^= 4
+        assert unpack_trailer(LANE, trailer) is None
+        trailer[i] ^= 4

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from transfer.transport.wakeup import Wakeup
+from transfer.transport.protocol import Wakeup
 
 BESIDE_S = 0.2  # for a call that is free to end to do so; one that has to wait for the other waits as long
 

@@ -5,7 +5,7 @@ import pytest
 from runtime.clock import ManualClock
 from runtime.errors import HandoffError
 from tests.support.device.device_memory import HandEvent
-from transfer.agent.readiness import LOOK_AHEAD, POLL_S, DoneLayer, LayerGate
+from transfer.agent.prompts import LOOK_AHEAD, POLL_S, DoneLayer, LayerGate
 
 
 class Gate(LayerGate):

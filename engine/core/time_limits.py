@@ -1,9 +1,12 @@
-"""When an engine that goes on for long with one step counts as hung."""
+"""How long a step, and a frame between stages, may take before the engine counts as hung, or the pool as broken."""
+
+from collections import deque
 
 from runtime.clock import Clock
 
 LIMIT_STEPS, LIMIT_FLOOR_S, LIMIT_UNKNOWN_S, LIMIT_MEMORY = 20, 60.0, 600.0, 0.999
 MAX_LOOK_S = 1.0
+FACTOR, WINDOW = 8, 64
 
 
 class StepLimit:
@@ -32,8 +35,8 @@ class StepLimit:
 
 
 class HangWatch:
-    """Whether a loop is over its limit, for who looks now and then. A look that comes late was held up itself, as the
-    whole process may have been: it counts for no more than `MAX_LOOK_S`."""
+    """Whether a loop is over its limit, for a caller that looks now and then. A look that comes late was held up
+    itself, as the whole process may have been: it counts for no more than `MAX_LOOK_S`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -48,3 +51,21 @@ class HangWatch:
         self._busy_s = self._busy_s + look_s if same else 0.0
         self._since_s = busy_since_s
         return self._busy_s > limit_s
+
+
+class FrameLimit:
+    """How long the next stage may take for a frame: at least `least_s`, and `FACTOR` times the longest of the last
+    `WINDOW` steps: a pool whose steps are long by nature is not broken, and one whose steps are short is known to be
+    soon enough. Belongs to one thread."""
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+        self._steps_s: deque[float] = deque(maxlen=WINDOW)
+
+    def measured(self, seconds: float) -> None:
+        """A step took so long."""
+        self._steps_s.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        return max(self._least_s, FACTOR * max(self._steps_s, default=0.0))

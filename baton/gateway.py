@@ -1,0 +1,238 @@
+"""`baton gateway`: OpenAI's HTTP API in front of one or more routers, served by the published gateway `smg`.
+
+    baton gateway --router 127.0.0.1:7000 --listen 127.0.0.1:8000
+
+The routers run with `--vllm-engine`; the gateway reads their tokenizer from there, so it needs no model directory. What
+is set here is what differs from the gateway's own defaults, and why; `--flag=--tool-call-parser=hermes` gives it more.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import uuid
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import httpx2
+import typer
+from pydantic import Field
+
+from runtime.announce import Announcement, write_announcement
+from runtime.config import Address, AddressField, Config, load, parse_address
+from runtime.errors import BatonError, ConfigError, UnavailableError
+from runtime.log import LEVELS, LogStyle
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.supervision import EXIT_CONFIG, EXIT_FAILED
+from runtime.tokens import read_tokens
+
+DEFAULT_LISTEN = "127.0.0.1:8000"
+_MODULES = ("smg", "smg_grpc_proto")
+_LOOK_S = 0.05  # between two looks at whether it is ready
+_LOOK_TIMEOUT_S = 5.0
+# Of the gateway's levels: at its own "info" it logs every step of its start and every worker it looks at.
+_LEVELS = {"debug": "info", "info": "warn", "warning": "error", "error": "error"}
+# What a router does better, or what would hurt behind one:
+_ALWAYS = (
+    "--backend", "vllm", "--policy", "round_robin",
+    "--disable-worker-overload-protection",  # routers queue, and say themselves when they are full
+    "--disable-retries",  # OpenAI's clients retry; two layers of it make a storm of an overload
+    "--disable-circuit-breaker",  # refuses a minute long after ten errors, with no other router to go to
+    "--no-remove-unhealthy-workers", "--health-check-interval-secs", "2", "--health-check-timeout-secs", "2",
+    "--health-success-threshold", "1",  # a router that comes back is used again within seconds
+)
+
+
+class GatewayConfig(Config):
+    """Settings of a gateway: flags and the [gateway] table of a TOML file."""
+
+    router: tuple[AddressField, ...] = Field(min_length=1)
+    listen: AddressField = DEFAULT_LISTEN
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_host: str = "127.0.0.1"
+    announce: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    token_file: Path | None = None
+    stored_responses: int = Field(default=10_000, ge=0, le=1_000_000)
+    max_body_bytes: int = Field(default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request.")
+    drain_s: int = Field(default=30, ge=1, le=86_400)
+    flag: tuple[str, ...] = ()
+    log_level: str = "info"
+    log_style: LogStyle = LogStyle.HUMAN
+
+    def check(self) -> None:
+        """Raises ConfigError for what the single settings do not show."""
+        if self.log_level not in LEVELS:
+            raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, got {self.log_level!r}",
+                              field="log_level")
+        for field, path in (("tls_cert", self.tls_cert), ("tls_key", self.tls_key)):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"{field}: {path} is no file", field=field)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key must be given together", field="tls_cert")
+
+
+def check_can_serve(listen: str, model: Path, security: ChannelSecurity) -> None:
+    """Raises ConfigError where no gateway can be put before the routers of `model`, which ask for `security`."""
+    parse_address(listen, field="http")
+    check_installed()
+    if not (model / "tokenizer.json").is_file():
+        raise ConfigError(f"--http needs a tokenizer: {model} has no tokenizer.json", field="http")
+    if security != PLAIN_CHANNEL:
+        raise ConfigError("--http cannot be used with TLS or tokens between the processes: the gateway shows routers "
+                          "neither", field="http")
+
+
+def check_installed() -> None:
+    """Raises ConfigError when the extra `http` is missing."""
+    missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the OpenAI gateway needs the package {missing[0]}: pip install 'baton[http]'", field="http")
+
+
+async def wait_ready(address: str, *, timeout_s: float) -> None:
+    """Until the gateway at HOST:PORT has a router that serves, and its tokenizer. Raises UnavailableError naming what
+    it lacks when that takes longer."""
+    reason = "it does not listen"
+    try:
+        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=_LOOK_TIMEOUT_S) as client:
+            while True:
+                try:
+                    response = await client.get(f"http://{address}/readiness")
+                except httpx2.HTTPError as error:
+                    reason = str(error) or type(error).__name__
+                else:
+                    if response.is_success:
+                        return
+                    reason = response.text
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        raise UnavailableError(f"the gateway at {address} is not ready after {timeout_s:.0f} s: {reason}") from None
+
+
+def curl_line(address: str, model: str) -> str:
+    """A question to try."""
+    body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": "Count from 3 by 2."}]}
+    header, data = shlex.quote("content-type: application/json"), shlex.quote(json.dumps(body))
+    return f"curl http://{address}/v1/chat/completions -H {header} -d {data}"
+
+
+def arguments_of(config: GatewayConfig, listen: Address, metrics_port: int) -> list[str]:
+    """The arguments of `smg launch`, but for what must not be seen in a list of processes. Raises ConfigError for a
+    token file that cannot be used."""
+    arguments = [*_ALWAYS, "--worker-urls", *(f"grpc://{router}" for router in config.router),
+                 "--host", listen.host, "--port", str(listen.port),
+                 "--prometheus-host", config.metrics_host, "--prometheus-port", str(metrics_port),
+                 "--log-level", _LEVELS[config.log_level], "--max-payload-size", str(config.max_body_bytes),
+                 "--shutdown-grace-period-secs", str(config.drain_s)]
+    if config.log_style is LogStyle.JSON:
+        arguments.append("--log-json")
+    if config.stored_responses:
+        arguments += ["--history-memory-max-responses", str(config.stored_responses)]
+    else:
+        arguments += ["--history-backend", "none"]
+    if config.tls_cert is not None and config.tls_key is not None:
+        arguments += ["--tls-cert-path", str(config.tls_cert), "--tls-key-path", str(config.tls_key)]
+    return [*arguments, *_keys(config), *config.flag]
+
+
+def _keys(config: GatewayConfig) -> list[str]:
+    """Adding and removing routers over HTTP is closed by a key that nobody knows."""
+    keys = ["--control-plane-api-keys", f"baton:baton:admin:{secrets.token_hex(32)}"]
+    if config.token_file is not None:
+        for number, (name, token) in enumerate(read_tokens(config.token_file), 1):
+            keys += ["--tenant-api-key", f"{name or f'client-{number}'}:{token}"]
+    return keys
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"flag: {message}", field="flag")
+
+
+def serve(config: GatewayConfig) -> None:
+    """Until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: the extra is missing, or a setting is refused.
+        UnavailableError: it cannot listen.
+    """
+    config.check()
+    check_installed()
+    from smg.router import Router
+    from smg.router_args import RouterArgs
+
+    listen, metrics_port = _chosen(config)
+    parser = _Parser(add_help=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    given = RouterArgs.from_cli_args(parser.parse_args(arguments_of(config, listen, metrics_port)),
+                                     use_router_prefix=False)
+    if config.announce is not None:  # it listens in a moment; /readiness says when it serves
+        write_announcement(config.announce, Announcement(str(listen), metrics_port, os.getpid(), uuid.uuid4().hex))
+    try:
+        Router.from_args(given).start()
+    except ValueError as error:
+        raise ConfigError(str(error), field="flag") from error
+    except (OSError, RuntimeError) as error:
+        raise UnavailableError(f"the gateway ended: {error}") from error
+
+
+def _chosen(config: GatewayConfig) -> tuple[Address, int]:
+    """Where to listen, with ports for those that were left open."""
+    listen = parse_address(config.listen, field="listen")
+    if not listen.port:
+        listen = Address(listen.host, _free_port(listen.host))
+    return listen, config.metrics_port or _free_port(config.metrics_host)
+
+
+def _free_port(host: str) -> int:
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            port: int = probe.getsockname()[1]
+            return port
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}", field="listen") from error
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def gateway(
+    router: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a router with --vllm-engine; repeat.")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT for HTTP; port 0: any free one.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve /metrics here; 0: any free port.")] = None,
+    metrics_host: Annotated[str | None, typer.Option(help="Address /metrics is served on.")] = None,
+    announce: Annotated[Path | None, typer.Option(help="Write a JSON file here at the start.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate: clients connect by HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="API keys clients must show, one per line.")] = None,
+    stored_responses: Annotated[int | None, typer.Option(
+        help="Responses kept in memory, to be asked for or gone on from; 0: none.")] = None,
+    drain_s: Annotated[int | None, typer.Option(help="Seconds SIGTERM leaves running requests.")] = None,
+    flag: Annotated[list[str] | None, typer.Option(
+        help="A further flag of `smg launch`, as --flag=--tool-call-parser=hermes; repeat.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with a [gateway] table; flags beat it.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
+) -> None:
+    """Serve OpenAI's HTTP API in front of one or more routers."""
+    flags = {"router": router or None, "listen": listen, "metrics_port": metrics_port, "metrics_host": metrics_host,
+             "announce": announce, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file,
+             "stored_responses": stored_responses, "drain_s": drain_s, "flag": flag or None, "log_level": log_level,
+             "log_style": log_style}
+    try:
+        serve(load(GatewayConfig, section="gateway", flags=flags, file=config))
+    except BatonError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED) from None
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,137 @@
+"""When a call that failed is made again, and at which router. Pure: time and chance come in, decisions go out."""
+
+import random
+import threading
+from dataclasses import dataclass
+
+from runtime.clock import Clock
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    DuplicateRequestError,
+    FieldViolation,
+    HandoffError,
+    InvalidRequestError,
+    PeerLostError,
+    UnavailableError,
+)
+
+FIRST_SUSPICION_S, LAST_SUSPICION_S = 0.5, 8.0
+SPREAD_S = 0.05  # over which the streams of a router that died go to the others
+MAX_JITTER = 0.25  # of what a server asked for, on top of it
+
+
+@dataclass(frozen=True)
+class Retry:
+    """`attempts` of a call of which nothing has come; `resumptions`, one after the other without anything new, of an
+    answer that has begun. Workers that died of a request may have died from it, so that is tried again only `lost`
+    times. Pauses: what the server asks for and up to a quarter more, else `first_pause_s` doubled up to `last_pause_s`.
+    No attempt begins after the deadline."""
+
+    attempts: int = 4
+    resumptions: int = 10
+    lost: int = 1
+    first_pause_s: float = 0.1
+    last_pause_s: float = 5.0
+
+
+DEFAULT_RETRY = Retry()
+NO_RETRY = Retry(attempts=1, resumptions=0, lost=0)
+
+
+class Targets:
+    """Routers take turns; one that failed is passed over for a while, unless all have. May be shared by threads."""
+
+    def __init__(self, count: int, clock: Clock, rng: random.Random) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._turn = rng.randrange(count)
+        self._trusted_at_s = [0.0] * count
+        self._suspicion_s = [FIRST_SUSPICION_S] * count
+
+    def __len__(self) -> int:
+        return len(self._trusted_at_s)
+
+    def next(self) -> int:
+        """Whom to ask."""
+        with self._lock:
+            now, count = self._clock.now(), len(self)
+            in_turn = [(self._turn + step) % count for step in range(count)]
+            chosen = min(in_turn, key=lambda index: max(self._trusted_at_s[index], now))
+            self._turn = (chosen + 1) % count
+            return chosen
+
+    def answered(self, index: int) -> None:
+        """It lives."""
+        with self._lock:
+            self._trusted_at_s[index], self._suspicion_s[index] = 0.0, FIRST_SUSPICION_S
+
+    def failed(self, index: int, error: BatonError) -> None:
+        """Whether that says something about the router is for this to know."""
+        if not _is_routers_own(error):
+            return
+        with self._lock:
+            self._trusted_at_s[index] = self._clock.now() + max(self._suspicion_s[index], error.retry_after_s or 0.0)
+            self._suspicion_s[index] = min(2 * self._suspicion_s[index], LAST_SUSPICION_S)
+
+
+class Patience:
+    """With one call, from its first attempt to its end. `limit_s` is its deadline, from now."""
+
+    def __init__(self, retry: Retry, limit_s: float | None, num_targets: int, clock: Clock, rng: random.Random) -> None:
+        self._retry = retry
+        self._num_targets = num_targets
+        self._clock = clock
+        self._rng = rng
+        self._ends_at_s = None if limit_s is None else clock.now() + limit_s
+        self._has_begun = False
+        self._failures = 0  # in a row, with nothing new between them
+        self._lost = 0
+
+    def left_s(self) -> float | None:
+        """Until the deadline; None without one."""
+        return None if self._ends_at_s is None else max(0.0, self._ends_at_s - self._clock.now())
+
+    def progressed(self) -> None:
+        """Something came that had not come before."""
+        self._has_begun, self._failures = True, 0
+
+    def pause_after(self, error: BatonError) -> float:
+        """Seconds until the next attempt. Raises `error` where there is none."""
+        self._failures += 1
+        self._lost += isinstance(error, PeerLostError | HandoffError)
+        most = self._retry.resumptions + 1 if self._has_begun else self._retry.attempts
+        if not self._may_help(error) or self._failures >= most or self._lost > self._retry.lost:
+            raise error
+        pause_s = self._pause_s(error)
+        left_s = self.left_s()
+        if left_s is not None and pause_s >= left_s:
+            raise error
+        return pause_s
+
+    def _may_help(self, error: BatonError) -> bool:
+        if isinstance(error, CapacityError):
+            return error.retry_after_s is not None  # else it is the request that is too large
+        if isinstance(error, DuplicateRequestError):
+            return self._failures > 1 or self._has_begun  # its former self, which the router has not given up yet
+        return isinstance(error, UnavailableError | HandoffError)
+
+    def _pause_s(self, error: BatonError) -> float:
+        if _is_routers_own(error) and self._failures < self._num_targets:
+            return self._rng.uniform(0.0, SPREAD_S)  # another router has not been asked yet
+        if error.retry_after_s is not None:
+            return error.retry_after_s * self._rng.uniform(1.0, 1.0 + MAX_JITTER)
+        longest_s = min(self._retry.first_pause_s * 2.0 ** (self._failures - 1), self._retry.last_pause_s)
+        return longest_s * self._rng.uniform(0.5, 1.0)
+
+
+def _is_routers_own(error: BatonError) -> bool:
+    """Whether another router might do better at once: full pools and dead workers are the same for all."""
+    return isinstance(error, UnavailableError) and not isinstance(error, PeerLostError)
+
+
+def checked_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Each once. Raises InvalidRequestError without any."""
+    if not targets:
+        raise InvalidRequestError(FieldViolation("targets", "must name at least one router"))
+    return tuple(dict.fromkeys(targets))

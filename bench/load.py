@@ -1,0 +1,104 @@
+"""`python -m bench.load`: what the digest over every byte of the weights costs a load.
+
+A checkpoint of Qwen3-0.6B's shape (1.19 GB of random bf16) is loaded whole, as a pool of one stage loads it: read from
+the page cache and packed for the kernels. Loads with and without the digest take turns, the first one in turn, too;
+`cost` is the median over rounds of what the digest adds, as a share of the load without it. `foreign_cores` says how
+many cores other processes took: above 0.2 the figures are noise.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
+
+
+def measure(folder: Path, rounds: int) -> dict[str, float]:
+    """Alternate loads of the checkpoint in `folder`."""
+    from bench.report import foreign_cpu_s
+
+    for digested in (False, True):
+        load_s(folder, digested=digested)
+    started, foreign_s = time.monotonic(), foreign_cpu_s()
+    plain: list[float] = []
+    digested_s: list[float] = []
+    for number in range(rounds):
+        for digested in (False, True) if number % 2 else (True, False):
+            (digested_s if digested else plain).append(load_s(folder, digested=digested))
+    costs = [with_it / without - 1 for with_it, without in zip(digested_s, plain, strict=True)]
+    return {
+        "bytes": float((folder / "model.safetensors").stat().st_size), "rounds": rounds,
+        "load_s": round(median(plain), 3), "digested_load_s": round(median(digested_s), 3),
+        "cost": round(median(costs), 4), "least_cost": round(min(costs), 4), "greatest_cost": round(max(costs), 4),
+        "foreign_cores": round((foreign_cpu_s() - foreign_s) / (time.monotonic() - started), 2),
+    }
+
+
+def load_s(folder: Path, *, digested: bool) -> float:
+    """Seconds of one load, from the files' headers to the last packed matrix."""
+    from engine.core.layer_range import LayerRange
+    from engine.core.numerics import Numerics
+    from models.loader import read_model
+    from models.weights_digest import WeightsDigest
+
+    gc.collect()  # what the load before has left
+    started = time.perf_counter()
+    model = read_model(folder)
+    stage = model.load_stage(LayerRange(0, model.facts.num_layers), numerics=Numerics.EXACT,
+                             digest=WeightsDigest() if digested else None)
+    seconds = time.perf_counter() - started
+    del stage
+    return seconds
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Random weights of the shape that `bench.engine` measures, under the names transformers gives them."""
+    import torch
+    from safetensors.torch import save_file
+
+    from bench.engine_sides import MODEL
+
+    (hidden, heads, kv_heads, dim, inner, vocab) = (int(str(MODEL[name])) for name in (
+        "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"))
+    layer = {
+        "self_attn.q_proj": (heads * dim, hidden), "self_attn.k_proj": (kv_heads * dim, hidden),
+        "self_attn.v_proj": (kv_heads * dim, hidden), "self_attn.o_proj": (hidden, heads * dim),
+        "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,), "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for number in range(int(str(MODEL["num_hidden_layers"]))):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    random = torch.Generator().manual_seed(0)
+    save_file({name: torch.randn(shape, generator=random).mul(0.02).bfloat16() for name, shape in shapes.items()},
+              folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="default 9")
+    parser.add_argument("--threads", type=int, default=2, help="of the kernels that pack, default 2")
+    parser.add_argument("--json", action="store_true", help="a JSON object")
+    flags = parser.parse_args()
+    os.environ.update(HUGE_PAGES)
+    import torch
+
+    from bench.report import render
+
+    torch.set_num_threads(flags.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder))
+        print(render("load", measure(Path(folder), flags.rounds), as_json=flags.json), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Root-mean-square norms and rotary embedding on the host, each in one pass over the tokens, where torch makes seven
+and four.
+
+What a norm makes of a row depends on the row alone, what a rotation makes of an element on its pair and its angle
+alone.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray, njit
+from torch import Tensor
+
+from engine.kernels.host.compiled import (
+    DONE,
+    NEXT,
+    PART,
+    STORED_AS,
+    Team,
+    compile_kernel,
+    count_up,
+    launch_integers,
+    pointer_to,
+    record,
+    rounded,
+    wide,
+)
+
+_NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "eps_bits")
+_ROTATION = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
+_ITEM_TOKENS = 16
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool) -> Tensor:
+    """x: [T, heads, D] or [T, D], dense within a token; weight: [D] or [heads, D], dense; each bf16 or fp32. With
+    `rounds_first` the unit row is rounded to x's type before it is multiplied, else after only. Returns a new tensor in
+    x's shape and type."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    if not len(x):
+        return out
+    num_tokens, width = x.shape[0], x.shape[-1]
+    launch_integers(_norm_for(x.dtype, weight.dtype, rounds_first), (
+        -(-num_tokens // _ITEM_TOKENS), num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0),
+        weight.numel() // width, x.data_ptr(), weight.data_ptr(), out.data_ptr(), _bits(eps)), team)
+    return out
+
+
+@cache
+def _bits(eps: float) -> int:
+    return int(np.float32(eps).view(np.uint32))
+
+
+@cache
+def _norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):  # noqa: FBT001
+    stored, weighed = STORED_AS[dtype], STORED_AS[weight_dtype]
+
+    def work(pointer):
+        _norm_tokens(pointer, stored, weighed, rounds_first)
+
+    name = f"rms_norm_{stored.__name__}_{weighed.__name__}_{'twice' if rounds_first else 'once'}"
+    return compile_kernel(work, _NORM, name, __file__)
+
+
+@njit(**PART)
+def _norm_tokens(pointer, stored, weighed, rounds_first):
+    """One thread's part: a few tokens at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    x = carray(pointer_to(a.x, stored), (a.num_tokens - 1) * a.stride + a.num_heads * a.width)
+    weight = carray(pointer_to(a.weight, weighed), (a.num_weights, a.width))
+    out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_heads, a.width))
+    eps = np.uint32(a.eps_bits).view(np.float32)
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
+            for head in range(a.num_heads):
+                first = token * a.stride + head * a.width
+                row = x[first:first + a.width]
+                _norm(row, weight[head % a.num_weights], eps, out[token, head], stored, rounds_first)
+        count_up(pointer, DONE)
+
+
+@njit(**PART)
+def _norm(x, weight, eps, out, stored, rounds_first):
+    total = np.float32(0)
+    for place in range(len(x)):
+        total += wide(x[place]) * wide(x[place])
+    factor = np.float32(1) / np.sqrt(total / np.float32(len(x)) + eps)
+    for place in range(len(x)):
+        unit = wide(x[place]) * factor
+        if rounds_first:
+            unit = wide(rounded(unit, stored))
+        out[place] = rounded(unit * wide(weight[place]), stored)
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, team: Team) -> Tensor:
+    """Pairs (i, i + half) of the first 2 * half channels turned, the rest kept.
+
+    x: [T, heads, D] bf16 or fp32, dense within a token; cos, sin: [T, 1, half] in x's type, dense. Returns a new tensor
+    in x's shape and type.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype)
+    if not len(x):
+        return out
+    launch_integers(_rotation_for(x.dtype), (
+        -(-x.shape[0] // _ITEM_TOKENS), *x.shape, x.stride(0), cos.shape[-1], x.data_ptr(), cos.data_ptr(),
+        sin.data_ptr(), out.data_ptr()), team)
+    return out
+
+
+@cache
+def _rotation_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _rotate_tokens(pointer, stored)
+
+    return compile_kernel(work, _ROTATION, f"rotate_{stored.__name__}", __file__)
+
+
+@njit(**PART)
+def _rotate_tokens(pointer, stored):
+    """One thread's part: a few tokens at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    x = carray(pointer_to(a.x, stored), (a.num_tokens - 1) * a.stride + a.num_heads * a.width)
+    cos = carray(pointer_to(a.cos, stored), (a.num_tokens, a.half))
+    sin = carray(pointer_to(a.sin, stored), (a.num_tokens, a.half))
+    out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_heads, a.width))
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
+            for head in range(a.num_heads):
+                first = token * a.stride + head * a.width
+                _turn(x[first:first + a.width], cos[token], sin[token], out[token, head], stored)
+        count_up(pointer, DONE)
+
+
+@njit(**PART)
+def _turn(x, cos, sin, out, stored):
+    half = len(cos)
+    for place in range(half):
+        a, b = wide(x[place]), wide(x[half + place])
+        out[place] = rounded(a * wide(cos[place]) - b * wide(sin[place]), stored)
+        out[half + place] = rounded(b * wide(cos[place]) + a * wide(sin[place]), stored)
+    for place in range(2 * half, len(x)):
+        out[place] = x[place]

@@ -1,0 +1,256 @@
+"""A request's stay on a pool, the same for both roles: how it begins, what happens to it, how it ends.
+
+`open_stream` and `read_request` check the stream's first message before any work; `Inbox` is the one queue of
+everything that can happen to a request, so there is one place where it waits; `serve` runs the stay; `MemoryReclaimer`
+ends what it leaves behind.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+
+from google.protobuf.message import Message
+
+from engine.core.request import Request
+from engine.loop import EngineLoop
+from pool.pipeline.grammars import GrammarCheck
+from pool.pipeline.group import Session, SessionReports
+from pool.pipeline.leader import Leader
+from pool.request.conversion import check_grammar, request_from_proto
+from pool.stage.metrics import LeaderMeters
+from pool.stage.stage import StagePlan
+from protos import types_pb2
+from runtime.clock import HELD_UP_S
+from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError, UnavailableError
+from runtime.log import bind
+from runtime.server import first_message
+from runtime.tracing import note
+
+logger = logging.getLogger(__name__)
+
+MessageT = TypeVar("MessageT", bound=Message)
+EventT = TypeVar("EventT")
+ResponseT = TypeVar("ResponseT", covariant=True)
+
+OPEN_TIMEOUT_S = 10.0
+DRAIN_TIMEOUT_S = 30.0
+MAX_UNREAD = 16
+
+
+@dataclass(frozen=True)
+class StreamEnded:
+    """The caller half-closed: it sends nothing more and still reads."""
+
+
+@dataclass(frozen=True)
+class SessionChanged:
+    """A stage reported; the session holds what."""
+
+
+class Inbox(Generic[MessageT, EventT]):
+    """The stream's messages, the engine's events and the session's reports of one request, in one queue.
+
+    Use as a context manager on the event loop's thread; leaving it stops the reader of the stream.
+
+    A request makes as many entries as it has tokens and stages, so these need no bound of their own. Of the caller's
+    messages no more than `MAX_UNREAD` are read ahead.
+    """
+
+    def __init__(self, stream: AsyncIterator[MessageT]) -> None:
+        self._stream = stream
+        self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionChanged] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MAX_UNREAD)
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _read(self) -> None:
+        async for message in self._stream:
+            await self._room.acquire()
+            self._queue.put_nowait(message)
+        self._queue.put_nowait(StreamEnded())
+
+    def emit(self, event: EventT) -> None:
+        """An engine event; any thread."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+    def session_changed(self) -> None:
+        """Event loop's thread."""
+        self._queue.put_nowait(SessionChanged())
+
+    async def get(self, timeout_s: float | None, waiting_for: str) -> MessageT | EventT | StreamEnded | SessionChanged:
+        """The next thing that happened. `timeout_s` None waits as long as the stream lives.
+
+        Raises:
+            DeadlineError: nothing happened in time; the message says what was waited for.
+        """
+        try:
+            # Not wait_for: before Python 3.12 it loses a cancellation that meets an item.
+            async with asyncio.timeout(timeout_s):
+                item = await self._queue.get()
+        except TimeoutError:
+            raise DeadlineError(f"gave up waiting for {waiting_for}") from None
+        if isinstance(item, Message):
+            self._room.release()
+        return item
+
+
+class MemoryReclaimer:
+    """Ends what a request leaves behind, after its stream is gone: closes its session everywhere, waits for the drain,
+    and only then gives its memory back. Two lifetimes, request and transfer; memory is free when both have ended.
+
+    Runs one short task per ended request. `unhealthy` is called for a session that will not drain: its memory stays
+    leased, because a transfer may still write to it."""
+
+    def __init__(self, reports: SessionReports, loop: EngineLoop, unhealthy: Callable[[str], None]) -> None:
+        self._reports = reports
+        self._loop = loop
+        self._unhealthy = unhealthy
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def open_tasks(self) -> int:
+        return len(self._tasks)
+
+    def end(self, release: Callable[[], None], *, close: Callable[[], None] | None = None,
+            session: Session | None = None) -> None:
+        """`close` aborts or releases on every stage; `release` runs on the engine thread once `session` has drained.
+        None: none was ever opened."""
+        if close is not None:
+            close()
+        if session is None:
+            self._loop.post(release)
+            return
+        drained = self._reports.drained(session)
+        if drained.is_set():
+            self._reports.forget(session.session_id, session.epoch)
+            self._loop.post(release)
+            return
+        task = asyncio.create_task(self._finish(release, session.session_id, session.epoch, drained))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _finish(self, release: Callable[[], None], session_id: str, epoch: int,
+                      drained: asyncio.Event) -> None:
+        if not await _in_time(drained):
+            self._unhealthy(f"session {session_id} did not drain within {DRAIN_TIMEOUT_S} s")
+            return
+        self._reports.forget(session_id, epoch)
+        self._loop.post(release)
+
+
+async def _in_time(drained: asyncio.Event) -> bool:
+    """Whether it is set within the time, for all of which this process must have listened: one that was stopped and
+    goes on has to read first what was reported meanwhile."""
+    loop = asyncio.get_running_loop()
+    due_at = loop.time() + DRAIN_TIMEOUT_S
+    while not drained.is_set():
+        try:
+            async with asyncio.timeout_at(due_at):
+                await drained.wait()
+        except TimeoutError:
+            now = loop.time()
+            if now - due_at < HELD_UP_S:
+                break
+            due_at = now + DRAIN_TIMEOUT_S
+    return drained.is_set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestParts:
+    """What a request on a pool of either role works with."""
+
+    leader: Leader
+    plan: StagePlan
+    reclaimer: MemoryReclaimer
+    meters: LeaderMeters
+    grammars: GrammarCheck | None = None
+    stall_s: float = 120.0  # how long the caller may leave a response unread
+
+
+class Stay(Protocol[ResponseT]):
+    """A request's stay on a pool, from its place in the scheduler to its end."""
+
+    def run(self) -> AsyncIterator[ResponseT]:
+        """What the stream is sent. Raises BatonError for what ended the request before its time."""
+        ...
+
+    def end(self) -> None:
+        """Close what is open and give the memory back once nothing can touch it. Event loop's thread; never waits."""
+        ...
+
+
+async def open_stream(parts: RequestParts, stream: AsyncIterator[MessageT], *, role: str, expected: str) -> MessageT:
+    """The message that opens a stream, whose `input` must be the `expected` one.
+
+    Raises:
+        UnavailableError: the pool does not serve.
+        InvalidRequestError: the stream opens with something else, or with nothing.
+        DeadlineError: no message came in time.
+    """
+    if not parts.leader.serving:
+        raise UnavailableError(f"the {role} pool does not serve: {parts.leader.reason}")
+    opening = await first_message(stream, OPEN_TIMEOUT_S)
+    if opening.WhichOneof("input") != expected:
+        raise InvalidRequestError(FieldViolation("input", f"the first message must be {expected}"))
+    return opening
+
+
+def read_request(parts: RequestParts, message: types_pb2.EngineRequest) -> Request:
+    """Raises InvalidRequestError naming every field that this pool could not serve."""
+    request = request_from_proto(message, vocab_size=parts.plan.description.facts.vocab_size,
+                                 max_context_tokens=parts.plan.max_context_tokens)
+    note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
+    return request
+
+
+@contextmanager
+def _cancelled_after(stall_s: float) -> Iterator[None]:
+    """The task of this block, if the block lasts for so long. Not `asyncio.timeout`: the block ends by being closed."""
+    task = asyncio.current_task()
+    assert task is not None
+    stalled = asyncio.get_running_loop().call_later(stall_s, _cancel, task, stall_s)
+    try:
+        yield
+    finally:
+        stalled.cancel()
+
+
+def _cancel(task: asyncio.Task[object], stall_s: float) -> None:
+    logger.warning("a caller has read nothing for %g s: its request is ended", stall_s)
+    task.cancel()
+
+
+async def serve(parts: RequestParts, inbox: Inbox[MessageT, EventT], request: Request,
+                begin: Callable[[], Awaitable[Stay[ResponseT]]]) -> AsyncGenerator[ResponseT, None]:
+    """The responses of one request, whose stay `begin` takes a place for. Close it: it ends the stay.
+
+    A caller that leaves a response unread for `stall_s` is gone, though its connection lives: its handler, which waits
+    for it in gRPC, is cancelled, as if it had dropped the stream.
+
+    Raises as `check_grammar`, `begin` and `Stay.run` do.
+    """
+    await check_grammar(request, parts.grammars)
+    with bind(request_id=request.request_id), inbox:
+        stay = await begin()
+        try:
+            async for response in stay.run():
+                with _cancelled_after(parts.stall_s):
+                    yield response
+        except DeadlineError:
+            parts.meters.handoff.leases_expired.inc()
+            raise
+        finally:
+            stay.end()

@@ -1,0 +1,98 @@
+"""What a gateway is started with, and what is refused before. Gateways that run are in tests/cluster/test_openai.py."""
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.gateway import GatewayConfig, arguments_of, check_can_serve, check_installed, serve, wait_ready
+from runtime.config import Address, load
+from runtime.errors import ConfigError, UnavailableError
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.tokens import OwnToken
+
+HERE = Address("127.0.0.1", 8000)
+
+
+def settings(**given: Any) -> GatewayConfig:  # noqa: ANN401
+    return GatewayConfig.model_validate({"router": ("127.0.0.1:7000",), **given})
+
+
+def values_of(arguments: list[str], flag: str) -> list[str]:
+    """What follows each `flag`."""
+    return [arguments[index + 1] for index, argument in enumerate(arguments) if argument == flag]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def test_every_router_is_given_and_what_they_do_better_is_off() -> None:
+    arguments = arguments_of(settings(router=("a:1", "[::1]:2"), flag=("--tool-call-parser", "qwen")), HERE, 9)
+    start = arguments.index("--worker-urls")
+    assert arguments[start + 1:start + 3] == ["grpc://a:1", "grpc://[::1]:2"]
+    assert {"--disable-retries", "--disable-circuit-breaker"} <= set(arguments)
+    assert arguments[-2:] == ["--tool-call-parser", "qwen"]
+    assert (values_of(arguments, "--port"), values_of(arguments, "--prometheus-port")) == (["8000"], ["9"])
+    assert values_of(arguments, "--history-memory-max-responses") == ["10000"]
+    assert values_of(arguments_of(settings(stored_responses=0), HERE, 9), "--history-backend") == ["none"]
+
+
+def test_the_key_of_its_control_plane_is_nobodys() -> None:
+    keys = [values_of(arguments_of(settings(), HERE, 9), "--control-plane-api-keys") for _ in range(2)]
+    assert keys[0] != keys[1]
+    assert len(keys[0][0].rpartition(":")[2]) == 64
+
+
+def test_the_keys_of_clients_are_named(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# ours\nalice 0123456789abcdef0123\nfedcba98765432100123\n")
+    arguments = arguments_of(settings(token_file=tmp_path / "keys"), HERE, 9)
+    assert values_of(arguments, "--tenant-api-key") == ["alice:0123456789abcdef0123", "client-2:fedcba98765432100123"]
+
+
+def test_a_file_of_settings_has_a_table_for_it(tmp_path: Path) -> None:
+    (tmp_path / "baton.toml").write_text('[gateway]\nrouter = ["r:7000"]\nmax_body_bytes = 4096\n')
+    config = load(GatewayConfig, section="gateway", flags={"drain_s": 3}, file=tmp_path / "baton.toml")
+    assert (config.router, config.max_body_bytes, config.drain_s) == (("r:7000",), 4096, 3)
+
+
+def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str) -> ModuleSpec | None:
+        return None if name == "smg" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    for refused in (check_installed, lambda: check_can_serve("h:1", model, PLAIN_CHANNEL), lambda: serve(settings())):
+        with pytest.raises(ConfigError, match=r"pip install 'baton\[http\]'"):
+            refused()
+
+
+def test_what_it_cannot_stand_before_is_refused(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_can_serve("127.0.0.1:0", model, PLAIN_CHANNEL)
+    with pytest.raises(ConfigError, match="http must be HOST:PORT"):
+        check_can_serve("8000", model, PLAIN_CHANNEL)
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        check_can_serve("127.0.0.1:0", tmp_path_factory.mktemp("bare"), PLAIN_CHANNEL)
+    (model / "token").write_text("0123456789abcdef0123")
+    with pytest.raises(ConfigError, match="TLS or tokens"):
+        check_can_serve("127.0.0.1:0", model, ChannelSecurity(token=OwnToken(model / "token")))
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"tls_cert": Path(__file__)}, "tls_cert and tls_key"), ({"log_level": "loud"}, "log level"),
+    ({"tls_key": Path("/none")}, "tls_key: /none is no file"), ({"flag": ("--nonsense",)}, "--nonsense"),
+    ({"listen": "256.0.0.1:0"}, "cannot listen on 256"),
+])
+def test_a_bad_setting_ends_it_before_it_listens(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        serve(settings(**given))
+
+
+async def test_waiting_for_what_is_not_there_ends_with_the_reason() -> None:
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9 is not ready after 0 s: .*connection"):
+        await wait_ready("127.0.0.1:9", timeout_s=0.3)

@@ -1,0 +1,79 @@
+"""What has come of an answer: each token once, and the next attempt asks for the rest."""
+
+from baton.resumption import AnswerSoFar
+from baton.values import (
+    Chunk,
+    Finish,
+    FinishReason,
+    PromptLogprobs,
+    Query,
+    Sampling,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+
+USAGE = Usage(1, 1)
+
+
+def chunk(*token_ids: int, text: str = "", index: int = 0, scores: PromptLogprobs | None = None) -> Chunk:
+    return Chunk("r", token_ids, text, (), USAGE, scores, index)
+
+
+def finish(index: int = 0) -> Finish:
+    return Finish("r", FinishReason.LENGTH, None, None, USAGE, Timings(), index)
+
+
+def scores(first: int, count: int) -> PromptLogprobs:
+    positions = range(first, first + count)
+    return PromptLogprobs(first, tuple(positions), tuple(TokenLogprobs(-float(position), ()) for position in positions))
+
+
+def test_a_seed_is_drawn_where_chance_decides_and_kept() -> None:
+    drawn = iter(range(5, 9))
+
+    def seed_of(query: Query) -> int | None:
+        answer = AnswerSoFar(query, lambda: next(drawn))
+        answer.news(chunk(3))
+        return answer.query().sampling.seed
+
+    assert [seed_of(Query("x")), seed_of(Query("x", Sampling(temperature=0.5)))] == [5, 6]
+    assert seed_of(Query("x", Sampling(seed=1))) == 1
+    assert seed_of(Query("x", Sampling(temperature=0))) is None
+
+
+def test_the_next_attempt_says_what_has_come_of_every_choice() -> None:
+    answer = AnswerSoFar(Query("x", n=3), lambda: 0)
+    assert answer.query().resumed == ()
+    for event in (chunk(4, index=2), chunk(5, 6, index=2), chunk(7), finish(2)):
+        assert answer.news(event) == [event]
+    assert answer.query().resumed == ((7,), (), (4, 5, 6))
+    assert answer.query().request_id == "r", "what the first server chose"
+    assert not answer.is_whole
+    assert answer.news(finish(2)) == [], "it comes again"
+    answer.news(finish(0))
+    answer.news(finish(1))
+    assert answer.is_whole
+
+
+def test_what_a_user_resumes_is_resumed_from_there() -> None:
+    answer = AnswerSoFar(Query("x", request_id="mine", resumed=((1, 2),)), lambda: 0)
+    answer.news(chunk(3))
+    assert answer.query().resumed == ((1, 2, 3),)
+    assert answer.query().request_id == "mine"
+
+
+def test_text_alone_waits_for_its_finish() -> None:
+    answer = AnswerSoFar(Query("x"), lambda: 0)
+    rest = chunk(text="rest")
+    assert answer.news(rest) == []
+    answer.query()  # the stream broke
+    assert answer.news(rest) == []
+    assert answer.news(finish()) == [rest, finish()]
+
+
+def test_scores_of_the_prompt_come_once() -> None:
+    answer = AnswerSoFar(Query("x"), lambda: 0)
+    assert answer.news(chunk(scores=scores(1, 3))) == [chunk(scores=scores(1, 3))]
+    assert answer.news(chunk(scores=scores(1, 2))) == []
+    assert answer.news(chunk(scores=scores(3, 4))) == [chunk(scores=scores(4, 3))]

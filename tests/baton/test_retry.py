@@ -1,0 +1,144 @@
+"""When a call is made again and where: tables of what came, with time turned by hand."""
+
+import random
+
+import pytest
+
+from baton.retry import MAX_JITTER, NO_RETRY, SPREAD_S, Patience, Retry, Targets
+from runtime.clock import ManualClock
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    DeadlineError,
+    DrainingError,
+    DuplicateRequestError,
+    FieldViolation,
+    HandoffError,
+    IntegrityError,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+GONE = UnavailableError("gone", retry_after_s=None)
+RETRY = Retry(attempts=4, resumptions=10, lost=1)
+
+
+def patience(limit_s: float | None = None, *, targets: int = 1, retry: Retry = RETRY,
+             clock: ManualClock | None = None) -> Patience:
+    return Patience(retry, limit_s, targets, clock or ManualClock(), random.Random(1))
+
+
+def pauses(of: Patience, error: BatonError) -> list[float]:
+    """Until it gives up."""
+    found: list[float] = []
+
+    def try_for_ever() -> None:
+        while True:
+            found.append(of.pause_after(error))
+
+    with pytest.raises(type(error)) as raised:
+        try_for_ever()
+    assert raised.value is error
+    return found
+
+
+@pytest.mark.parametrize("error", [
+    InvalidRequestError(FieldViolation("n", "is wrong")), DuplicateRequestError("running"), DeadlineError("late"),
+    UnauthenticatedError("who?"), InternalError("a bug"),
+    CapacityError("too large", resource="message", retry_after_s=None)])
+def test_what_cannot_help_is_not_tried_again(error: BatonError) -> None:
+    assert pauses(patience(targets=3), error) == []
+
+
+@pytest.mark.parametrize("error", [GONE, DrainingError("stops"), CapacityError("full", resource="pages")])
+def test_attempts_are_bounded(error: BatonError) -> None:
+    assert len(pauses(patience(), error)) == RETRY.attempts - 1
+    begun = patience()
+    begun.progressed()
+    assert len(pauses(begun, error)) == RETRY.resumptions
+    assert pauses(patience(retry=NO_RETRY), error) == []
+
+
+def test_what_is_new_makes_patience_new() -> None:
+    of = patience()
+    for _ in range(100):
+        of.pause_after(GONE)
+        of.progressed()
+
+
+@pytest.mark.parametrize("error", [PeerLostError("died"), HandoffError("failed"), IntegrityError("damaged")])
+def test_what_may_kill_workers_is_tried_once_more_whatever_came_between(error: BatonError) -> None:
+    of = patience(targets=3)
+    of.pause_after(error)
+    of.progressed()
+    with pytest.raises(type(error)):
+        of.pause_after(error)
+
+
+def test_a_server_is_not_asked_before_the_time_it_named() -> None:
+    for error in (CapacityError("full", resource="pages", retry_after_s=2.0), PeerLostError("died", retry_after_s=2.0)):
+        assert all(2.0 <= patience(targets=5).pause_after(error) <= 2.0 * (1 + MAX_JITTER) for _ in range(9))
+    full = pauses(patience(), CapacityError("full", resource="pages", retry_after_s=2.0))
+    assert len(set(full)) == len(full), "with jitter"
+
+
+def test_other_routers_are_asked_at_once_and_then_pauses_grow() -> None:
+    found = pauses(patience(targets=3), GONE)
+    assert all(pause < SPREAD_S for pause in found[:2])
+    begun = patience(targets=1)
+    begun.progressed()
+    for exponent, pause in enumerate(pauses(begun, GONE)):
+        longest = min(RETRY.first_pause_s * 2**exponent, RETRY.last_pause_s)
+        assert longest / 2 <= pause <= longest
+
+
+def test_no_attempt_begins_after_the_deadline() -> None:
+    clock = ManualClock()
+    of = patience(10.0, clock=clock)
+    assert of.left_s() == 10.0
+    of.pause_after(CapacityError("full", resource="pages", retry_after_s=5.0))
+    clock.advance(5.5)
+    assert of.left_s() == 4.5
+    with pytest.raises(CapacityError):
+        of.pause_after(CapacityError("full", resource="pages", retry_after_s=5.0))
+    clock.advance(9.0)
+    assert of.left_s() == 0.0
+
+
+def test_a_former_self_may_still_be_running() -> None:
+    of, error = patience(), DuplicateRequestError("running")
+    of.pause_after(GONE)
+    assert len(pauses(of, error)) == RETRY.attempts - 2
+
+
+def test_routers_take_turns_and_those_that_failed_are_passed_over() -> None:
+    clock = ManualClock()
+    of = Targets(3, clock, random.Random(0))
+    first = [of.next() for _ in range(6)]
+    assert first[:3] == first[3:]
+    assert sorted(first[:3]) == [0, 1, 2]
+    of.failed(1, GONE)
+    assert {of.next() for _ in range(6)} == {0, 2}
+    for index in (0, 2):
+        of.failed(index, CapacityError("full", resource="pages"))  # says nothing about the router
+        of.failed(index, PeerLostError("a worker died"))
+    assert {of.next() for _ in range(6)} == {0, 2}
+    clock.advance(0.6)
+    assert {of.next() for _ in range(6)} == {0, 1, 2}
+    of.failed(1, GONE)
+    clock.advance(0.6)
+    assert {of.next() for _ in range(6)} == {0, 2}, "each failure doubles it"
+    of.answered(1)
+    assert {of.next() for _ in range(6)} == {0, 1, 2}
+
+
+def test_when_all_have_failed_the_one_that_may_be_back_first_is_asked() -> None:
+    clock = ManualClock()
+    of = Targets(2, clock, random.Random(0))
+    of.failed(0, GONE)
+    clock.advance(0.1)
+    of.failed(1, GONE)
+    assert [of.next() for _ in range(3)] == [0, 0, 0]

@@ -1,0 +1,344 @@
+"""OpenAI's HTTP API before a cluster, as the official client meets it: the gateway passes on what Baton answers.
+
+One cluster with the shipped model. The expected values are Baton's own answers to the same requests.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import httpx2
+import jsonschema
+import openai
+import pytest
+import pytest_asyncio
+from google.protobuf.message import Message
+from openai.types.chat import (
+    ChatCompletionMessageParam,
+    ChatCompletionNamedToolChoiceParam,
+    ChatCompletionToolUnionParam,
+)
+from pydantic import BaseModel
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
+
+from baton.gateway import curl_line, wait_ready
+from baton.nursery import spawn
+from baton.values import ChatMessage, Completion, Query, Sampling, Stop
+from runtime.announce import read_announcement
+from runtime.client import open_channel
+from runtime.tied import ALL_CORES
+from tests.support.cluster.clusters import RunningCluster, running_cluster
+
+MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+QUESTION = "Count from 3 by 2."
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
+CHAT = (ChatMessage("user", QUESTION),)
+PROMPT = "Near the library Ivan hid a red"
+DENSE: Any = {"temperature": 0, "frequency_penalty": 2}  # else so small a model fills all whitespace a schema allows
+ARGUMENTS = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
+             "required": ["a", "b"], "additionalProperties": False}
+NAMED: ChatCompletionNamedToolChoiceParam = {"type": "function", "function": {"name": "add"}}
+TOOLS: list[ChatCompletionToolUnionParam] = [
+    {"type": "function", "function": {"name": "add", "description": "adds", "parameters": ARGUMENTS}}]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[RunningCluster]:
+    async with running_cluster(MODEL, http="127.0.0.1:0") as cluster:
+        yield cluster
+        await cluster.until_clean()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(running: RunningCluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(running.cluster.http_address) as client:
+        yield client
+
+
+def client_of(address: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+async def answer(running: RunningCluster, query: Query) -> Completion:
+    return await running.client.complete(query, timeout_s=120)
+
+
+async def greedy_chat(running: RunningCluster) -> Completion:
+    return await answer(running, Query(CHAT, Sampling(temperature=0)))
+
+
+async def test_the_models_are_listed(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["model"]
+    assert (await client.models.retrieve("model")).id == "model"
+
+
+async def test_a_chat_has_batons_answer(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
+    expected = await greedy_chat(running)
+    got = await client.chat.completions.create(model="model", messages=MESSAGES, temperature=0)
+    assert got.choices[0].message.content == expected.text
+    assert got.choices[0].finish_reason == "stop"
+    assert got.usage is not None
+    usage = expected.finish.usage
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
+
+
+async def test_a_stream_is_the_whole_answer_token_by_token(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
+    expected = await greedy_chat(running)
+    pieces, reasons, usages = [], [], []
+    async for chunk in await client.chat.completions.create(model="model", messages=MESSAGES, temperature=0,
+                                                            stream=True, stream_options={"include_usage": True}):
+        pieces += [choice.delta.content for choice in chunk.choices if choice.delta.content]
+        reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+        usages += [chunk.usage] if chunk.usage is not None else []
+    assert "".join(pieces) == expected.text
+    assert len(pieces) > len(expected.text.split()) / 2
+    assert reasons == ["stop"]
+    assert [usage.completion_tokens for usage in usages] == [expected.finish.usage.completion_tokens]
+
+
+async def test_a_completion_whole_and_streamed(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
+    expected = await answer(running, Query(PROMPT, Sampling(temperature=0), Stop(max_tokens=12)))
+    assert expected.text
+    whole = await client.completions.create(model="model", prompt=PROMPT, temperature=0, max_tokens=12)
+    assert whole.choices[0].text == expected.text
+    stream = await client.completions.create(model="model", prompt=PROMPT, temperature=0, max_tokens=12, stream=True)
+    assert "".join([choice.text async for chunk in stream for choice in chunk.choices]) == expected.text
+
+
+async def test_responses_whole_streamed_and_gone_on_from(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
+    expected = await greedy_chat(running)
+    first = await client.responses.create(model="model", input=QUESTION, temperature=0)
+    assert first.output_text == expected.text
+    events = [event async for event in await client.responses.create(model="model", input=QUESTION, temperature=0,
+                                                                     stream=True)]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected.text
+    assert events[-1].type == "response.completed"
+    talk = (*CHAT, ChatMessage("assistant", expected.text), ChatMessage("user", "Count from 2 by 2."))
+    further = await answer(running, Query(talk, Sampling(temperature=0)))
+    second = await client.responses.create(model="model", input="Count from 2 by 2.", temperature=0,
+                                           previous_response_id=first.id)
+    assert second.output_text == further.text
+    assert second.usage is not None
+    assert second.usage.input_tokens == further.finish.usage.prompt_tokens
+
+
+async def test_a_tool_is_called_with_arguments_of_its_schema(client: openai.AsyncOpenAI) -> None:
+    got = await client.chat.completions.create(model="model", messages=MESSAGES, tools=TOOLS, tool_choice=NAMED,
+                                               **DENSE)
+    (call,) = got.choices[0].message.tool_calls or [None]
+    assert call is not None, got
+    assert call.type == "function"
+    assert call.function.name == "add"
+    jsonschema.validate(json.loads(call.function.arguments), ARGUMENTS)
+    stream = await client.chat.completions.create(model="model", messages=MESSAGES, tools=TOOLS, tool_choice=NAMED,
+                                                  stream=True, **DENSE)
+    parts = [part.function async for chunk in stream for each in chunk.choices for part in each.delta.tool_calls or ()
+             if part.function is not None]
+    assert "".join(part.name or "" for part in parts) == "add"
+    assert json.loads("".join(part.arguments or "" for part in parts)) == json.loads(call.function.arguments)
+
+
+async def test_tools_that_are_not_called_change_nothing(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
+    got = await client.chat.completions.create(model="model", messages=MESSAGES, temperature=0, tools=TOOLS)
+    assert got.choices[0].message.tool_calls is None
+    assert got.choices[0].message.content == (await greedy_chat(running)).text
+
+
+class Colour(BaseModel):
+    """What an answer is asked to be."""
+
+    colour: Literal["red", "blue"]
+    is_dark: bool
+
+
+async def test_output_follows_a_schema(client: openai.AsyncOpenAI) -> None:
+    parsed = await client.chat.completions.parse(model="model", messages=MESSAGES, response_format=Colour, **DENSE)
+    assert isinstance(parsed.choices[0].message.parsed, Colour)
+    got = await client.chat.completions.create(
+        model="model", messages=MESSAGES, **DENSE,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": ARGUMENTS}})
+    jsonschema.validate(json.loads(got.choices[0].message.content or ""), ARGUMENTS)
+
+
+async def test_logprobs_are_batons(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
+    expected = await answer(running, Query(CHAT, Sampling(temperature=0), num_top_logprobs=2))
+    got = await client.chat.completions.create(model="model", messages=MESSAGES, temperature=0, logprobs=True,
+                                               top_logprobs=2)
+    assert got.choices[0].logprobs is not None
+    content = got.choices[0].logprobs.content or []
+    ours = expected.logprobs[:len(content)]  # the end-of-sequence token has no text
+    assert len(content) >= len(expected.logprobs) - 1
+    assert [item.logprob for item in content] == pytest.approx([item.logprob for item in ours], abs=1e-6)
+    assert [[top.logprob for top in item.top_logprobs] for item in content] == [
+        pytest.approx([logprob for _, logprob in item.top], abs=1e-6) for item in ours]
+
+
+async def test_several_choices_differ_by_seed_and_repeat(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
+    query = Query(CHAT, Sampling(temperature=1.5, seed=5), Stop(max_tokens=8), n=3)
+    expected = await running.client.choices(query, timeout_s=120)
+    got = await client.chat.completions.create(model="model", messages=MESSAGES, temperature=1.5, seed=5, n=3,
+                                               max_tokens=8)
+    assert [choice.message.content for choice in got.choices] == [each.text for each in expected]
+    assert len({each.text for each in expected}) > 1
+
+
+BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
+    "another model": ({"model": "other"}, openai.NotFoundError, "other"),
+    "a temperature out of range": ({"temperature": -1}, openai.BadRequestError, "temperature"),
+    "no messages": ({"messages": []}, openai.BadRequestError, "messages"),
+    "a prompt too long": ({"messages": [{"role": "user", "content": "Count from 3 by 2. " * 2000}]},
+                          openai.BadRequestError, "2048"),
+    "a schema that is none": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+        openai.BadRequestError, "nonsense"),
+    "an image": ({"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]}, openai.BadRequestError, "image"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_what_cannot_be_served_is_refused_by_name(client: openai.AsyncOpenAI, name: str) -> None:
+    change, kind, words = BAD[name]
+    request: dict[str, Any] = {"model": "model", "messages": MESSAGES, **change}
+    with pytest.raises(kind, match=words):
+        await client.chat.completions.create(**request)
+
+
+async def test_a_client_that_leaves_gives_its_pages_back(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
+    endless = {"ignore_eos": True}
+    stream = await client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=1900, stream=True,
+                                                  extra_body=endless)
+    await anext(aiter(stream))
+    await running.until(lambda status: any(worker.running_requests for worker in status.workers), "it runs")
+    await stream.close()
+    await running.until_clean()
+    # One that waits for its answer whole is given up, too.
+    waiting = asyncio.create_task(client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=1900,
+                                                                 extra_body=endless))
+    await running.until(lambda status: any(worker.running_requests for worker in status.workers), "it runs")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await running.until_clean()
+
+
+async def test_the_line_that_is_printed_to_be_tried_works(running: RunningCluster) -> None:
+    program, url, *flags = shlex.split(curl_line(running.cluster.http_address, "model"))
+    assert (program, [flag for flag in flags if flag.startswith("-")]) == ("curl", ["-H", "-d"])
+    name, _, value = flags[1].partition(": ")
+    async with httpx2.AsyncClient(timeout=120) as http:
+        said = await http.post(url, headers={name: value}, content=flags[3])
+    assert said.json()["choices"][0]["message"]["content"] == (await greedy_chat(running)).text
+
+
+async def test_nobody_adds_routers_over_http(running: RunningCluster) -> None:
+    async with httpx2.AsyncClient(base_url=f"http://{running.cluster.http_address}", timeout=120) as http:
+        assert (await http.post("/workers", json={"url": "grpc://127.0.0.1:1"})).status_code == 401
+        assert (await http.get("/workers")).status_code == 401
+
+
+async def test_a_gateway_that_dies_comes_back_under_its_address(running: RunningCluster,
+                                                                 client: openai.AsyncOpenAI) -> None:
+    process, address = running.cluster.processes["gateway"], running.cluster.http_address
+    process.kill()
+    async with asyncio.timeout(60):
+        while process.num_starts < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await wait_ready(address, timeout_s=60)
+    got = await client.chat.completions.create(model="model", messages=MESSAGES, temperature=0)
+    assert got.choices[0].message.content == (await greedy_chat(running)).text
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Elsewhere(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
+    """A router as a gateway on another host sees it: its folder is not there."""
+
+    def __init__(self, router: vllm_grpc.VllmEngineStub) -> None:
+        self._router = router
+        self.sent_tokenizer = False
+
+    async def GetModelInfo(self, request: Message, context: Context) -> vllm.GetModelInfoResponse:
+        info: vllm.GetModelInfoResponse = await self._router.GetModelInfo(request)
+        assert Path(info.tokenizer_path).is_absolute(), "a relative name is one of a hub"
+        info.tokenizer_path = info.model_path = "/not/on/this/host"
+        return info
+
+    async def GetTokenizer(self, request: Message, context: Context) -> AsyncIterator[Message]:
+        self.sent_tokenizer = True
+        async for chunk in self._router.GetTokenizer(request):
+            yield chunk
+
+    async def Generate(self, request: Message, context: Context) -> AsyncIterator[Message]:
+        async for response in self._router.Generate(request):
+            yield response
+
+    async def HealthCheck(self, request: Message, context: Context) -> Message:
+        answered: Message = await self._router.HealthCheck(request)
+        return answered
+
+    async def GetServerInfo(self, request: Message, context: Context) -> Message:
+        answered: Message = await self._router.GetServerInfo(request)
+        return answered
+
+    async def GetLoads(self, request: Message, context: Context) -> Message:
+        answered: Message = await self._router.GetLoads(request)
+        return answered
+
+
+@asynccontextmanager
+async def gateway(router: str, folder: Path, *flags: str) -> AsyncIterator[str]:
+    """A process of its own before `router`; its address."""
+    announce = folder / "gateway.json"
+    arguments = ("--router", router, "--listen", "127.0.0.1:0", "--announce", str(announce), "--drain-s", "1", *flags)
+    child = await spawn("baton.gateway", arguments, core=ALL_CORES, environment=os.environ)
+    try:
+        async with asyncio.timeout(60):
+            while (where := read_announcement(announce)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await wait_ready(where.address, timeout_s=60)
+        yield where.address
+        os.kill(child.pid, signal.SIGTERM)
+        assert await asyncio.wait_for(child.wait(), 60) == 0
+    finally:
+        if child.returncode is None:
+            os.kill(child.pid, signal.SIGKILL)
+            await child.wait()
+
+
+async def test_a_gateway_on_another_host_gets_the_tokenizer_from_the_router(running: RunningCluster,
+                                                                           tmp_path: Path) -> None:
+    async with open_channel(running.cluster.address) as channel:
+        elsewhere, server = Elsewhere(vllm_grpc.VllmEngineStub(channel)), grpc.aio.server()
+        vllm_grpc.add_VllmEngineServicer_to_server(elsewhere, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with gateway(f"127.0.0.1:{port}", tmp_path) as address, client_of(address) as client:
+                got = await client.chat.completions.create(model="model", messages=MESSAGES, temperature=0)
+        finally:
+            await server.stop(None)
+    assert got.choices[0].message.content == (await greedy_chat(running)).text
+    assert elsewhere.sent_tokenizer
+
+
+async def test_keys_are_asked_for_where_they_are_given(running: RunningCluster, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the tests\nalice 0123456789abcdef0123\nfedcba98765432100123\n")
+    async with gateway(running.cluster.address, tmp_path, "--token-file", str(keys)) as address:
+        client = client_of(address)
+        for key in ("0123456789abcdef0123", "fedcba98765432100123"):
+            mine = client.with_options(api_key=key)
+            assert (await mine.completions.create(model="model", prompt=PROMPT, max_tokens=1)).choices
+        with pytest.raises(openai.AuthenticationError):
+            await client.completions.create(model="model", prompt=PROMPT, max_tokens=1)
+        await client.close()
