@@ -59,6 +59,9 @@ class Admission:
         self._line: WaitingLine[_Held] = WaitingLine(WaitingLimits(limits.max_waiting, limits.max_wait_s), outlook)
         self._pairless_since_s = self._clock.now()
         self._swept_s = self._clock.now()
+        for cause in Cause:  # shown before the first one
+            metrics.refused.labels(cause)
+            metrics.dropped.labels(cause)
 
     @property
     def num_waiting(self) -> int:

@@ -47,6 +47,7 @@ from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.errors import (
     BatonError,
+    CapacityError,
     DeadlineError,
     FieldViolation,
     InternalError,
@@ -140,6 +141,10 @@ class RequestFlow:
                                              self._services.admission.service_s(self._request))
                 with self._services.metrics.running.track_inprogress():
                     await self._serve(pair)
+        except CapacityError as error:
+            # A pool that stayed full knows nothing of those that wait here.
+            error.retry_after_s = self._services.admission.wait_s() or error.retry_after_s
+            raise
         finally:
             held_back.end()
             self._is_running = False

@@ -23,6 +23,7 @@ from runtime.clock import Clock, SystemClock
 PREFILL_LOOKAHEAD_S = 0.5
 PREFILL_LOOKAHEAD = 3  # prompts, however long they are
 DECODE_LOOKAHEAD = 3  # requests on their way to a decode pool that is busy, or half as many as it computes at a time
+GROWTH_S = 0.5  # from a report to the reservation of a request that is placed by it
 SHORT_RATIO = 4  # a prompt beside one that is so many times as long does not wait for all of it
 
 
@@ -276,9 +277,17 @@ class Worker:
             return False
         sent = self._unreported
         pages_free = self.load.pages_free + sum(booking.num_pages for booking in self._finished)
-        pages = sum(booking.num_pages for booking in sent) + num_pages
+        pages = sum(booking.num_pages for booking in sent) + num_pages + self._growth_pages
         slots_fit = not self.info.slots_total or len(sent) < self.load.slots_free + len(self._finished)
         return now.requests < self._most_running and pages <= pages_free and slots_fit
+
+    @property
+    def _growth_pages(self) -> int:
+        """What those that draw take until a request that is given to it now gets there."""
+        token_s = self.decode_pace.token_s(len(self._bookings))
+        if token_s is None or self.info is None:
+            return 0
+        return round(self.load.running_requests * GROWTH_S / token_s / max(self.info.page_size, 1))
 
     @property
     def _most_running(self) -> int:
