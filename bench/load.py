@@ -2,8 +2,9 @@
 
 A checkpoint of Qwen3-0.6B's shape (1.19 GB of random bf16) is loaded whole, as a pool of one stage loads it: read from
 the page cache and packed for the kernels. Loads with and without the digest take turns, the first one in turn, too;
-`cost` is the median over rounds of what the digest adds, as a share of the load without it. `foreign_cores` says how
-many cores other processes took: above 0.2 the figures are noise.
+`cost` is the median over rounds of what the digest adds, as a share of the load without it; `cpu_cost` is the same of
+the CPU time of all threads, which other processes disturb less. `foreign_cores` says how many cores those took: above
+0.2 the seconds are noise.
 """
 
 import argparse
@@ -13,46 +14,58 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+
+from bench.report import Value, foreign_cpu_s, render
 
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
 
 
-def measure(folder: Path, rounds: int) -> dict[str, float]:
-    """Alternate loads of the checkpoint in `folder`."""
-    from bench.report import foreign_cpu_s
+@dataclass(frozen=True)
+class Seconds:
+    """Of one load: as a clock shows them, and of CPU time of all threads."""
 
+    wall: float
+    cpu: float
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Value]:
+    """Alternate loads of the checkpoint in `folder`."""
     for digested in (False, True):
-        load_s(folder, digested=digested)
+        load(folder, digested=digested)
     started, foreign_s = time.monotonic(), foreign_cpu_s()
-    plain: list[float] = []
-    digested_s: list[float] = []
+    plain: list[Seconds] = []
+    with_digest: list[Seconds] = []
     for number in range(rounds):
         for digested in (False, True) if number % 2 else (True, False):
-            (digested_s if digested else plain).append(load_s(folder, digested=digested))
-    costs = [with_it / without - 1 for with_it, without in zip(digested_s, plain, strict=True)]
+            (with_digest if digested else plain).append(load(folder, digested=digested))
+    pairs = list(zip(with_digest, plain, strict=True))
+    costs = [ours.wall / theirs.wall - 1 for ours, theirs in pairs]
     return {
-        "bytes": float((folder / "model.safetensors").stat().st_size), "rounds": rounds,
-        "load_s": round(median(plain), 3), "digested_load_s": round(median(digested_s), 3),
+        "bytes": (folder / "model.safetensors").stat().st_size, "rounds": rounds,
+        "load_s": round(median(seconds.wall for seconds in plain), 3),
+        "load_cpu_s": round(median(seconds.cpu for seconds in plain), 3),
         "cost": round(median(costs), 4), "least_cost": round(min(costs), 4), "greatest_cost": round(max(costs), 4),
+        "cpu_cost": round(median(ours.cpu / theirs.cpu - 1 for ours, theirs in pairs), 4),
         "foreign_cores": round((foreign_cpu_s() - foreign_s) / (time.monotonic() - started), 2),
     }
 
 
-def load_s(folder: Path, *, digested: bool) -> float:
-    """Seconds of one load, from the files' headers to the last packed matrix."""
+def load(folder: Path, *, digested: bool) -> Seconds:
+    """One load, from the files' headers to the last packed matrix."""
     from engine.core.layer_range import LayerRange
     from engine.core.numerics import Numerics
     from models.loader import read_model
     from models.weights_digest import WeightsDigest
 
     gc.collect()  # what the load before has left
-    started = time.perf_counter()
+    started, cpu_s = time.perf_counter(), time.process_time()
     model = read_model(folder)
     stage = model.load_stage(LayerRange(0, model.facts.num_layers), numerics=Numerics.EXACT,
                              digest=WeightsDigest() if digested else None)
-    seconds = time.perf_counter() - started
+    seconds = Seconds(time.perf_counter() - started, time.process_time() - cpu_s)
     del stage
     return seconds
 
@@ -90,8 +103,6 @@ def main() -> int:
     flags = parser.parse_args()
     os.environ.update(HUGE_PAGES)
     import torch
-
-    from bench.report import render
 
     torch.set_num_threads(flags.threads)
     with tempfile.TemporaryDirectory() as folder:

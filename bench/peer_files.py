@@ -1,6 +1,5 @@
 """The random weights of `bench.engine_sides.MODEL` as files: what the engines beside ours read."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -67,7 +66,8 @@ def write_gguf(path: Path) -> Path:
     """
     if path.exists():
         return path
-    gguf = importlib.import_module("gguf")
+    import gguf  # of llama.cpp, on the machines that compare with it
+
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     writer = gguf.GGUFWriter(unfinished, "qwen3")

@@ -36,7 +36,7 @@ CONTEXT, PROMPTS, ROWS = 512, (512, 2048), (1, 8, 32)
 LLAMA_TIMEOUT_S = 600.0
 
 
-class Side(Protocol):
+class PeerSide(Protocol):
     def prefill(self, tokens: int) -> float:
         """Seconds of a prompt of so many tokens."""
         ...
@@ -90,7 +90,7 @@ class LlamaSide:
 
 
 @dataclass
-class Case:
+class PeerCase:
     """Seconds per turn of one case, by side."""
 
     name: str
@@ -114,12 +114,12 @@ class Case:
         return values
 
 
-def measure(sides: Mapping[str, Side], *, turns: int, steps: int) -> dict[str, Value]:
+def measure(sides: Mapping[str, PeerSide], *, turns: int, steps: int) -> dict[str, Value]:
     """Every case's tokens per second by side, and the ratios."""
     began, busy, own = time.perf_counter(), busy_s(), sum(side.cpu_s() for side in sides.values())
     cases = []
     for tokens in PROMPTS:
-        case = Case(f"prefill_{tokens}", tokens)
+        case = PeerCase(f"prefill_{tokens}", tokens)
         for side in sides.values():
             side.prefill(tokens)  # warms up
         for _ in range(turns):
@@ -127,7 +127,7 @@ def measure(sides: Mapping[str, Side], *, turns: int, steps: int) -> dict[str, V
                 case.add(name, side.prefill(tokens))
         cases.append(case)
     for rows in ROWS:
-        case = Case(f"decode_b{rows}", rows)
+        case = PeerCase(f"decode_b{rows}", rows)
         for _ in range(turns):
             for name, side in sides.items():
                 case.add(name, side.decode(rows, steps))
@@ -146,7 +146,7 @@ def run(flags: argparse.Namespace) -> dict[str, Value]:
     cores = sorted(os.sched_getaffinity(0))[:flags.threads]
     os.sched_setaffinity(0, cores)
     environment = {**os.environ, "OMP_NUM_THREADS": str(flags.threads)}
-    sides: dict[str, Side] = {}
+    sides: dict[str, PeerSide] = {}
     with ExitStack() as stack:
         ours = [sys.executable, "-m", "bench.engine_sides", "ours", f"--threads={flags.threads}",
                 f"--context={max(PROMPTS)}", f"--rows={max(ROWS)}", f"--row-context={CONTEXT}", "--page-size=64",

@@ -18,8 +18,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
 from engine.contracts.model import ModelFacts
 from engine.core.layer_range import LayerRange
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.blocks.spec import DecoderSpec

@@ -9,7 +9,7 @@ A caller that may not call is refused before either (`runtime.interceptor`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from runtime.errors import CapacityError, DeadlineError, FieldViolation, InvalidRequestError
 
 T = TypeVar("T")
+MessageT = TypeVar("MessageT")
 
 
 @dataclass(frozen=True)
@@ -152,3 +153,19 @@ def bounded(parse: Callable[[bytes], T] | None, max_bytes: int) -> Callable[[byt
             raise InvalidRequestError(FieldViolation("request", f"is no message of its type: {error}")) from error
 
     return parse_bounded
+
+
+async def first_message(stream: AsyncIterator[MessageT], timeout_s: float) -> MessageT:
+    """The message that opens a stream.
+
+    Raises:
+        InvalidRequestError: the stream ended without one.
+        DeadlineError: none came in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(stream)
+    except StopAsyncIteration:
+        raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
+    except TimeoutError:
+        raise DeadlineError(f"no request within {timeout_s} s of the stream's opening") from None

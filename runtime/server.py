@@ -7,11 +7,8 @@
     await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
 """
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import grpc
 from grpc_channelz.v1 import channelz
@@ -19,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from runtime.config import Address, parse_address
-from runtime.errors import BatonError, ConfigError, DeadlineError, DrainingError, FieldViolation, InvalidRequestError
+from runtime.errors import BatonError, ConfigError, DrainingError
 from runtime.interceptor import CallGuard, CallLimits
 from runtime.lasting_server import LastingServer
 from runtime.metrics import RpcMetrics
@@ -28,7 +25,6 @@ from runtime.tracing import UNTRACED, Tracing
 
 logger = logging.getLogger(__name__)
 
-MessageT = TypeVar("MessageT")
 
 # What a connection may cost before anybody has looked at its calls. A call's message waits outside, but for one window.
 MAX_METADATA_BYTES = 16 << 10
@@ -211,19 +207,3 @@ async def _bind(server: grpc.aio.Server, listen: Address, credentials: grpc.Serv
         await server.stop(None)
         raise ConfigError(f"cannot listen on {listen}: the address is in use or not of this machine", field=field)
     return Address(listen.host, port)
-
-
-async def first_message(stream: AsyncIterator[MessageT], timeout_s: float) -> MessageT:
-    """The message that opens a stream.
-
-    Raises:
-        InvalidRequestError: the stream ended without one.
-        DeadlineError: none came in time.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(stream)
-    except StopAsyncIteration:
-        raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
-    except TimeoutError:
-        raise DeadlineError(f"no request within {timeout_s} s of the stream's opening") from None

@@ -13,8 +13,7 @@ from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheKind
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.multistep import MultiStepAttention

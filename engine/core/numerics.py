@@ -1,4 +1,9 @@
-"""How strictly a row's bits must be independent of what it travels with, and what keeps them so.
+"""How layers compute: on which device, how strictly a row's bits are independent of what it travels with, and what
+keeps them so.
+
+Batches are made and planned on the host: their tables, slots and lengths stay there, whatever the device. Weights,
+caches and what layers compute lie on the stage's device. Ids and positions cross where a layer first reads them, hidden
+states at the stage's edge.
 
 torch computes fp32 `silu`, `sigmoid`, `softplus` and `pow` (and bf16 `rsqrt`) with two codes: vectors for most of a
 tensor and scalars for its tail, or for the tail of each thread's share. The two differ in the last bit, so a value
@@ -11,6 +16,8 @@ from enum import StrEnum
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+HOST = torch.device("cpu")
 
 
 class Numerics(StrEnum):
@@ -39,3 +46,10 @@ def sigmoid(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x), x: fp32. Above 20 it is x to the last bit."""
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
+
+
+def use_in_this_thread(device: torch.device) -> None:
+    """Launch this thread's kernels on `device`. The current device belongs to the thread, and libraries that launch
+    kernels themselves ask for it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # it refuses a device without an index

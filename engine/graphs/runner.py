@@ -19,7 +19,7 @@ from engine.contracts.attention import AttentionBackend
 from engine.contracts.model import ForwardContext, StageModel, StageOutput
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, GraphBucket
-from engine.core.placement import use_in_this_thread
+from engine.core.numerics import use_in_this_thread
 from engine.graphs import buckets as shapes
 from engine.graphs.capture import Capture, Graph
 from engine.memory.static import StaticInts

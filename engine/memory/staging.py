@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.core.placement import use_in_this_thread
+from engine.core.numerics import use_in_this_thread
 from engine.memory.layout import Buffer, CacheKind, PoolGeometry
 from engine.memory.pools import StagePools
 from runtime.errors import ConfigError, InternalError

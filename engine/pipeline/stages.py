@@ -23,7 +23,7 @@ from engine.contracts.model import ForwardContext, StageModel, StageOutput
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
-from engine.core.placement import HOST, use_in_this_thread
+from engine.core.numerics import HOST, use_in_this_thread
 from engine.core.request import DrawnToken
 from engine.core.time_limits import FrameLimit
 from engine.graphs.runner import StageGraphs

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.contracts.model import ForwardContext
 from engine.core.batch import ForwardBatch, GraphBucket
-from engine.core.placement import use_in_this_thread
+from engine.core.numerics import use_in_this_thread
 from engine.graphs import buckets as shapes
 from engine.graphs.capture import Capture
 from engine.graphs.runner import CapturedForward, GraphAttention

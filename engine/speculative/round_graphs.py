@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
-from engine.core.placement import use_in_this_thread
+from engine.core.numerics import use_in_this_thread
 from engine.graphs.buckets import row_counts
 from engine.graphs.capture import Capture
 from engine.graphs.runner import CapturedForward

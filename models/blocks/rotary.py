@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.core.placement import HOST
+from engine.core.numerics import HOST
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.token_passes import rotate_halves
 from models.blocks.config import RawConfig

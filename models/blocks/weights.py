@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from models.blocks.linear import GatedLinear, Linear, is_packed
 
 

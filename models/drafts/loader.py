@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheSpec
 from engine.speculative.draft_model import DraftModel
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from models.blocks.config import RawConfig
 from models.blocks.weights import RandomWeights, Weights, WeightSource
 from models.checkpoint import TensorEntry, read_tensor

@@ -26,7 +26,7 @@ from models.weights_digest import StageWeights, check_copies
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError, PeerLostError
-from runtime.server import first_message
+from runtime.intake import first_message
 from transfer.plan import codec
 from transfer.plan.compatibility import check_settings
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent

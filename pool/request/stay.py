@@ -26,8 +26,8 @@ from pool.stage.stage import StagePlan
 from protos import types_pb2
 from runtime.clock import HELD_UP_S
 from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError, UnavailableError
+from runtime.intake import first_message
 from runtime.log import bind
-from runtime.server import first_message
 from runtime.tracing import note
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ import torch
 
 from engine.assembly.backend_set import Backends
 from engine.assembly.cpu import CpuBackends
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
 

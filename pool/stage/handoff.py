@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.placement import HOST
+from engine.core.numerics import HOST
 from engine.memory.layout import PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CopyQueue, CudaCopies, DevicePools, PinnedStaging

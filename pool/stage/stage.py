@@ -9,8 +9,7 @@ import torch
 from engine.assembly.backend_set import Backends, StageBackends, StageCaches, build_executor
 from engine.contracts.model import ModelFacts, StageModel
 from engine.core.layer_range import LayerRange, get_pp_indices
-from engine.core.numerics import Numerics
-from engine.core.placement import HOST
+from engine.core.numerics import HOST, Numerics
 from engine.memory.budget import PoolBudget, plan_pools
 from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_slot
 from engine.memory.pools import StagePools
@@ -24,7 +23,7 @@ from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
-from pool.stage.metrics import StageCounts
+from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
@@ -161,7 +160,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
         drafter = reader = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
         if not speculates:
             reader = prompt_drafter(speculation, drafter, observer)
-    return Stage(plan, pools, executor, agent, reader, _counts(executor, drafter),
+    return Stage(plan, pools, executor, agent, reader, stage_counts(executor, drafter),
                  _grammars(config, plan.description.facts), backends.device,
                  _stage_weights(digest, draft_digest, is_first=config.rank == 0), digest.of(COPIED))
 
@@ -187,11 +186,6 @@ def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, digest:
         run_every_kind(build_executor(model, runs_on, backends.device, None), description.facts,
                        capture_layers=capture_layers, max_nodes=max_nodes)
     return model, runs_on
-
-
-def _counts(executor: StageExecutor, drafter: EagleDrafter | None) -> StageCounts:
-    return StageCounts(lambda: {"target": executor.num_plans, **(drafter.num_plans if drafter is not None else {})},
-                       lambda: executor.num_forwards)
 
 
 def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:

@@ -12,10 +12,9 @@ import grpc
 from protos import generation_pb2, generation_pb2_grpc
 from router.api.load import RequestCounts, load_of
 from router.request.admission import PriorityLimits
-from router.request.answer import Output, ResponseQueue
+from router.request.answer import Output, ResponseQueue, feed
 from router.request.choices import choice_of, emit_into, run_together
 from router.request.flow import RequestFlow, Services
-from router.request.resumption import feed
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest, admissible
 from router.text.model_facts import ModelLimits, ServedModel

@@ -33,13 +33,10 @@ from dataclasses import dataclass
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
-from router.request.answer import Answer, Emit, Output
-from router.request.decode_stream import DecodeStream
+from router.request.answer import Answer, Emit, Output, finish_of
 from router.request.migration import Migrations
-from router.request.outlook import Outlook
-from router.request.prefill_stream import PrefillStream
-from router.request.resumption import finish_of
-from router.request.service_record import ServiceRecord
+from router.request.outlook import Outlook, ServiceRecord
+from router.request.streams import DecodeStream, PrefillStream
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import Ended, Event, FlowLimits, FlowParts, task_group

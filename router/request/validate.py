@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from protos import generation_pb2, types_pb2
-from router.request.resumption import resumed_violations, too_many_resumed
+from router.request.answer import resumed_violations, too_many_resumed
 from router.text.model_facts import ModelLimits
 from router.text.tokenise import Message, Tokeniser
 from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import gpu_warm
-from engine.core.placement import HOST
+from engine.core.numerics import HOST
 from tests.support.kernels.flashinfer import FakeWrappers
 
 PYTHON = [sys.executable, "-c"]

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from bench import engine_sides, peer_files
-from bench.peers import Case, LlamaSide, measure
+from bench.peers import LlamaSide, PeerCase, measure
 from models.blocks.weights import RandomWeights
 
 LLAMA_BENCH = """#!/bin/sh
@@ -50,7 +50,7 @@ def test_ratios_are_the_peers_time_by_ours_and_cases_a_peer_lacks_are_left_out()
 
 
 def test_a_ratio_is_taken_turn_by_turn() -> None:
-    case = Case("decode_b1", 1)
+    case = PeerCase("decode_b1", 1)
     for ours, theirs in ((1.0, 2.0), (10.0, 30.0), (1.0, 2.5)):  # the machine was slow for a while
         case.add("baton", ours)
         case.add("vllm", theirs)

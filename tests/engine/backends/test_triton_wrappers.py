@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.backends.cuda.triton_wrappers import TritonWrappers, is_offered_by_flashinfer
 from engine.contracts.attention import AttentionGeometry
-from engine.core.placement import HOST
+from engine.core.numerics import HOST
 from runtime.errors import InternalError
 from tests.support.kernels.flashinfer import FakeWrappers
 

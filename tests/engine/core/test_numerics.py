@@ -1,11 +1,13 @@
-"""The building blocks of exact numerics keep an element's bits wherever it lies."""
+"""The building blocks of exact numerics keep an element's bits wherever it lies; and a thread's device."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from engine.core.numerics import silu
+from engine.core.numerics import HOST, silu, use_in_this_thread
+from engine.memory.staging import CudaCopies
+from runtime.errors import ConfigError
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -43,3 +45,24 @@ def test_silu_keeps_the_shape(threads: int) -> None:
 
 def test_silu_of_nothing() -> None:
     assert silu(torch.empty(0, 64)).shape == (0, 64)
+
+
+@pytest.fixture
+def made_current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The indices that torch, which refuses a device without one, hands to the driver."""
+    indices = list[int]()
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", indices.append, raising=False)
+    return indices
+
+
+def test_a_device_without_an_index_is_the_first(made_current: list[int]) -> None:
+    for device in (torch.device("cuda"), torch.device("cuda", 2), HOST):
+        use_in_this_thread(device)
+    assert made_current == [0, 2]
+
+
+def test_copies_enter_it_too(made_current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="cannot be used for handoffs"):  # there is no driver behind it
+        CudaCopies(torch.device("cuda")).enter_thread()
+    assert made_current == [0]

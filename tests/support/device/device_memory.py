@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.core.layer_range import LayerRange
-from engine.core.placement import HOST
+from engine.core.numerics import HOST
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CudaCopies, DevicePools, PinnedStaging

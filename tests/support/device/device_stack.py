@@ -16,7 +16,7 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import AcceptedNodes, SpecRow
 from engine.core.layer_range import LayerRange
-from engine.core.placement import HOST
+from engine.core.numerics import HOST
 from engine.core.request import SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import PoolGeometry
