@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -16,23 +16,25 @@ from rich.console import Console
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient, BatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
-from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
+from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, advice, connection
 from baton.conversation import converse
 from baton.demo import run_demo
 from baton.gateway import curl_line
-from baton.generate_command import print_text, prompt_of, structured_output_of
+from baton.generate_command import first_question, print_text, prompt_of, read_prompt, structured_output_of
 from baton.load import Slo
 from baton.load_command import Api, LoadSpec, connect, measure, report
 from baton.load_plot import check_can_plot
-from baton.render import event_json, log_printer, status_table
-from baton.values import Query, Sampling, Stop
+from baton.render import StartPrinter, event_json, log_printer, status_view
+from baton.status_command import watch_json, watch_status
+from baton.values import ModelInfo, Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape
 from runtime.errors import BatonError, ConfigError, RequestAborted, UnavailableError
 from runtime.log import human_line
+from runtime.security import PeerRole
 from runtime.supervision import StopSignal, interruptible, run_process
+from runtime.version import VERSION
 
 app = typer.Typer(
-    help="Serve language models with prefill and decode on separate workers.",
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
 )
 
@@ -46,6 +48,20 @@ _LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or expone
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - a callback's signature
+    if wanted:
+        print(f"baton {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def baton(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True,
+                                          help="Show the version.")] = False,
+) -> None:
+    """Serve language models with prefill and decode on separate workers."""
+
+
 def _targets(given: list[str] | None) -> tuple[str, ...]:
     """Raises ConfigError when none is left of what was given."""
     targets = tuple(part.strip() for text in given or [DEFAULT_TARGET] for part in text.split(",") if part.strip())
@@ -55,12 +71,15 @@ def _targets(given: list[str] | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_line_errors(target: list[str] | None = None, *, tls_ca: Path | None = None,
+                     token_file: Path | None = None) -> Iterator[None]:
+    """`target` and the flags are those of a command that connects."""
     try:
         with _told_of_full_disks():
             yield
     except BatonError as error:
-        print(f"baton: {error}", file=sys.stderr)
+        flags = advice(error, target or [DEFAULT_TARGET], tls_ca=tls_ca, token_file=token_file)
+        print(f"baton: {error}{flags}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -100,7 +119,12 @@ def up(
     decode_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each decode pool.")] = 1,
     prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5".')] = "",
     decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
-    listen: Annotated[str, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.")] = DEFAULT_TARGET,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.",
+                                               show_default=DEFAULT_TARGET)] = None,
+    memory_mb: Annotated[int | None, typer.Option(min=1, help="Cache memory of each worker in MiB; default: a share of "
+                                                              "what is free.")] = None,
+    max_context: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together; default: the "
+                                                                "model's, or what the memory holds.")] = None,
     http: Annotated[str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")] = "",
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
     device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
@@ -124,7 +148,8 @@ def up(
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
         prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
-        http=http, worker_flags=tuple(worker_flags), router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
+        memory_mb=memory_mb, max_context=max_context, http=http, worker_flags=tuple(worker_flags),
+        router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
         config_file=config, one_core_each=device in (None, "cpu"),
         forks_workers=preload and device in (None, "cpu"), log_level=log_level, security=security)
 
@@ -142,15 +167,23 @@ def _flag(name: str, value: str | None) -> list[str]:
 async def _serve(settings: ClusterConfig, console: Console) -> None:
     """Until cancelled."""
     sink = log_printer(console)
-    async with LocalCluster(settings, sink=sink) as cluster:
+    printer = StartPrinter(sink, own="baton")
+    if settings.log_level == "debug":
+        printer.ready()
+    async with LocalCluster(settings, sink=printer) as cluster:
+        printer.ready()
         for name, process in cluster.processes.items():
             if (where := process.announcement) is not None:
                 sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
-        sink("baton", human_line(f'ready: try  baton generate --chat "Count from 3 by 2." --target {cluster.address}'))
-        if settings.http:
-            async with AsyncBatonClient(cluster.address) as client:
-                served = (await client.model_info()).model
-            sink("baton", human_line(f"over HTTP:  {curl_line(cluster.http_address, served)}"))
+        target = "" if cluster.address == DEFAULT_TARGET else f" --target {cluster.address}"
+        served: ModelInfo | None = None
+        with suppress(BatonError):  # a client may have to show what this command was not given
+            async with AsyncBatonClient(cluster.address, security=settings.security.to(PeerRole.ROUTER)) as client:
+                served = await client.model_info()
+        question = first_question(None if settings.model == demo_model() else served)
+        sink("baton", human_line(f"ready: try  baton generate {question} --temperature 0{target}"))
+        if settings.http and served is not None:
+            sink("baton", human_line(f"over HTTP:  {curl_line(cluster.http_address, served.model)}"))
         try:
             await cluster.wait_ended()
         except asyncio.CancelledError:
@@ -188,7 +221,8 @@ def _become(role: str, arguments: list[str]) -> NoReturn:
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text, or with --ids token ids like 1,2,3.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text, or with --ids token ids like 1,2,3; - or none: stdin.",
+                                                 show_default=False)] = None,
     target: Target = None,
     ids: Ids = False,
     as_chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, to be answered.")] = False,
@@ -215,9 +249,9 @@ def generate(
     token_file: TokenFile = None,
 ) -> None:
     """Continue a prompt, or with --chat answer it, and stream the text."""
-    with _one_line_errors():
+    with _one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         query = Query(
-            prompt=prompt_of(prompt, ids=ids, as_chat=as_chat),
+            prompt=prompt_of(read_prompt(prompt), ids=ids, as_chat=as_chat),
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
             num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
@@ -246,7 +280,7 @@ def chat(
     token_file: TokenFile = None,
 ) -> None:
     """Talk to the model; it sees the whole conversation. End with Ctrl-D."""
-    with (_one_line_errors(),
+    with (_one_line_errors(target, tls_ca=tls_ca, token_file=token_file),
           BatonClient(*_targets(target), security=connection(tls_ca, tls_cert, tls_key, tls_name,
                                                              token_file)) as client):
         converse(client, system=system, sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens),
@@ -256,6 +290,7 @@ def chat(
 @app.command()
 def status(
     target: Target = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -264,14 +299,18 @@ def status(
     token_file: TokenFile = None,
 ) -> None:
     """Workers, pools, pages and sessions at a glance. Exit code 1 unless every worker serves."""
-    with _one_line_errors():
+    with _one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
         with BatonClient(*_targets(target), security=security) as client:
+            if watch and as_json:
+                return watch_json(client)
+            if watch:
+                watch_status(client, Console())
             seen = client.cluster_status()
         if as_json:
             print(json.dumps(asdict(seen)))
         else:
-            Console().print(status_table(seen))
+            Console().print(status_view(seen))
         if not all(worker.serving for worker in seen.workers):
             raise typer.Exit(1)
 
@@ -311,7 +350,7 @@ def load(
             figures, _ = await measure(client, spec, console)
             return figures
 
-    with _one_line_errors():
+    with _one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         if plot is not None:
             check_can_plot(plot)
         shape = Shape(Lengths.parse(prompt_tokens, field="prompt_tokens"),

@@ -5,8 +5,8 @@
 
     cluster.processes["decode-0.1"].kill()                   # comes back under the same address
 
-Leaders start first and announce the ports they got; their stages and the routers start when those are known. Each
-process keeps to one core, where a core is what computes. Leaving the block, by whatever way, ends every process.
+All start beside each other. Leaders announce the ports they got in files, where their stages and the routers read them.
+Each process keeps to one core, where a core is what computes. Leaving the block, by whatever way, ends every process.
 """
 
 import asyncio
@@ -26,14 +26,25 @@ from typing import Self
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.gateway import check_can_serve, wait_ready
 from baton.nursery import HERE, Child, Nursery, NurseryLink, ProcessPlaces, Spawn, spawn
+from baton.preflight import (
+    ROLES,
+    PoolShape,
+    check_partition,
+    check_port,
+    listen_address,
+    memory_flags,
+    metrics_ports,
+)
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
 from runtime.announce import Announcement
 from runtime.client import open_channel, wait_serving
-from runtime.config import parse_address
+from runtime.config import parse_address, read_tables
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import human_line
+from runtime.model_folder import check_model_folder
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
+from runtime.tokenizer_files import make_tokenizer
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
 _GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"
@@ -62,7 +73,9 @@ class ClusterConfig:
     prefill_partition: str = ""
     decode_partition: str = ""
     routers: int = 1
-    listen: str = DEFAULT_TARGET
+    listen: str | None = None  # None: as the file says, else DEFAULT_TARGET
+    memory_mb: int | None = None  # cache of each worker; None: a share of what is free
+    max_context: int | None = None
     http: str = ""
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
@@ -76,16 +89,26 @@ class ClusterConfig:
     places: ProcessPlaces = HERE
     security: ChannelSecurity = PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
 
+    @property
+    def shapes(self) -> tuple[PoolShape, ...]:
+        """The pools of each role."""
+        given = (("--memory-mb", self.memory_mb), ("--max-context", self.max_context))
+        words = (word for flag, value in given if value is not None for word in (flag, str(value)))
+        flags = (*self.worker_flags, *words)
+        return (PoolShape("prefill", self.prefill, self.prefill_pp, self.prefill_partition, flags),
+                PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags))
+
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""
-        parse_address(self.listen, field="listen")
+        parse_address(self.listen or DEFAULT_TARGET, field="listen")
         for name in ("prefill", "decode", "prefill_pp", "decode_pp", "routers"):
             count: int = getattr(self, name)
             if not 1 <= count <= _MAX_PROCESSES:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
                                   field=name)
-        if not (self.model / "config.json").is_file():
-            raise ConfigError(f"{self.model} is not a model directory: it has no config.json", field="model")
+        check_model_folder(self.model)
+        for shape in self.shapes:
+            check_partition(shape, self.model)
         if self.http:
             check_can_serve(self.http, self.model, self.security)
 
@@ -97,13 +120,15 @@ def demo_model() -> Path:
 
 @dataclass(frozen=True)
 class _Pool:
-    role: str
+    shape: PoolShape
     index: int
-    num_stages: int
-    partition: str
 
     def name(self, stage: int) -> str:
-        return f"{self.role}-{self.index}" + (f".{stage}" if self.num_stages > 1 else "")
+        return f"{self.shape.role}-{self.index}" + (f".{stage}" if self.shape.num_stages > 1 else "")
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name(stage) for stage in range(self.shape.num_stages)]
 
 
 def _usable_cores() -> list[int]:
@@ -116,7 +141,17 @@ class LocalCluster:
     def __init__(self, config: ClusterConfig, *, sink: LogSink) -> None:
         config.check()
         self._config = config
+        tables = {} if config.config_file is None else read_tables(config.config_file)
+        self._listen = listen_address(config.listen, tables, DEFAULT_TARGET)
+        check_port(parse_address(self._listen), flag="--listen")
+        if config.http:
+            check_port(parse_address(config.http, field="--http"), flag="--http")
+        self._pools = [_Pool(shape, index) for shape in config.shapes for index in range(shape.count)]
+        self._memory_flags = memory_flags(config.shapes, tables, config.model)
+        self._metrics_ports = metrics_ports(tables, {"router": self._router_names, **{
+            role: [name for pool in self._pools if pool.shape.role == role for name in pool.names] for role in ROLES}})
         self._sink = sink
+        self._is_quiet = False
         self._cores = itertools.cycle(_usable_cores())
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -146,6 +181,7 @@ class LocalCluster:
         try:
             await self._or_first_failure(self._start())
         except BaseException:
+            self._is_quiet = True  # the failure is what matters, not how the others stop
             await self.stop()
             raise
         return self
@@ -208,29 +244,25 @@ class LocalCluster:
             self._folder.cleanup()
 
     async def _start(self) -> None:
-        pools = [_Pool(role, index, stages, partition)
-                 for role, count, stages, partition in (
-                     ("prefill", self._config.prefill, self._config.prefill_pp, self._config.prefill_partition),
-                     ("decode", self._config.decode, self._config.decode_pp, self._config.decode_partition))
-                 for index in range(count)]
         if self._config.forks_workers:
             self._link = await self._connect_nursery()
-        for pool in pools:
-            self._launch_stage(pool, 0, leader="")
-        self._say(f"starting {len(pools)} pools with {self._config.model}")
-        leaders = {pool: await self._address_of(pool.name(0)) for pool in pools}
-        for pool, leader in leaders.items():
-            for stage in range(1, pool.num_stages):
-                self._launch_stage(pool, stage, leader=leader)
+        await asyncio.to_thread(make_tokenizer, self._config.model)  # once, for all of them
+        num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
+        self._say(f"starting {num_processes} processes with {self._config.model}")
+        for pool in self._pools:
+            self._launch_stage(pool, 0)
+        for pool in self._pools:
+            for stage in range(1, pool.shape.num_stages):
+                self._launch_stage(pool, stage)
         for name in self._router_names:
-            self._launch_router(name, leaders)
-        for name in self._router_names:
-            await self._address_of(name)
+            self._launch_router(name)
+        for process in self.processes.values():
+            await process.announced(timeout_s=self._config.ready_timeout_s)
         self._say("waiting for the pools to load, form and warm up")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         if self._config.http:
             self._launch_gateway()
-            await self._address_of(_GATEWAY)
+            await self.processes[_GATEWAY].announced(timeout_s=self._config.ready_timeout_s)
             await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         for process in self.processes.values():
             process.settle()
@@ -249,21 +281,26 @@ class LocalCluster:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
 
-    def _launch_stage(self, pool: _Pool, stage: int, *, leader: str) -> None:
-        flags = ["--rank", str(stage), "--world-size", str(pool.num_stages), *self._config.worker_flags]
-        flags += ["--leader", leader] if leader else []
-        flags += ["--partition", pool.partition] if pool.partition else []
-        self._launch(pool.name(stage), pool.role, flags, leads=stage == 0)
+    def _launch_stage(self, pool: _Pool, stage: int) -> None:
+        shape, leader = pool.shape, self._announcement_path(pool.name(0))
+        flags = ["--rank", str(stage), "--world-size", str(shape.num_stages), *shape.flags,
+                 *self._memory_flags[shape.role]]
+        flags += ["--leader", f"file://{leader}"] if stage else []
+        flags += ["--partition", shape.partition] if shape.partition else []
+        self._launch(pool.name(stage), shape.role, flags, leads=stage == 0)
+
+    def _announcement_path(self, name: str) -> Path:
+        return Path(self._folder.name) / f"{name}.json"
 
     @property
     def _router_names(self) -> list[str]:
         return ["router", *(f"router-{index}" for index in range(1, self._config.routers))]
 
-    def _launch_router(self, name: str, leaders: dict[_Pool, str]) -> None:
+    def _launch_router(self, name: str) -> None:
         flags = ["--vllm-engine"] if self._config.http else []
         flags += self._config.router_flags
-        for pool, address in leaders.items():
-            flags += [f"--{pool.role}", address]
+        for pool in self._pools:
+            flags += [f"--{pool.shape.role}", f"file://{self._announcement_path(pool.name(0))}"]
         self._launch(name, "router", flags, leads=True)
 
     def _launch_gateway(self) -> None:
@@ -273,20 +310,20 @@ class LocalCluster:
         flags += ["--drain-s", "1", "--log-level", level]
         flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
         self._run(ProcessSpec(_GATEWAY, _GATEWAY_MODULE, tuple(flags), self._config.http, None,
-                              Path(self._folder.name) / f"{_GATEWAY}.json", leads=True), spawn)
+                              self._announcement_path(_GATEWAY), leads=True), spawn)
 
     def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
         config = self._config
-        listen = config.listen if name == "router" else f"{config.places.host(name)}:0"
+        listen = self._listen if name == "router" else f"{config.places.host(name)}:0"
         shared = ["--model", str(config.model), "--log-level", config.log_level]
         shared += ["--config", str(config.config_file)] if config.config_file else []
         spec = ProcessSpec(name, role, (*shared, *flags), listen,
                            next(self._cores) if config.one_core_each else None,
-                           Path(self._folder.name) / f"{name}.json", leads)
+                           self._announcement_path(name), leads, self._metrics_ports[name])
         self._run(spec, spawn if self._link is None or role == "router" else self._fork)
 
     def _run(self, spec: ProcessSpec, start: Spawn) -> None:
-        process = RoleProcess(spec, self._sink, partial(self._until_serving, spec), self._placed(spec.name, start))
+        process = RoleProcess(spec, self._show, partial(self._until_serving, spec), self._placed(spec.name, start))
         self.processes[spec.name], self._lives[spec.name] = process, asyncio.create_task(process.run())
 
     def _placed(self, name: str, start: Spawn) -> Spawn:
@@ -321,13 +358,12 @@ class LocalCluster:
         async with open_channel(announcement.address, security=security) as channel:
             await wait_serving(channel, service, timeout_s=self._config.ready_timeout_s)
 
-    async def _address_of(self, name: str) -> str:
-        announcement = await self.processes[name].announced(timeout_s=self._config.ready_timeout_s)
-        self._say(f"{name} listens on {announcement.address}")
-        return announcement.address
-
     def _say(self, text: str) -> None:
-        self._sink(_NARRATOR, human_line(text))
+        self._show(_NARRATOR, human_line(text))
+
+    def _show(self, name: str, line: str) -> None:
+        if not self._is_quiet:
+            self._sink(name, line)
 
 
 def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int) -> list[str]:

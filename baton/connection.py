@@ -1,10 +1,15 @@
 """The flags by which every command of `baton` says how it connects; each has a variable, so that they are set once."""
 
+import socket
+import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from runtime.config import parse_address
+from runtime.errors import BatonError, UnauthenticatedError, UnavailableError
 from runtime.security import ChannelSecurity, client_security
 
 TlsCa = Annotated[Path | None, typer.Option(
@@ -23,3 +28,37 @@ def connection(tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None,
     """Raises ConfigError naming the flag that is missing or whose file cannot be used."""
     return client_security(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file,
                            server_name=tls_name)
+
+
+_PROBE_S = 2.0
+
+
+def advice(error: BatonError, targets: Sequence[str], *, tls_ca: Path | None, token_file: Path | None) -> str:
+    """The flag that is missing, or too many, where an error looks like it; begins with "; ", empty if none does."""
+    if isinstance(error, UnauthenticatedError) and token_file is None:
+        return "; show one with --token-file FILE (or BATON_TOKEN_FILE)"
+    if not isinstance(error, UnavailableError):
+        return ""
+    target = targets[0].partition(",")[0].strip()
+    speaks_tls = _speaks_tls(target)
+    if speaks_tls and tls_ca is None:
+        return f"; {target} speaks TLS: give --tls-ca FILE (or BATON_TLS_CA)"
+    if speaks_tls is False and tls_ca is not None:
+        return f"; {target} does not speak TLS: leave --tls-ca (and BATON_TLS_CA) out"
+    return ""
+
+
+def _speaks_tls(target: str) -> bool | None:
+    """None when nobody answers there. Trusts nothing that is said there."""
+    address = parse_address(target)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((address.host, address.port), _PROBE_S) as plain:
+            try:
+                with context.wrap_socket(plain, server_hostname=address.host):
+                    return True
+            except (ssl.SSLError, TimeoutError) as error:
+                return isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(error)
+    except OSError:
+        return None

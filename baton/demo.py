@@ -8,7 +8,7 @@ from rich.console import Console
 
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster, demo_model
-from baton.render import QuietPrinter, status_table, timings_table
+from baton.render import QuietPrinter, status_view, timings_table
 from baton.values import ChatMessage, Chunk, ClusterStatus, Event, Query, Sampling, Stop
 from baton.wire import completion_of
 from runtime.errors import InternalError
@@ -38,7 +38,7 @@ async def run_demo(console: Console) -> None:
     async with cluster, AsyncBatonClient(cluster.address) as client:
         console.print(f"serving on {cluster.address} after {time.monotonic() - started:.1f} s\n")
         await _ask(client, console)
-        console.print(status_table(await status_at_rest(client)))
+        console.print(status_view(await status_at_rest(client)))
         printer.mute()
 
 

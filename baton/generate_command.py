@@ -1,10 +1,20 @@
 """`baton generate`: from what was typed to a query, and from its events to text."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from baton.values import ChatMessage, Chunk, Event, Prompt, Query, StructuredOutput
+from baton.values import ChatMessage, Chunk, Event, ModelInfo, Prompt, Query, StructuredOutput
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
+
+
+def first_question(model: ModelInfo | None) -> str:
+    """What to try first, as it is typed: in the form that this model answers; None: the demo model."""
+    if model is None:
+        return '--chat "Count from 3 by 2."'
+    if model.has_chat_template:
+        return '--chat "Hello!" --max-tokens 64'
+    return '"Once upon a time" --max-tokens 32' if model.has_tokenizer else "--ids 1,2,3 --max-tokens 8"
 
 
 def print_text(events: Iterable[Event], query: Query) -> None:
@@ -30,6 +40,19 @@ def structured_output_of(json_schema: Path | None, regex: str | None) -> Structu
         return StructuredOutput(json_schema.read_text(), regex)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--json-schema: cannot read {json_schema}: {error}", field="json_schema") from None
+
+
+def read_prompt(argument: str | None) -> str:
+    """The argument; without one, or for "-", all of stdin but its last line's end. Raises ConfigError in a terminal,
+    where nobody would know what it waits for."""
+    if argument is not None and argument != "-":
+        return argument
+    if argument is None and sys.stdin.isatty():
+        raise ConfigError("give a PROMPT, or pipe one in", field="prompt")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"what is piped in is no text: {error}", field="prompt") from None
 
 
 def prompt_of(text: str, *, ids: bool, as_chat: bool) -> Prompt:

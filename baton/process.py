@@ -36,6 +36,7 @@ class ProcessSpec:
     core: int | None  # the one it keeps to; None for all
     announce: Path
     leads: bool  # the process whose health speaks for its pool
+    metrics_port: int = 0  # 0: any
 
 
 class RoleProcess:
@@ -172,7 +173,7 @@ class RoleProcess:
     def _own_addresses(self) -> tuple[str, ...]:
         known = self._announcement
         listen = self.spec.listen if known is None else known.address
-        port = 0 if known is None or known.metrics_port is None else known.metrics_port
+        port = self.spec.metrics_port if known is None or known.metrics_port is None else known.metrics_port
         return ("--listen", listen, "--metrics-port", str(port), "--announce", str(self.spec.announce))
 
     async def _pass_on(self, output: asyncio.StreamReader) -> None:
@@ -185,10 +186,18 @@ class RoleProcess:
                 return
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
-            self._sink(self.spec.name, text)
+            # The line that a process ends on is shown once: before `settle` in the error of `run`.
+            if self._settled or not text.startswith(self._own_prefix):
+                self._sink(self.spec.name, text)
+
+    @property
+    def _own_prefix(self) -> str:
+        """What the line begins with by which a role says why it ends (`runtime.supervision`)."""
+        return f"{self.spec.role}: "
 
     def _last_words(self) -> str:
-        return next((line for line in reversed(self._tail) if line), "it said nothing")
+        line = next((line for line in reversed(self._tail) if line), "it said nothing")
+        return line.removeprefix(self._own_prefix)
 
 
 def _kill(child: Child) -> None:

@@ -1,23 +1,27 @@
 """What the commands draw: tables for people, JSON for programs, coloured log prefixes."""
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from baton.process import LogSink
-from baton.values import ClusterStatus, Completion, Event, Timings
+from baton.values import ClusterStatus, Completion, Event, Timings, WorkerStatus
 
+_LONG_STEP_S = 2.0  # a step that takes longer is worth a word
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
+_ROUTINE = re.compile(r"[0-9:.]{12} (debug|info) ")  # as `runtime.log.human_line` begins a line
 _TIMING_TEXTS = {
     "router_queue_s": "held back by the router",
     "prefill_queue_s": "queued for prefill",
     "prefill_s": "prefill, first chunk to first token",
     "reserve_s": "reserving decode memory (beside prefill)",
-    "transfer_exposed_s": "handoff not hidden by prefill",
+    "transfer_exposed_s": "handoff still to do after prefill",
     "decode_queue_s": "queued for decode",
     "decode_s": "decode, first step to last token",
     "total_s": "total, as the router saw it",
@@ -51,21 +55,54 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def status_table(status: ClusterStatus) -> Table:
-    """One row per pool."""
+_BAR_CELLS = 9
+_LONGEST_COUNT = 99_999
+
+
+def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None) -> Group:
+    """One row per pool, its stages drawn below its address, and below all why pools do not serve. Fits in 80 columns.
+
+    `rates`: tokens per second by address, where they are known; of prompts in prefill, of output in decode.
+    """
     title = f"model {status.model}: {status.running_requests} running, {status.waiting_requests} waiting at the router"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("role", "address", "state", "layers"):
-        table.add_column(heading, no_wrap=heading == "address")
-    for heading in ("queued", "runs", "pages\nfree", "slots\nfree", "open"):
+    for heading in ("role", "address", "state"):
+        table.add_column(heading)
+    rate_heading = () if rates is None else ("tokens\n/s",)
+    for heading in ("runs", "queued", "pages\nfree", "slots\nfree", "open", *rate_heading):
         table.add_column(heading, justify="right")
     for worker in status.workers:
-        state = Text("serving", "green") if worker.serving else Text(worker.reason or "not serving", "red")
-        table.add_row(
-            worker.role, worker.address, state, " ".join(worker.stages), str(worker.queued_requests),
-            str(worker.running_requests), f"{worker.pages_free}/{worker.pages_total}",
-            f"{worker.slots_free}/{worker.slots_total}", str(worker.open_sessions))
-    return table
+        cells: list[str | Text] = [worker.role, f"{worker.address}\n{_picture(worker.stages)}", _state(worker),
+                 str(worker.running_requests), str(worker.queued_requests),
+                 f"{_free(worker.pages_free, worker.pages_total)}\n{_bar(worker.pages_free, worker.pages_total)}",
+                 _free(worker.slots_free, worker.slots_total), str(worker.open_sessions)]
+        table.add_row(*cells, *(() if rates is None else (f"{rates.get(worker.address, 0.0):.0f}",)))
+    reasons = [Text(f"{worker.role} {worker.address}: {worker.reason or 'not serving'}", "red")
+               for worker in status.workers if not worker.serving]
+    return Group(table, *reasons)
+
+
+def _state(worker: WorkerStatus) -> Text:
+    if not worker.serving:
+        return Text("down", "red")
+    if worker.busy_s >= _LONG_STEP_S:
+        return Text(f"{worker.busy_s:.0f} s\nin step", "yellow")
+    return Text("serving", "green")
+
+
+def _picture(stages: Sequence[str]) -> str:
+    """The layers of each stage, from the first to the last."""
+    return "├" + "┼".join(f" {layers} " for layers in stages) + "┤" if stages else ""
+
+
+def _free(free: int, total: int) -> str:
+    return f"{free}/{total}" if total <= _LONGEST_COUNT else f"{100 * free // total} %"
+
+
+def _bar(free: int, total: int) -> str:
+    """How much is taken."""
+    taken = -(-_BAR_CELLS * (total - free) // total) if total else 0
+    return "█" * taken + "░" * (_BAR_CELLS - taken)
 
 
 def log_printer(console: Console) -> LogSink:
@@ -77,6 +114,23 @@ def log_printer(console: Console) -> LogSink:
         console.print(Text.assemble((f"{name:<12}", colour), "│ ", line), soft_wrap=True)
 
     return sink
+
+
+class StartPrinter:
+    """Of what processes write while they start, only what is worth attention; from `ready` on all of it. `own` is the
+    name whose lines always are."""
+
+    def __init__(self, sink: LogSink, *, own: str) -> None:
+        self._sink = sink
+        self._own = own
+        self._is_ready = False
+
+    def __call__(self, name: str, line: str) -> None:
+        if self._is_ready or name == self._own or not _ROUTINE.match(line):
+            self._sink(name, line)
+
+    def ready(self) -> None:
+        self._is_ready = True
 
 
 class QuietPrinter:

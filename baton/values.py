@@ -205,6 +205,9 @@ class WorkerStatus:
     slots_total: int
     slots_free: int
     open_sessions: int
+    busy_s: float = 0.0  # how long its engine has been within its present step
+    prompt_tokens: int = 0  # computed since its start
+    output_tokens: int = 0  # drawn since its start
 
 
 @dataclass(frozen=True)

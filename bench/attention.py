@@ -6,11 +6,7 @@ prompts, beside torch's own attention over dense keys and beside another checkou
 `bandwidth`: bytes of keys and values per second, and what a sum over 512 MB reads in the same minute.
 """
 
-import argparse
-import os
 import statistics
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,30 +14,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bench.report import Value, render
+from bench.report import Value
+from bench.sides import checkout_sides, compare_checkouts
 
 CASES = (("decode", 1, 512), ("decode", 8, 512), ("decode", 32, 512), ("prefill", 1, 512), ("prefill", 1, 2048))
 NUM_ROUNDS = 9
 KEY_BYTES = 2 * 8 * 128 * 2  # of one token in one layer
 _DENSE_COPIES = 8
-
-
-class AttentionSide:
-    """A process that times the attention of one checkout."""
-
-    def __init__(self, checkout: Path, stack: ExitStack) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(checkout)}
-        self._process = stack.enter_context(subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("attention_side.py"))], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        stack.callback(self._process.terminate)
-
-    def time(self, kind: str, rows: int, length: int) -> float:
-        """Seconds per layer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(kind, rows, length, file=self._process.stdin, flush=True)
-        return float(self._process.stdout.readline())
 
 
 class Dense:
@@ -76,9 +55,7 @@ def measure(against: Path | None) -> dict[str, Value]:
     values: dict[str, Value] = {"num_threads": torch.get_num_threads()}
     dense, memory = Dense(), torch.ones(128 << 20)
     with ExitStack() as stack:
-        sides = {"ours": AttentionSide(Path(__file__).parents[1], stack)}
-        if against is not None:
-            sides["against"] = AttentionSide(against, stack)
+        sides = checkout_sides("attention_side.py", against, stack)
         for case in CASES:
             name = f"{case[0]}_{case[1] if case[0] == 'decode' else case[2]}"
             taken: dict[str, list[float]] = {side: [] for side in (*sides, "torch")}
@@ -99,13 +76,5 @@ def measure(against: Path | None) -> dict[str, Value]:
     return values
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="another checkout, timed in turn with this one")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    print(render("attention", measure(options.against), as_json=options.json))
-
-
 if __name__ == "__main__":
-    main()
+    compare_checkouts("attention", __doc__, measure)

@@ -12,54 +12,31 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import Self
 
-from bench.report import Value, render
+from bench.report import Value, busy_s, render
+from bench.sides import LineProcess
 
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
 
 
-class SideProcess:
-    """One side of the comparison. It computes only while it is asked to."""
-
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.name = name
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                         env=environment)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+class SideProcess(LineProcess):
+    """One side of the comparison: questions and answers are JSON."""
 
     def ask(self, **command: object) -> dict[str, list[float]]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self.answer()
+        return _read(self.exchange(json.dumps(command)))
 
     def answer(self) -> dict[str, list[float]]:
-        """The next answer; the first one says that the model is loaded."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the {self.name} side ended with status {self._process.wait()}")
-        answer: dict[str, list[float]] = json.loads(line)
-        return answer
+        """The next answer; the first one comes when the model is loaded."""
+        return _read(self.next_line())
 
-    def cpu_s(self) -> float:
-        """CPU time it has used so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+def _read(line: str) -> dict[str, list[float]]:
+    answer: dict[str, list[float]] = json.loads(line)
+    return answer
 
 
 @dataclass
@@ -114,12 +91,6 @@ def measure(ours: SideProcess, reference: SideProcess, *, rounds: int, steps: in
 
 def _cosine(a: list[float], b: list[float]) -> float:
     return sum(map(float.__mul__, a, b)) / math.hypot(*a) / math.hypot(*b)
-
-
-def busy_s() -> float:
-    """CPU time all processes have used so far."""
-    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:

@@ -10,17 +10,16 @@ ratio is the median over rounds of oneDNN's time / ours. `packing_gbps`: bytes o
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from bench.report import Value, render
+from bench.report import Value, busy_s, render
+from bench.sides import LineProcess
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.product import PackedWeight, arithmetic_class
 
@@ -30,38 +29,17 @@ SIDES = {"ours": {}, "onednn": {}, "onednn_avx512": {"ONEDNN_MAX_CPU_ISA": "AVX5
 Pass = Callable[[Tensor, Tensor], None]
 
 
-class KernelSide:
-    """One side of the comparison. It computes only while it is asked to."""
+class KernelSide(LineProcess):
+    """One side of the comparison."""
 
     def __init__(self, name: str, *, threads: int, layers: int) -> None:
         command = [sys.executable, "-m", "bench.kernels", f"--side={name}", f"--threads={threads}",
                    f"--layers={layers}"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                         env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1", **SIDES[name]})
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        super().__init__(name, command, {**os.environ, "THP_MEM_ALLOC_ENABLE": "1", **SIDES[name]})
 
     def seconds(self, rows: int) -> float:
         """Of one pass; 0 rows: of packing all weights, when it started."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{rows}\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a side ended with status {self._process.wait()}")
-        return float(json.loads(line))
-
-    def cpu_s(self) -> float:
-        """CPU time it has used so far."""
-        with open(f"/proc/{self._process.pid}/stat", encoding="ascii") as stat:
-            fields = stat.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return float(json.loads(self.exchange(str(rows))))
 
 
 def serve(name: str, *, threads: int, layers: int) -> None:
@@ -117,7 +95,7 @@ def onednn_pass(weights: list[list[Tensor]]) -> Pass:
 def measure(sides: dict[str, KernelSide], *, rounds: int, layers: int) -> dict[str, Value]:
     weight_bytes = layers * 2 * HIDDEN * (QKV_WIDTH + HEADS_WIDTH + 3 * MLP_WIDTH)
     values: dict[str, Value] = {"packing_gbps": round(weight_bytes / sides["ours"].seconds(0) / 1e9, 2)}
-    started, busy, own = time.perf_counter(), _busy_s(), sum(side.cpu_s() for side in sides.values())
+    started, busy, own = time.perf_counter(), busy_s(), sum(side.cpu_s() for side in sides.values())
     for rows in ROWS:
         for side in sides.values():
             side.seconds(rows)  # warms up
@@ -131,15 +109,8 @@ def measure(sides: dict[str, KernelSide], *, rounds: int, layers: int) -> dict[s
             ratios = [theirs / ours for theirs, ours in zip(taken[name], taken["ours"], strict=True)]
             values[f"rows_{rows}_{name}_ratio"] = round(median(ratios), 3)
         values[f"rows_{rows}_ours_gflops"] = round(rows * weight_bytes / median(taken["ours"]) / 1e9, 1)
-    foreign_s = _busy_s() - busy - (sum(side.cpu_s() for side in sides.values()) - own)
+    foreign_s = busy_s() - busy - (sum(side.cpu_s() for side in sides.values()) - own)
     return {**values, "foreign_cores": round(foreign_s / (time.perf_counter() - started), 2)}
-
-
-def _busy_s() -> float:
-    """CPU time all processes have used so far."""
-    with open("/proc/stat", encoding="ascii") as stat:
-        user, nice, system, _, _, irq, soft_irq, steal = map(int, stat.readline().split()[1:9])
-    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:

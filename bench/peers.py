@@ -28,9 +28,9 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
-from bench.engine import HUGE_PAGES, SideProcess, busy_s
+from bench.engine import HUGE_PAGES, SideProcess
 from bench.peer_files import write_checkpoint, write_gguf
-from bench.report import Value, render
+from bench.report import Value, busy_s, render
 
 CONTEXT, PROMPTS, ROWS = 512, (512, 2048), (1, 8, 32)
 LLAMA_TIMEOUT_S = 600.0

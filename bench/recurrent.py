@@ -4,17 +4,14 @@ heads of 512 + 64; with a choice: 2,048 keys by 64 index heads of 128), beside a
     OMP_NUM_THREADS=2 python -m bench.recurrent [--against CHECKOUT] [--json]
 """
 
-import argparse
-import os
 import statistics
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from bench.report import Value, render
+from bench.report import Value
+from bench.sides import checkout_sides, compare_checkouts
 
 CASES = (("delta", "prefill", 1, 512), ("delta", "decode", 1, 512), ("delta", "decode", 8, 512),
          ("latent", "prefill", 1, 256), ("latent", "decode", 1, 1024), ("latent", "decode", 8, 1024),
@@ -22,30 +19,10 @@ CASES = (("delta", "prefill", 1, 512), ("delta", "decode", 1, 512), ("delta", "d
 NUM_ROUNDS = 7
 
 
-class RecurrentSide:
-    """A process that times one checkout."""
-
-    def __init__(self, checkout: Path, stack: ExitStack) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(checkout)}
-        self._process = stack.enter_context(subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("recurrent_side.py"))], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        stack.callback(self._process.terminate)
-
-    def time(self, *case: str | int) -> float:
-        """Seconds per layer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(*case, file=self._process.stdin, flush=True)
-        return float(self._process.stdout.readline())
-
-
 def measure(against: Path | None) -> dict[str, Value]:
     values: dict[str, Value] = {"num_threads": torch.get_num_threads()}
     with ExitStack() as stack:
-        sides = {"ours": RecurrentSide(Path(__file__).parents[1], stack)}
-        if against is not None:
-            sides["against"] = RecurrentSide(against, stack)
+        sides = checkout_sides("recurrent_side.py", against, stack)
         for case in CASES:
             part, kind, rows, length = case
             name = f"{part}_{kind}_{rows if kind == 'decode' else length}"
@@ -60,13 +37,5 @@ def measure(against: Path | None) -> dict[str, Value]:
     return values
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="another checkout, timed in turn with this one")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    print(render("recurrent", measure(options.against), as_json=options.json))
-
-
 if __name__ == "__main__":
-    main()
+    compare_checkouts("recurrent", __doc__, measure)

@@ -29,12 +29,16 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def busy_s() -> float:
+    """CPU time all processes have used so far."""
+    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def foreign_cpu_s() -> float:
     """CPU seconds of the machine less those of this process and of its children that have ended."""
-    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     own = os.times()
-    busy_s = (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
-    return busy_s - (own.user + own.system + own.children_user + own.children_system)
+    return busy_s() - (own.user + own.system + own.children_user + own.children_system)
 
 
 def render(name: str, values: Mapping[str, Value], *, as_json: bool) -> str:

@@ -74,7 +74,7 @@ class DecodeLeading:
         metrics.accepted.labels("1")  # a draft that nothing is ever accepted from must show as zero, not as nothing
 
         def on_verified(step: VerifiedStep, num_running: int) -> None:
-            parts.meters.work.output_tokens.inc(sum(step.accepted))  # each row's own token is counted with the step
+            parts.meters.on_drawn(sum(step.accepted))  # each row's own token is counted with the step
             observe_verified(metrics, step)
             if self._adaptive is not None and step.accepted:  # all declined: nothing to learn
                 self._adaptive.observe(step, num_running)

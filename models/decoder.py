@@ -116,7 +116,7 @@ class DecoderStage:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
-        return StageOutput(logits=self._head(self._norm.forward(rows)).float(), aux_hidden=captured)
+        return StageOutput(logits=self._head.logits(self._norm.forward(rows)), aux_hidden=captured)
 
     def _wanted(self, batch: ForwardBatch) -> Tensor | None:
         """Indices of the tokens whose logits the last stage gives; None where it gives all, as in decode steps."""

@@ -6,6 +6,7 @@ tensors, so a stage reads its own bytes and no others.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
 from models.registry import read_decoder
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
+from runtime.model_folder import check_model_folder
 
 # Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
 # wrapper saved as its text model keeps the wrapper's keys.
@@ -65,6 +67,15 @@ class ModelDescription:
     def counts_on_host(self) -> bool:
         """Whether any layer does; see `FeedForwardSpec.counts_on_host`."""
         return any(layer.feed_forward.counts_on_host for layer in self.spec.layers)
+
+    def weight_bytes(self, layers: LayerRange) -> int:
+        """What `load_stage` of these layers holds at least, in the dtype that the model runs in; 0 where weights are
+        random."""
+        if self.checkpoint is None:
+            return 0
+        item_bytes = _torch_dtype(self.facts.dtype).itemsize
+        return sum(math.prod(entry.shape) for entry in stage_entries(self.checkpoint, self.spec, layers).values()
+                   ) * item_bytes
 
     def load_stage(self, layers: LayerRange, *, numerics: Numerics,
                    capture_layers: frozenset[int] = frozenset(), device: torch.device = HOST,
@@ -110,6 +121,7 @@ def read_model(path: Path) -> ModelDescription:
     Raises:
         ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, or a file is damaged.
     """
+    check_model_folder(path)
     raw = read_config_file(path / "config.json")
     checkpoint = open_checkpoint(path)
     generation = path / "generation_config.json"

@@ -30,7 +30,7 @@ from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, Stag
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
-from runtime.announce import Announcement, write_announcement
+from runtime.announce import Announcement, announced_address, announcement_path, write_announcement
 from runtime.certificates import CertificateStore
 from runtime.clock import SystemClock
 from runtime.errors import InternalError
@@ -39,6 +39,7 @@ from runtime.metrics import RpcMetrics, StageMetrics
 from runtime.security import ChannelSecurity, PeerRole, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
+from runtime.tokenizer_files import make_tokenizer
 from runtime.tracing import Tracing
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
@@ -124,6 +125,7 @@ class _Process:
 async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> None:
     """Until `stop`. Raises ConfigError when checkpoint, flags, files and memory do not fit together."""
     loop = asyncio.get_running_loop()
+    await asyncio.to_thread(make_tokenizer, config.model)  # the router says what it means that there is none
     if config.rank == 0:
         reports = SessionReports(loop)
         process = _build(config, role, stop, reports.report)
@@ -147,8 +149,12 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
-    logger.info("%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
-                describe_pools(plan.geometry), config.numerics)
+    # The leader speaks for its pool: the other stages have the same, for their layers.
+    level = logging.DEBUG if config.rank else logging.INFO
+    logger.log(level, "%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
+               describe_pools(plan.geometry), config.numerics)
+    if plan.size.notice and config.rank == 0:
+        logger.warning(plan.size.notice)
     stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers,
                         speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
@@ -185,7 +191,7 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
     info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
     worker_service = WorkerService(lambda: formed_info(info, leader, stage.plan),
-                                   lambda: worker_load(leader, board.load))
+                                   lambda: worker_load(leader, board.load, meters))
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
@@ -203,7 +209,24 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
 
 
 async def _follow(process: _Process, reports: JoinReports) -> None:
-    config, stage = process.config, process.stage
+    """A leader that announces itself in a file may still load, as this stage did until now."""
+    config, path = process.config, announcement_path(process.config.leader)
+    if path is not None:
+        address = asyncio.create_task(announced_address(path))
+        stopped = asyncio.create_task(process.stop.wait())
+        try:
+            await asyncio.wait({address, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not address.done():
+                return
+            config = config.model_copy(update={"leader": address.result()})
+        finally:
+            address.cancel()
+            stopped.cancel()
+    await _follow_leader(process, config, reports)
+
+
+async def _follow_leader(process: _Process, config: WorkerConfig, reports: JoinReports) -> None:
+    stage = process.stage
     meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.counts)
     server = _server(process, (PIPELINE_SERVICE,))
     channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
@@ -268,7 +291,7 @@ async def _listening(process: _Process, server: GrpcServer) -> AsyncIterator[Non
 async def _refresh(parts: LeaderParts, board: LoadBoard) -> None:
     """Keep the gauges current."""
     while True:
-        parts.meters.on_load(worker_load(parts.leader, board.load))
+        parts.meters.on_load(worker_load(parts.leader, board.load, parts.meters))
         parts.meters.on_occupancy(board.occupancy, num_draining=parts.reclaimer.open_tasks)
         await asyncio.sleep(REFRESH_S)
 

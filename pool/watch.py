@@ -11,7 +11,7 @@ import grpc
 
 from pool.pipeline.leader import Leader
 from pool.stage.config import WorkerConfig
-from pool.stage.metrics import SchedulerLoad
+from pool.stage.metrics import LeaderMeters, SchedulerLoad
 from pool.stage.stage import StagePlan
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
@@ -47,13 +47,14 @@ def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.Work
     return formed
 
 
-def worker_load(leader: Leader, load: SchedulerLoad) -> pb.WorkerLoad:
+def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters) -> pb.WorkerLoad:
     busy_since_s = leader.loop.busy_since_s
     return pb.WorkerLoad(
         serving=leader.serving, reason=leader.reason, queued_requests=load.queued_requests,
         queued_tokens=load.queued_tokens, running_requests=load.running_requests, pages_free=load.pages_free,
         slots_free=load.slots_free, open_sessions=leader.group.open_sessions,
-        busy_s=0.0 if busy_since_s is None else time.monotonic() - busy_since_s)
+        busy_s=0.0 if busy_since_s is None else time.monotonic() - busy_since_s,
+        prompt_tokens=meters.num_prompt_tokens, output_tokens=meters.num_output_tokens)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):

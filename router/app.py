@@ -28,6 +28,7 @@ from runtime.metrics import RouterMetrics, RpcMetrics
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
+from runtime.tokenizer_files import make_tokenizer
 from runtime.tokens import TokenList
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
@@ -43,10 +44,12 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     Raises:
         ConfigError: the model directory, a file of certificates or tokens, an address or a port cannot be used.
     """
-    logger.info("settings", extra=describe(config))
+    logger.debug("settings", extra=describe(config))
     certificates = config.certificates()
     security = ServerSecurity(certificates, config.client_certificates,
                               None if config.token_file is None else TokenList(config.token_file))
+    if notice := await asyncio.to_thread(make_tokenizer, config.model):
+        logger.warning(notice)
     model = load_served_model(config.model, config.model_name)
     incarnation = uuid.uuid4().hex
     tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)

@@ -16,7 +16,8 @@ from runtime.security import ClientCertificates
 from runtime.supervision import EXIT_CONFIG, run_process
 
 TARGET_HELP = ("HOST:PORT of a {} pool's leader, dns:///NAME:PORT for all of a name, or "
-               "k8s:///[NAMESPACE/]SERVICE:PORT for a Kubernetes service's endpoints; repeat.")
+               "k8s:///[NAMESPACE/]SERVICE:PORT for a Kubernetes service's endpoints, file:///PATH for one that "
+               "announces itself there; repeat.")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -2,8 +2,11 @@
 
     write_announcement(path, announcement)
     read_announcement(path) -> Announcement | None
+    await announced_address(path)                         when there is one
+    announcement_path("file:///run/prefill-0.json")       the path, where an address may be such a file
 """
 
+import asyncio
 import json
 import os
 from contextlib import suppress
@@ -11,6 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runtime.errors import ConfigError
+
+FILE = "file://"
+_LOOK_S = 0.02  # between two looks at a file: it has no event to wait for
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,15 @@ def read_announcement(path: Path) -> Announcement | None:
         return Announcement(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not an announcement: {error}", field="announce") from error
+
+
+def announcement_path(target: str) -> Path | None:
+    """The file that a target of the form file:///PATH names; None for any other."""
+    return Path(target.removeprefix(FILE)) if target.startswith(f"{FILE}/") else None
+
+
+async def announced_address(path: Path) -> str:
+    """The gRPC address that a process announces there, as soon as it does. Whoever starts it ends the wait."""
+    while (announcement := read_announcement(path)) is None:  # noqa: ASYNC110
+        await asyncio.sleep(_LOOK_S)
+    return announcement.address

@@ -11,8 +11,9 @@ The TOML file has one table per role, so that a whole cluster can share it.
 import ipaddress
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -77,20 +78,22 @@ def load(kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file
 
     Raises ConfigError naming the key for unknown keys, unreadable files and values that do not fit.
     """
-    values = {} if file is None else read_section(file, section)
+    values: dict[str, object] = {} if file is None else dict(read_tables(file).get(section, {}))
     values.update({key: value for key, value in flags.items() if value is not None})
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        problem = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"{section}.{key}: unknown setting{did_you_mean(key, kind.model_fields)}",
+                              field=key) from error
         given = "" if first["type"] == "missing" else f" (got {first['input']!r})"
-        raise ConfigError(f"{section}.{key}: {problem}{given}", field=key) from error
+        raise ConfigError(f"{section}.{key}: {first['msg']}{given}", field=key) from error
 
 
-def read_section(file: Path, section: str) -> dict[str, object]:
-    """One role's table of the file, empty if it has none. Raises ConfigError."""
+def read_tables(file: Path) -> dict[str, dict[str, object]]:
+    """The tables of the file by role. Raises ConfigError for a file that cannot be read, and for any other table."""
     try:
         tables = tomllib.loads(file.read_text())
     except OSError as error:
@@ -99,8 +102,15 @@ def read_section(file: Path, section: str) -> dict[str, object]:
         raise ConfigError(f"{file} is not TOML: {error}", field="config") from error
     for name, table in tables.items():
         if name not in SECTIONS or not isinstance(table, dict):
-            raise ConfigError(f"{file}: {name!r} is not one of the tables {', '.join(SECTIONS)}", field=name)
-    return dict(tables.get(section, {}))
+            raise ConfigError(f"{file}: {name!r} is not one of the tables {', '.join(SECTIONS)}"
+                              f"{did_you_mean(name, SECTIONS)}", field=name)
+    return tables
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error about a word that nobody knows; empty where none of the known ones is like it."""
+    like = get_close_matches(word.replace("-", "_"), list(known), n=1)
+    return f"; did you mean {like[0]}?" if like else ""
 
 
 def describe(config: Config) -> dict[str, object]:

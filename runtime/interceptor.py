@@ -15,7 +15,6 @@ import contextlib
 import inspect
 import logging
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -298,7 +297,8 @@ def _failed(method: str, error: Exception) -> RpcFailure:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage collector comes by."""
+    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage collector comes by. The
+    frames themselves are left alone: calls that end for one reason share its error, and all their frames are in it."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__

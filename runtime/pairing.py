@@ -8,7 +8,7 @@ import re
 
 _DRAFT = "+"
 # The parts of a pool's text that have one value, in its order; what follows describes the caches.
-_NAMED = ("schema", "weights", "numerics", "arithmetic", "page size")
+_NAMED = ("schema", "weights", "numerics", "arithmetic", "page size", "max context")
 
 
 def pairing_digest(model: str, draft: str) -> str:

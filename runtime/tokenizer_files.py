@@ -1,23 +1,99 @@
-"""Do two processes read texts alike? The digest of what a model directory's `tokenizer.json` says."""
+"""Where the tokenizer of a model directory is, and whether two processes read texts alike.
+
+A directory without `tokenizer.json` may have the files that it is made from. transformers, where it is installed, makes
+one of them, in a process of its own, into a cache folder; nothing is written beside a checkpoint.
+
+    find_tokenizer(model_dir) -> Path | None             its own, or one that was made before
+    make_tokenizer(model_dir) -> str                     make one if it has none; what an operator has to know of that
+"""
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.errors import ConfigError
 
 # How a file was saved to cut and pad; servers do neither (`router.text.tokenise`).
 _NOT_READ = ("truncation", "padding")
+# What tokenizers are made from, and what says how.
+_VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken")
+_SAYS_HOW = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+_MAKE_S = 120.0
+_TOKENS_ONLY = "texts and chats are refused, prompts must be token ids (baton generate --ids 1,2,3)"
+
+
+def find_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The `tokenizer.json` of a model directory: its own, or one that was made of its files; None if there is none."""
+    if (own := model_dir / "tokenizer.json").is_file():
+        return own
+    made = _made_path(model_dir, environment)
+    return made if made is not None and made.is_file() else None
+
+
+def make_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
+    """Make a `tokenizer.json` for a directory that has none, if that can be done. One line about what was found or
+    done, empty for a directory with its own. Takes seconds, once."""
+    if (model_dir / "tokenizer.json").is_file():
+        return ""
+    made = _made_path(model_dir, environment)
+    if made is None:
+        return f"{model_dir} has no tokenizer.json: {_TOKENS_ONLY}"
+    if not made.is_file() and (problem := _make(model_dir, made)):
+        return (f"{model_dir} has no tokenizer.json, and none could be made of its other files: {problem}; "
+                f"{_TOKENS_ONLY}")
+    return f"{model_dir} has no tokenizer.json: {made} is used, which transformers made of its other files"
+
+
+def _made_path(model_dir: Path, environment: Mapping[str, str]) -> Path | None:
+    """Where the one made of these very files lies; None without a vocabulary."""
+    vocabularies = [file for pattern in _VOCABULARIES for file in sorted(model_dir.glob(pattern))]
+    if not vocabularies:
+        return None
+    digest = hashlib.sha256()
+    for file in (*vocabularies, *(model_dir / name for name in _SAYS_HOW)):
+        if file.is_file():
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            digest.update(file.read_bytes())
+    return cache_folder(environment) / "tokenizers" / digest.hexdigest()[:16] / "tokenizer.json"
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """BATON_CACHE_DIR, or a folder of the user's cache directory."""
+    if own := environment.get("BATON_CACHE_DIR"):
+        return Path(own)
+    user = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/tmp")) / ".cache"
+    return Path(user) / "baton"
+
+
+def _make(model_dir: Path, made: Path) -> str:
+    """Why it cannot be made; empty if it was."""
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        draft = made.with_name(f".{made.name}.{os.getpid()}")
+        done = subprocess.run([sys.executable, "-m", "runtime.tokenizer_conversion", str(model_dir), str(draft)],
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MAKE_S, check=False)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+        draft.replace(made)
+    except OSError as error:
+        return f"{made.parent} cannot be written: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"it took more than {_MAKE_S:g} s"
+    return ""
 
 
 def tokenizer_digest(model_dir: Path) -> str:
-    """16 hexadecimal digits of SHA-256; empty without a `tokenizer.json`. Spacing and the order of keys do not count.
+    """16 hexadecimal digits of SHA-256; empty without a tokenizer. Spacing and the order of keys do not count.
 
     Raises:
         ConfigError: the file is no JSON object.
     """
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
+    path = find_tokenizer(model_dir)
+    if path is None:
         return ""
     try:
         content = json.loads(path.read_bytes())

@@ -71,7 +71,7 @@ def plan_pools(
             `max_context_tokens`; the message shows the sum.
     """
     costs = stage_costs(specs, partition, scratch)
-    num_slots = num_requests + 1 if bytes_per_slot(specs) else 0
+    num_slots = _slots(specs, num_requests)
     pages_per_request = pages_for_tokens(max_context_tokens, page_size)
     num_pages = 1 + num_requests * pages_per_request
     for rank, cost in enumerate(costs):
@@ -85,6 +85,33 @@ def plan_pools(
         if cost.page_bytes:
             num_pages = min(num_pages, left // cost.page_bytes)
     return PoolBudget(num_pages=num_pages, num_slots=num_slots)
+
+
+def longest_context(specs: Sequence[CacheSpec], partition: Sequence[LayerRange], *, budget_bytes: int, page_size: int,
+                    num_requests: int, at_most: int, scratch: Sequence[CacheSpec] = (), num_scratch: int = 0) -> int:
+    """Tokens of the longest request that every stage can hold beside scratch and slots, in whole pages or `at_most`;
+    below 1 where a stage cannot hold these."""
+    num_slots, longest = _slots(specs, num_requests), at_most
+    for cost in stage_costs(specs, partition, scratch):
+        left = budget_bytes - num_scratch * cost.scratch_bytes - num_slots * cost.slot_bytes
+        if left < 0:
+            return 0
+        if cost.page_bytes:
+            longest = min(longest, (left // cost.page_bytes - 1) * page_size)
+    return longest
+
+
+def smallest_budget(specs: Sequence[CacheSpec], partition: Sequence[LayerRange], *, page_size: int,
+                    max_context_tokens: int, num_requests: int, scratch: Sequence[CacheSpec] = (),
+                    num_scratch: int = 0) -> int:
+    """Bytes per stage with which `plan_pools` finds room for one request of `max_context_tokens`."""
+    num_slots, num_pages = _slots(specs, num_requests), 1 + pages_for_tokens(max_context_tokens, page_size)
+    return max(num_scratch * cost.scratch_bytes + num_slots * cost.slot_bytes + num_pages * cost.page_bytes
+               for cost in stage_costs(specs, partition, scratch))
+
+
+def _slots(specs: Sequence[CacheSpec], num_requests: int) -> int:
+    return num_requests + 1 if bytes_per_slot(specs) else 0
 
 
 def describe_pools(geometry: PoolGeometry) -> str:

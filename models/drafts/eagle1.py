@@ -70,7 +70,7 @@ class Eagle1:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.logits`."""
-        return self._head(hidden).float()
+        return self._head.logits(hidden)
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
         """See `DraftModel.target_ids`."""

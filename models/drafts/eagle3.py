@@ -86,7 +86,7 @@ class Eagle3:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.logits`."""
-        return self._head(self._norm.forward(hidden)).float()
+        return self._head.logits(self._norm.forward(hidden))
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
         """See `DraftModel.target_ids`. A file's `d2t` holds the distance from the draft's id to the target's."""

@@ -16,6 +16,7 @@ from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
 from models.loader import ModelDescription, description_digest
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
+from runtime.model_folder import check_model_folder
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class DraftDescription:
     def hidden_size(self) -> int:
         """Width of the state that one step of the draft hands to the next."""
         return self.raw.integer("hidden_size")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of its own tensors as they are stored; 0 where they are random."""
+        return sum(entry.num_bytes for entry in (self.entries or {}).values())
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What the draft's layers cache, by its own layer ids."""
@@ -104,6 +110,7 @@ def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
         ConfigError: the folder is no draft, its architecture or a variant is not supported, or it is not a draft of
             this target.
     """
+    check_model_folder(folder, field="draft")
     raw = text_config(read_config_file(folder / "config.json"))
     checkpoint = open_checkpoint(folder)
     entries = _entries(raw, checkpoint)

@@ -85,7 +85,7 @@ class Mtp:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.logits`."""
-        return self._head(hidden).float()
+        return self._head.logits(hidden)
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
         """See `DraftModel.target_ids`."""

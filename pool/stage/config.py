@@ -25,12 +25,19 @@ class WorkerConfig(TlsConfig):
     announce: Path | None = Field(default=None, description="file to write addresses to once listening (JSON)")
     rank: int = Field(default=0, ge=0, description="this process's pipeline stage; 0 leads the pool")
     world_size: int = Field(default=1, ge=1, le=64, description="number of pipeline stages of the pool")
-    leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server; needed by the other stages")
+    leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server, or the file:///PATH that it "
+                                                "announces itself in; needed by the other stages")
     partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')
     page_size: int = Field(default=64, ge=1, le=4096, description="tokens per cache page")
+    max_context: int = Field(default=0, ge=0, description="tokens of prompt and answer together; 0: the model's, or as "
+                                                          "many as the cache can hold")
     num_pages: int = Field(default=0, ge=0, description="cache pages, the null page included; 0: from --memory-mb")
-    memory_mb: int = Field(default=256, ge=1,
-                           description="cache memory per stage in MiB, on its device, when --num-pages is 0")
+    memory_mb: int = Field(default=0, ge=0, description="cache memory per stage in MiB, on its device, when "
+                                                        "--num-pages is 0; 0: from --memory-share")
+    memory_share: float = Field(
+        default=0, ge=0, le=1, description="share of the memory of the machine, container or device that weights and "
+                                           "cache may take together, when --memory-mb is 0; 0: 0.4 of a host, 0.8 of a "
+                                           "container's limit, 0.85 of a device")
     max_running: int = Field(default=16, ge=1, le=4096, description="requests that hold memory at the same time")
     max_queued: int = Field(default=256, ge=1, le=65536, description="requests that may wait (prefill)")
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")

@@ -137,6 +137,8 @@ class LeaderMeters:
     pool: PoolMetrics
     handoff: HandoffMetrics
     geometry: PoolGeometry
+    num_prompt_tokens: int = 0  # since the start
+    num_output_tokens: int = 0
     _waited_s: float = 0.0
     _window_began_s: float = field(default_factory=time.monotonic)
 
@@ -164,8 +166,14 @@ class LeaderMeters:
         """One batch came back to stage 0, `seconds` after it was launched."""
         self.work.step_s.observe(seconds)
         if batch.mode is ForwardMode.PREFILL:
+            self.num_prompt_tokens += batch.num_tokens
             self.work.prompt_tokens.inc(batch.num_tokens)
-        self.work.output_tokens.inc(sum(row is not None for row in batch.sampling))
+        self.on_drawn(sum(row is not None for row in batch.sampling))
+
+    def on_drawn(self, count: int) -> None:
+        """So many tokens of output. Engine thread."""
+        self.num_output_tokens += count
+        self.work.output_tokens.inc(count)
 
     def on_wait(self, seconds: float) -> None:
         """Stage 0 had batches in flight and nothing to launch for this long."""

@@ -5,17 +5,18 @@ from collections.abc import Sequence
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.kernels.host.product import arithmetic_class
-from engine.memory.budget import PoolBudget
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
+from pool.stage.pool_size import PoolSize
 from pool.stage.speculation import SpeculationPlan
 
 ANY = "any"  # no bits are promised
+MODELS_OWN = "the model's"  # nobody set another
 
 
 def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: Sequence[LayerRange],
-                   sizes: PoolBudget, *, max_held: int, max_context_tokens: int,
-                   speculation: SpeculationPlan | None, speculates: bool) -> dict[str, str]:
+                   size: PoolSize, *, max_held: int, speculation: SpeculationPlan | None,
+                   speculates: bool) -> dict[str, str]:
     """By name as people know it, each value as text. A stage that differed in any of these would compute other bits,
     or would meet a batch that it has no memory for."""
     kind = config.device.partition(":")[0]
@@ -23,8 +24,9 @@ def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: 
     settings = {
         "architecture": description.facts.architecture, "checkpoint": description.facts.revision,
         "numerics": config.numerics, "arithmetic": arithmetic_class() if exact else ANY, "device": kind,
-        "page_size": str(config.page_size), "num_pages": str(sizes.num_pages), "num_slots": str(sizes.num_slots),
-        "max_held": str(max_held), "max_context_tokens": str(max_context_tokens),
+        "page_size": str(config.page_size), "num_pages": str(size.num_pages), "num_slots": str(size.num_slots),
+        "max_held": str(max_held), "max_context": str(config.max_context or MODELS_OWN),
+        "max_context_tokens": str(size.context_tokens),
         "chunk_tokens": str(config.chunk_tokens), "partition": ", ".join(map(str, ranges)),
         "draft": "none" if speculation is None else speculation.draft.revision,
     }

@@ -10,8 +10,7 @@ from engine.assembly.backend_set import Backends, StageBackends, StageCaches, bu
 from engine.contracts.model import ModelFacts, StageModel
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.numerics import HOST, Numerics
-from engine.memory.budget import PoolBudget, plan_pools
-from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_slot
+from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.pipeline.stages import LayerObserver, StageExecutor
 from engine.speculative.drafter import Drafter
@@ -24,6 +23,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
+from pool.stage.pool_size import PoolNeeds, PoolSize, plan_pool_size
 from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
@@ -49,10 +49,15 @@ class StagePlan:
     ranges: list[LayerRange]
     geometry: PoolGeometry
     settings: Mapping[str, str]  # what all stages of a pool must have alike, by name
-    max_context_tokens: int
+    size: PoolSize
     max_held: int  # requests that hold memory at the same time
     speculation: SpeculationPlan | None = None
     num_scratch: int = 0  # records of the states of trees, the null one included; 0 where nothing keeps any
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Of prompt and answer together."""
+        return self.size.context_tokens
 
     @property
     def model_layers(self) -> LayerRange:
@@ -69,7 +74,8 @@ class StagePlan:
         return compatibility(
             revision=weights.revision(self.description.facts.revision), specs=self.geometry.specs,
             page_size=self.geometry.page_size, numerics=self.settings["numerics"],
-            arithmetic=self.settings["arithmetic"], draft_revision=weights.draft_revision(draft))
+            arithmetic=self.settings["arithmetic"], max_context=self.settings["max_context"],
+            draft_revision=weights.draft_revision(draft))
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False) -> StagePlan:
@@ -80,8 +86,7 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     """
     description = read_model(config.model)
     facts = description.facts
-    size = config.world_size
-    ranges = [get_pp_indices(facts.num_layers, rank, size, config.partition or None) for rank in range(size)]
+    ranges = _layers_of_stages(config, facts.num_layers)
     specs = description.cache_specs(config.page_size)
     speculation = plan_speculation(config, description) if speculates or config.spec_prompt else None
     extra: tuple[CacheSpec, ...] = ()
@@ -94,25 +99,22 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
             ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed}))
     held = config.max_running if max_held is None else max_held
     num_scratch = config.max_running + 1 if scratch else 0
-    sizes = _pool_sizes(config, facts, ranges, (*specs, *extra), held, scratch, num_scratch)
-    geometry = PoolGeometry(config.page_size, sizes.num_pages, sizes.num_slots, ranges[config.rank], specs)
-    context = min(facts.max_context_tokens, (sizes.num_pages - 1) * config.page_size)
-    settings = stage_settings(config, description, ranges, sizes, max_held=held, max_context_tokens=context,
-                              speculation=speculation, speculates=speculates)
-    return StagePlan(description, ranges, geometry, settings, context, held, speculation, num_scratch)
+    draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
+    size = plan_pool_size(config, description, ranges,
+                          PoolNeeds((*specs, *extra), held, scratch, num_scratch, draft_bytes))
+    geometry = PoolGeometry(config.page_size, size.num_pages, size.num_slots, ranges[config.rank], specs)
+    settings = stage_settings(config, description, ranges, size, max_held=held, speculation=speculation,
+                              speculates=speculates)
+    return StagePlan(description, ranges, geometry, settings, size, held, speculation, num_scratch)
 
 
-def _pool_sizes(config: WorkerConfig, facts: ModelFacts, ranges: list[LayerRange],
-                specs: tuple[CacheSpec, ...], max_held: int, scratch: tuple[CacheSpec, ...],
-                num_scratch: int) -> PoolBudget:
-    """As many pages as were asked for, or as the memory budget allows."""
-    if config.num_pages:
-        if config.num_pages < 2:
-            raise ConfigError("num_pages must be at least 2: the null page and one to use", field="num_pages")
-        return PoolBudget(config.num_pages, max_held + 1 if bytes_per_slot(specs) else 0)
-    return plan_pools(specs, ranges, budget_bytes=config.memory_mb << 20, page_size=config.page_size,
-                      max_context_tokens=facts.max_context_tokens, num_requests=max_held, scratch=scratch,
-                      num_scratch=num_scratch)
+def _layers_of_stages(config: WorkerConfig, num_layers: int) -> list[LayerRange]:
+    size = config.world_size
+    if config.partition and size == 1:
+        raise ConfigError(f"--partition {config.partition} names the layers of several stages, and this pool has one: "
+                          f"--world-size says how many (with baton up, --prefill-pp and --decode-pp)",
+                          field="partition")
+    return [get_pp_indices(num_layers, rank, size, config.partition or None) for rank in range(size)]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from router.api.generation import GenerationService
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
 from router.text.tokenise import read_json
 from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
+from runtime.tokenizer_files import find_tokenizer
 from runtime.version import VERSION
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -135,12 +136,14 @@ def _refuse(method: str, reason: str) -> NoReturn:
 def _zipped(folder: Path) -> tuple[bytes, str]:
     """The tokenizer's files, the same bytes for the same files, and their SHA-256. Raises UnsupportedError without a
     tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
+    tokenizer = find_tokenizer(folder)
+    if tokenizer is None:
         _refuse("GetTokenizer", "the model has no tokenizer")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                archive.writestr(zipfile.ZipInfo(name), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
+            file = tokenizer if name == tokenizer.name else folder / name
+            if file.is_file():
+                archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
     data = buffer.getvalue()
     return data, hashlib.sha256(data).hexdigest()

@@ -1,5 +1,5 @@
 """What serving a request will take, from rates that were measured: prompt tokens per second and time between tokens of
-each pool (`router.workers.pace`), how long answers become, and how far such estimates have been wrong.
+each pool (`router.workers.policy`), how long answers become, and how far such estimates have been wrong.
 
 Nothing is refused on a guess: what was not measured lately counts as no time at all.
 """

@@ -7,6 +7,7 @@ from typing import Any
 from router.text.tokenise import Tokeniser, load_tokeniser, read_json
 from runtime.errors import ConfigError
 from runtime.grammar import Grammars, load_grammars
+from runtime.model_folder import check_model_folder
 from runtime.tokenizer_files import tokenizer_digest
 
 
@@ -39,8 +40,7 @@ def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
     Raises:
         ConfigError: `config.json` is missing or lacks a needed number, or another file cannot be used.
     """
-    if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"{model_dir} has no config.json", field="model")
+    check_model_folder(model_dir, needs_weights=False)
     config = read_json(model_dir / "config.json")
     text_config = config.get("text_config", config)  # models that also see images nest the language part
     generation_config = read_json(model_dir / "generation_config.json")

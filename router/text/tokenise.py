@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from router.text.detokenise import Detokenisers
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
+from runtime.tokenizer_files import find_tokenizer
 
 # Longer texts are encoded on a thread, so that one long prompt does not hold up everybody's tokens.
 INLINE_CHARACTERS = 4096
@@ -117,13 +118,13 @@ class Tokeniser:
 
 
 def load_tokeniser(model_dir: Path) -> Tokeniser | None:
-    """The tokeniser of a model directory; None if it has no `tokenizer.json`.
+    """The tokeniser of a model directory; None if it has none (`runtime.tokenizer_files`).
 
     Raises:
         ConfigError: a file is there but cannot be used.
     """
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
+    path = find_tokenizer(model_dir)
+    if path is None:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -269,7 +269,8 @@ class Directory:
             role=worker.role, address=worker.address, serving=worker.is_usable, reason=reason,
             queued_requests=worker.load.queued_requests, running_requests=worker.load.running_requests,
             pages_free=worker.load.pages_free, slots_free=worker.load.slots_free,
-            open_sessions=worker.load.open_sessions)
+            open_sessions=worker.load.open_sessions, busy_s=worker.load.busy_s,
+            prompt_tokens=worker.load.prompt_tokens, output_tokens=worker.load.output_tokens)
         if worker.info is not None:
             status.incarnation = worker.info.incarnation
             status.stages.extend(worker.info.stages)

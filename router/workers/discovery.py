@@ -4,6 +4,7 @@
     dns:///prefill.baton:7000           every address of the name, asked again at an interval
     k8s:///baton/prefill:grpc           ready endpoints of a Kubernetes service, by port name or number, as they change;
     k8s:///prefill:grpc                 the same in the router's own namespace
+    file:///run/prefill-0.json          the one that announces itself in this file (`--announce`), once it does
 
 A source only says who is there. Whether a worker can be used, its own reports say; so a source that fails keeps what
 it found last, and never takes a worker away that it did not see go.
@@ -20,6 +21,7 @@ from typing import Annotated, Protocol
 from prometheus_client import Counter
 from pydantic import AfterValidator
 
+from runtime.announce import announced_address, announcement_path
 from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
 
@@ -61,8 +63,10 @@ class Source(Protocol):
         ...
 
 
-def parse_target(text: str, *, field: str = "target") -> Address | ServiceTarget:
+def parse_target(text: str, *, field: str = "target") -> Address | ServiceTarget | Path:
     """What `text` names; the address of a dns target is a name. Raises ConfigError naming `field`."""
+    if (file := announcement_path(text)) is not None:
+        return file
     if text.startswith(DNS):
         return parse_address(text.removeprefix(DNS), field=field)
     if not text.startswith(KUBERNETES):
@@ -93,6 +97,16 @@ class StaticSource:
 
     async def run(self, found: Found) -> None:
         found(frozenset({self.address}))
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The one address that a process of this machine announces in a file. It keeps it when it starts again."""
+
+    path: Path
+
+    async def run(self, found: Found) -> None:
+        found(frozenset({await announced_address(self.path)}))
 
 
 async def resolve(name: str, port: int) -> list[str]:

@@ -14,8 +14,7 @@ import grpc
 
 from protos import worker_pb2
 from router.text.model_facts import ModelLimits
-from router.workers.pace import DecodePace, PrefillPace
-from router.workers.policy import Candidate
+from router.workers.policy import Candidate, DecodePace, PrefillPace
 from runtime.clock import Clock, SystemClock
 
 # Prompts wait here, where they are ordered and dropped, rather than at a worker, which gets as many as keep it busy

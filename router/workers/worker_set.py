@@ -9,10 +9,20 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from prometheus_client import Counter
 
-from router.workers.discovery import DNS, DiscoveryOptions, DnsSource, ServiceTarget, Source, StaticSource, parse_target
+from router.workers.discovery import (
+    DNS,
+    DiscoveryOptions,
+    DnsSource,
+    FileSource,
+    ServiceTarget,
+    Source,
+    StaticSource,
+    parse_target,
+)
 from router.workers.endpoints import EndpointSource
 from router.workers.worker import Worker, WorkerRole
 
@@ -27,6 +37,8 @@ Watch = Callable[[Worker], Coroutine[None, None, None]]
 def open_source(target: str, options: DiscoveryOptions, errors: Counter, rng: random.Random) -> Source:
     """What a target names. Raises ConfigError."""
     place = parse_target(target)
+    if isinstance(place, Path):
+        return FileSource(place)
     if isinstance(place, ServiceTarget):
         return EndpointSource(place, options, errors, rng)
     return DnsSource(place, options.interval_s, errors) if target.startswith(DNS) else StaticSource(str(place))

@@ -21,6 +21,7 @@ from runtime.errors import CapacityError, InvalidRequestError
 from runtime.grammar.children import GrammarNursery
 from runtime.grammar.language import Grammar, check_shape, shown
 from runtime.grammar.process import GrammarProcess, GuidedText, TooSlow
+from runtime.tokenizer_files import find_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -185,10 +186,10 @@ class Grammars:
 
 
 def load_grammars(model_dir: Path, eos_token_ids: Sequence[int], *, computes_masks: bool = True) -> Grammars | None:
-    """For the vocabulary of `tokenizer.json`; None where structured output cannot be offered: without a tokenizer, or
-    without end-of-sequence tokens in its vocabulary, with which a text could end."""
-    path = model_dir / "tokenizer.json"
-    if not path.is_file() or not eos_token_ids:
+    """For the vocabulary of the model's tokenizer; None where structured output cannot be offered: without a
+    tokenizer, or without end-of-sequence tokens in its vocabulary, with which a text could end."""
+    path = find_tokenizer(model_dir)
+    if path is None or not eos_token_ids:
         return None
     try:
         LLTokenizer(str(path), eos_token=list(eos_token_ids))

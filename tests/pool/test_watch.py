@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from engine.core.batch import ForwardBatch
+from engine.core.layer_range import LayerRange
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop, LoopObserver
+from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepResult
 from pool.pipeline.leader import Leader
-from pool.stage.metrics import LoadBoard
+from pool.stage.metrics import LeaderMeters, LoadBoard
 from pool.watch import Context, WorkerService, worker_load
 from prefill.scheduler import PrefillLimits, PrefillScheduler
 from protos import worker_pb2 as pb
@@ -59,8 +62,9 @@ async def test_load_reports_wait_for_no_step() -> None:
     scheduler, forward = make_scheduler(), LongForward()
     board = LoadBoard(scheduler, SystemClock())
     loop = EngineLoop(scheduler, observer=LoopObserver(settled=board.publish))
+    meters = LeaderMeters.create(CollectorRegistry(), PoolGeometry(4, 100, 0, LayerRange(0, 1), ()))
     leader = cast(Leader, SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)))
-    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load))
+    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load, meters))
     loop.start()
     try:
         request = Request("r", tuple(range(20)), 5, SamplingParams(temperature=0))

@@ -20,6 +20,7 @@ from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
 from pool.request.stay import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
+from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
 from prefill.scheduler import PrefillLimits, PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
@@ -85,7 +86,8 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
     reclaimer = MemoryReclaimer(reports, loop, complaints.append)
     service = PrefillService(PrefillParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
-        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, max_context_tokens=64, max_held=8),
+        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, PoolSize(geometry.num_pages, geometry.num_slots, 64),
+                       max_held=8),
         reclaimer=reclaimer, meters=LeaderMeters.create(CollectorRegistry(), geometry), chunk_tokens=8))
     try:
         yield SendingPool(service, scheduler, loop, group, second, reclaimer, dest, complaints)

@@ -58,6 +58,38 @@ async def test_errors_of_a_stream_reach_the_client_typed(echo: tuple[EchoGenerat
     assert "secret" not in str(bug)
 
 
+class EndingTogether(EchoGeneration):
+    """Streams that end with one and the same error, as the requests of a pool do that breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waiting, self.broke, self.error = 0, asyncio.Event(), errors.PeerLostError("stage 1 died")
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any],
+                       ) -> AsyncIterator[pb.GenerateResponse]:
+        self.num_waiting += 1
+        await self.broke.wait()
+        raise self.error
+        yield
+
+
+async def test_an_error_that_many_calls_end_with_reaches_all_of_them() -> None:
+    """The first to end used to clear the frames of the others, which then ended with UNKNOWN."""
+    servicer = EndingTogether()
+    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
+                        metrics=RpcMetrics.create(CollectorRegistry()))
+    generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.grpc)
+    address = await server.start()
+    try:
+        calls = [asyncio.create_task(fail(address, text="x")) for _ in range(6)]
+        await eventually(lambda: servicer.num_waiting == 6, "all calls")
+        servicer.broke.set()
+        ends = await asyncio.gather(*calls)
+        assert [type(error) for error in ends] == [errors.PeerLostError] * 6, ends
+    finally:
+        await server.drain(grace_s=0)
+
+
 async def test_oversize_message_names_the_limit(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
     error = await fail(echo[2], text="x" * 5000)
     assert isinstance(error, errors.InvalidRequestError)

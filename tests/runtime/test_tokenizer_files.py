@@ -2,9 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from runtime.errors import ConfigError
-from runtime.tokenizer_files import tokenizer_digest
+from runtime.tokenizer_files import find_tokenizer, make_tokenizer, tokenizer_digest
 
 SAYS: dict[str, object] = {"model": {"vocab": {"a": 0, "b": 1}}, "truncation": None, "added_tokens": []}
 
@@ -32,3 +33,51 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match=r"tokenizer\.json (must|cannot)"):
         tokenizer_digest(tmp_path)
+
+
+def vocabulary(folder: Path) -> Path:
+    """The files of GPT-2's kind of tokenizer: letters, and one merge."""
+    folder.mkdir()
+    words = {word: place for place, word in enumerate(["<|endoftext|>", "a", "b", "c", "ab", "\u0120", "\u0120c"])}
+    (folder / "vocab.json").write_text(json.dumps(words))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n\u0120 c\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    return folder
+
+
+def test_one_is_made_of_its_files_and_nothing_is_written_beside_them(tmp_path: Path) -> None:
+    model, cache = vocabulary(tmp_path / "model"), {"BATON_CACHE_DIR": str(tmp_path / "cache")}
+    before = sorted(model.iterdir())
+    assert find_tokenizer(model, cache) is None
+    assert make_tokenizer(model, cache).endswith("is used, which transformers made of its other files")
+    made = find_tokenizer(model, cache)
+    assert made is not None
+    assert made.is_relative_to(tmp_path / "cache")
+    assert sorted(model.iterdir()) == before
+    from transformers import AutoTokenizer  # loads torch, which no test of this folder needs to be collected
+
+    theirs = AutoTokenizer.from_pretrained(model)
+    for text in ("abc", "ab c", "cab"):
+        assert Tokenizer.from_file(str(made)).encode(text).ids == theirs(text)["input_ids"]
+    written = made.stat().st_mtime_ns
+    make_tokenizer(model, cache)
+    assert made.stat().st_mtime_ns == written, "once"
+    (model / "merges.txt").write_text("#version: 0.2\n")
+    assert find_tokenizer(model, cache) is None, "of other files"
+
+
+def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
+    cache = {"BATON_CACHE_DIR": str(tmp_path / "cache")}
+    (tmp_path / "none").mkdir()
+    assert make_tokenizer(tmp_path / "none", cache) == (
+        f"{tmp_path / 'none'} has no tokenizer.json: texts and chats are refused, prompts must be token ids "
+        f"(baton generate --ids 1,2,3)")
+    broken = vocabulary(tmp_path / "broken")
+    (broken / "vocab.json").write_text("[")
+    notice = make_tokenizer(broken, cache)
+    assert "none could be made of its other files: transformers cannot read them: " in notice
+    assert "\n" not in notice
+    assert find_tokenizer(broken, cache) is None
+    (broken / "tokenizer.json").write_text("{}")
+    assert make_tokenizer(broken, cache) == ""
+    assert find_tokenizer(broken, cache) == broken / "tokenizer.json"

@@ -21,6 +21,7 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
+    filled,
     launch,
     pointer_to,
     record,
@@ -41,17 +42,12 @@ def causal_conv(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, team
     """x: [T, C], channels side by side; taps: [K, C] fp32, the oldest input's first; pool: [num_slots, K - 1, C], whose
     slots of the rows get the rows' last inputs. x and pool bf16 or fp32, of one type. Returns [T, C] of the same."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    arguments = np.zeros(1, _ARGUMENTS)
-    a = arguments[0]
-    a["num_rows"], a["kernel"], a["channels"] = len(rows.slots), *taps.shape
-    a["num_items"] = a["num_rows"] * -(-x.shape[1] // _BLOCK)
-    a["stride"] = x.stride(0) * x.itemsize
-    a["x"], a["taps"], a["pool"], a["out"] = x.data_ptr(), taps.data_ptr(), pool.data_ptr(), out.data_ptr()
-    a["starts"], a["slots"], a["is_new"] = rows.starts.data_ptr(), rows.slots.data_ptr(), rows.is_new.data_ptr()
-    a["scratch_size"] = len(taps) * _BLOCK
-    scratch = torch.empty(torch.get_num_threads(), len(taps) * _BLOCK)
-    a["scratch"] = scratch.data_ptr()
-    launch(_compiled_for(x.dtype), arguments, team)
+    kernel, channels = taps.shape
+    scratch = torch.empty(torch.get_num_threads(), kernel * _BLOCK)
+    launch(_compiled_for(x.dtype), filled(
+        _ARGUMENTS, num_items=len(rows.slots) * -(-channels // _BLOCK), num_rows=len(rows.slots), kernel=kernel,
+        channels=channels, stride=x.stride(0) * x.itemsize, x=x, taps=taps, pool=pool, out=out, starts=rows.starts,
+        slots=rows.slots, is_new=rows.is_new, scratch=scratch, scratch_size=scratch.shape[1]), team)
     return out
 
 

@@ -93,6 +93,15 @@ def record(*integers: str, **others: type) -> np.dtype:
     return np.dtype([*((name, np.int64) for name in ("next", "done", "num_items", *integers)), *others.items()])
 
 
+def filled(kind: np.dtype, /, **values: torch.Tensor | float) -> np.ndarray:
+    """One record of that kind for `launch`: numbers, of tensors their addresses, 0 for what is not given. The caller
+    keeps the tensors until the kernel has run."""
+    arguments = np.zeros(1, kind)
+    for name, value in values.items():
+        arguments[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return arguments
+
+
 def load_numba() -> None:
     """What numba loads before its first kernel: a third of a second, which no request need wait for."""
     cfunc(types.int64(types.int64))(lambda number: number)

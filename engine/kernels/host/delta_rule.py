@@ -25,6 +25,7 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
+    filled,
     launch,
     pointer_to,
     record,
@@ -70,39 +71,31 @@ def delta_steps(inputs: DeltaInputs, rows: RecurrentRows, steps: StateSteps, poo
     """The one-step form. Rows' states are in `pool`; those after each token go to `kept`, which may be the pool.
     Returns [T, Hv, dv] fp32."""
     key_dim, value_dim = pool.shape[2:]
-    out, arguments = _prepared(inputs, rows, pool, scratch_size=2 * key_dim + value_dim + 2)
-    a = arguments[0]
-    a["parents"], a["targets"], a["kept"] = steps.parents.data_ptr(), steps.targets.data_ptr(), kept.data_ptr()
-    return _run(_steps_for(inputs.v.dtype), arguments, out, team)
+    return _run(_steps_for(inputs.v.dtype), inputs, rows, pool, team, scratch_size=2 * key_dim + value_dim + 2,
+                parents=steps.parents, targets=steps.targets, kept=kept)
 
 
 def delta_chunks(inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: Team) -> Tensor:
     """The chunked form over rows that start on the 64-token grid; states in `pool` advance to the rows' ends. Returns
     [T, Hv, dv] fp32."""
     key_dim, value_dim = pool.shape[2:]
-    out, arguments = _prepared(inputs, rows, pool,
-                               scratch_size=CHUNK * (3 * key_dim + value_dim + 3 * CHUNK + 2))
-    return _run(_chunks_for(inputs.v.dtype), arguments, out, team)
+    return _run(_chunks_for(inputs.v.dtype), inputs, rows, pool, team,
+                scratch_size=CHUNK * (3 * key_dim + value_dim + 3 * CHUNK + 2))
 
 
-def _prepared(inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, *,
-              scratch_size: int) -> tuple[Tensor, np.ndarray]:
-    arguments = np.zeros(1, _ARGUMENTS)
-    a = arguments[0]
-    a["num_rows"], a["num_heads"], a["key_dim"], a["value_dim"] = len(rows.slots), *pool.shape[1:]
-    a["num_items"], a["share"] = a["num_rows"] * a["num_heads"], inputs.v.shape[1] // inputs.q.shape[1]
-    a["q"], a["k"], a["v"] = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr()
-    a["q_stride"], a["k_stride"], a["v_stride"] = (x.stride(0) * x.itemsize for x in (inputs.q, inputs.k, inputs.v))
-    a["g"], a["beta"], a["pool"] = inputs.g.data_ptr(), inputs.beta.data_ptr(), pool.data_ptr()
-    a["starts"], a["slots"], a["is_new"] = rows.starts.data_ptr(), rows.slots.data_ptr(), rows.is_new.data_ptr()
-    a["scratch_size"] = scratch_size
-    return torch.empty(inputs.v.shape, dtype=torch.float32), arguments
-
-
-def _run(kernel, arguments: np.ndarray, out: Tensor, team: Team) -> Tensor:
-    scratch = torch.empty(torch.get_num_threads(), int(arguments["scratch_size"][0]))
-    arguments["out"], arguments["scratch"] = out.data_ptr(), scratch.data_ptr()
-    launch(kernel, arguments, team)
+def _run(kernel, inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: Team, *, scratch_size: int,
+         **others: Tensor) -> Tensor:
+    """Launch with what both forms take, and `others`. Returns the output."""
+    out = torch.empty(inputs.v.shape, dtype=torch.float32)
+    scratch = torch.empty(torch.get_num_threads(), scratch_size)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    _, num_heads, key_dim, value_dim = pool.shape
+    launch(kernel, filled(
+        _ARGUMENTS, num_items=len(rows.slots) * num_heads, num_rows=len(rows.slots), num_heads=num_heads,
+        share=v.shape[1] // q.shape[1], key_dim=key_dim, value_dim=value_dim, q=q, k=k, v=v,
+        q_stride=q.stride(0) * q.itemsize, k_stride=k.stride(0) * k.itemsize, v_stride=v.stride(0) * v.itemsize,
+        g=inputs.g, beta=inputs.beta, pool=pool, starts=rows.starts, slots=rows.slots, is_new=rows.is_new,
+        out=out, scratch=scratch, scratch_size=scratch_size, **others), team)
     return out
 
 

@@ -27,6 +27,7 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
+    filled,
     launch,
     pointer_to,
     record,
@@ -54,19 +55,16 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
         InternalError: not all of it was computed, because there was no memory for the scores.
     """
     out = torch.empty_like(queries)
-    arguments = np.zeros(1, _ARGUMENTS)
-    a = arguments[0]
-    a["num_rows"], a["table_width"] = rows.tables.shape
-    a["num_tiles"], a["path_width"], a["num_tokens"] = len(rows.tiles), rows.paths.shape[1], len(queries)
-    a["num_kv_heads"], a["page_size"], a["head_dim"], a["itemsize"] = *pages.shape[2:], pages.itemsize
-    a["share"] = queries.shape[1] // pages.shape[2]
-    a["tile_rows"] = a["share"] * (int(rows.tiles[:, 2].max()) if len(rows.tiles) else 0)
-    a["num_items"] = a["num_tiles"] * a["num_kv_heads"]
-    a["unit"] = scale * _LOG2_E
-    a["pages"], a["queries"], a["out"] = pages.data_ptr(), queries.data_ptr(), out.data_ptr()
-    for name in ("tables", "tiles", "positions", "num_in_order", "paths"):
-        a[name] = getattr(rows, name).data_ptr()
-    launch(compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), arguments, team)
+    num_rows, table_width = rows.tables.shape
+    num_kv_heads, page_size, head_dim = pages.shape[2:]
+    num_tiles, share = len(rows.tiles), queries.shape[1] // num_kv_heads
+    launch(compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), filled(
+        _ARGUMENTS, num_items=num_tiles * num_kv_heads, num_rows=num_rows, table_width=table_width,
+        num_tiles=num_tiles, path_width=rows.paths.shape[1], num_tokens=len(queries), num_kv_heads=num_kv_heads,
+        page_size=page_size, head_dim=head_dim, itemsize=pages.itemsize, share=share,
+        tile_rows=share * (int(rows.tiles[:, 2].max()) if num_tiles else 0), unit=scale * _LOG2_E, pages=pages,
+        queries=queries, out=out, tables=rows.tables, tiles=rows.tiles, positions=rows.positions,
+        num_in_order=rows.num_in_order, paths=rows.paths), team)
     return out
 
 

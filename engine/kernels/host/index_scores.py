@@ -21,6 +21,7 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
+    filled,
     launch,
     pointer_to,
     record,
@@ -53,31 +54,23 @@ def select_keys(pages: Tensor, q: Tensor, weights: Tensor, rows: LatentRows, *, 
     step = max(1, _TILE_SCORES // (num_blocks * _BLOCK))
     scores = torch.empty(min(step, num_tokens), num_blocks * _BLOCK)
     for first in range(0, num_tokens, step):
-        arguments = np.zeros(1, _SCORED)
-        a = arguments[0]
-        a["num_items"], a["num_blocks"] = len(rows.contexts) * num_blocks, num_blocks
-        a["num_heads"], a["dim"], a["scale"] = num_heads, dim, dim**-0.5
-        a["page_size"], a["table_width"], a["score_width"] = pages.shape[1], rows.tables.shape[1], scores.shape[1]
-        a["first_token"], a["end_token"] = first, min(first + step, num_tokens)
-        a["q"], a["weights"], a["pages"] = q.data_ptr(), weights.data_ptr(), pages.data_ptr()
-        a["tables"], a["starts"] = rows.tables.data_ptr(), rows.starts.data_ptr()
-        a["contexts"], a["scores"] = rows.contexts.data_ptr(), scores.data_ptr()
-        a["scratch"], a["scratch_size"] = scratch.data_ptr(), scratch.shape[1]
-        launch(_scores_for(pages.dtype), arguments, team)
+        launch(_scores_for(pages.dtype), filled(
+            _SCORED, num_items=len(rows.contexts) * num_blocks, num_blocks=num_blocks, num_heads=num_heads, dim=dim,
+            scale=dim**-0.5, page_size=pages.shape[1], table_width=rows.tables.shape[1], score_width=scores.shape[1],
+            first_token=first, end_token=min(first + step, num_tokens), q=q, weights=weights, pages=pages,
+            tables=rows.tables, starts=rows.starts, contexts=rows.contexts, scores=scores, scratch=scratch,
+            scratch_size=scratch.shape[1]), team)
         _choose(scores, rows, chosen[first:first + step], first, scratch, team)
     return chosen
 
 
 def _choose(scores: Tensor, rows: LatentRows, chosen: Tensor, first: int, scratch: Tensor, team: Team) -> None:
     """Fills `chosen`, for the tokens from `first` on."""
-    arguments = np.zeros(1, _CHOSEN)
-    a = arguments[0]
-    a["num_items"], a["count"] = chosen.shape
-    a["first_token"], a["score_width"], a["num_listed"] = first, scores.shape[1], rows.listed.shape[1]
-    a["scores"], a["num_common"] = scores.data_ptr(), rows.num_common.data_ptr()
-    a["listed"], a["chosen"] = rows.listed.data_ptr(), chosen.data_ptr()
-    a["scratch"], a["scratch_size"] = scratch.data_ptr(), scratch.shape[1]
-    launch(_choice(), arguments, team)
+    num_items, count = chosen.shape
+    launch(_choice(), filled(
+        _CHOSEN, num_items=num_items, count=count, first_token=first, score_width=scores.shape[1],
+        num_listed=rows.listed.shape[1], scores=scores, num_common=rows.num_common, listed=rows.listed, chosen=chosen,
+        scratch=scratch, scratch_size=scratch.shape[1]), team)
 
 
 @cache

@@ -23,6 +23,7 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
+    filled,
     launch,
     pointer_to,
     record,
@@ -49,18 +50,13 @@ def attend_latent(pages: Tensor, q: Tensor, rows: LatentRows, *, latent_dim: int
     num_threads = torch.get_num_threads()
     group = _GROUP if num_tokens * num_heads >= 4 * _GROUP * num_threads else LANES
     width = min(group, -(-num_heads // LANES) * LANES)
-    arguments = np.zeros(1, _ARGUMENTS)
-    a = arguments[0]
-    a["num_heads"], a["entry_dim"], a["latent_dim"], a["group"] = num_heads, entry_dim, latent_dim, width
-    a["num_items"] = num_tokens * -(-num_heads // width)
-    a["page_size"], a["table_width"], a["num_listed"] = pages.shape[1], rows.tables.shape[1], rows.listed.shape[1]
-    a["q"], a["pages"], a["out"], a["scale"] = q.data_ptr(), pages.data_ptr(), out.data_ptr(), scale
-    a["tables"], a["token_rows"] = rows.tables.data_ptr(), rows.token_rows.data_ptr()
-    a["num_common"], a["listed"] = rows.num_common.data_ptr(), rows.listed.data_ptr()
-    a["scratch_size"] = (entry_dim + _BLOCK + 3) * width + _BLOCK * entry_dim + width * latent_dim
-    scratch = torch.empty(num_threads, int(a["scratch_size"]))
-    a["scratch"] = scratch.data_ptr()
-    launch(_compiled_for(q.dtype, pages.dtype), arguments, team)
+    scratch = torch.empty(num_threads, (entry_dim + _BLOCK + 3) * width + _BLOCK * entry_dim + width * latent_dim)
+    launch(_compiled_for(q.dtype, pages.dtype), filled(
+        _ARGUMENTS, num_items=num_tokens * -(-num_heads // width), num_heads=num_heads, group=width,
+        entry_dim=entry_dim, latent_dim=latent_dim, page_size=pages.shape[1], table_width=rows.tables.shape[1],
+        num_listed=rows.listed.shape[1], scale=scale, q=q, pages=pages, out=out, tables=rows.tables,
+        token_rows=rows.token_rows, num_common=rows.num_common, listed=rows.listed, scratch=scratch,
+        scratch_size=scratch.shape[1]), team)
     return out
 
 

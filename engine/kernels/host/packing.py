@@ -19,6 +19,7 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
+    filled,
     launch,
     pointer_to,
     record,
@@ -91,15 +92,12 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
     num_blocks = -(-num_rows // LANES)
     shape = (num_matrices, num_blocks, SEGMENTS * segments.steps, LANES)
     out = torch.empty((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
-    arguments = np.zeros(1, _ARGUMENTS)
-    a = arguments[0]
-    a["num_items"], a["num_blocks"] = num_matrices * num_blocks, num_blocks
-    a["num_rows"], a["num_words"] = num_rows, source.shape[2] // segments.step_terms
-    a["segment_words"], a["segment_steps"] = segments.own_steps, segments.steps
-    a["matrix_words"], a["row_words"] = strides[0] // _WORD_BYTES, strides[1] // _WORD_BYTES
-    a["weight"], a["out"] = source.data_ptr(), out.data_ptr()
     if out.numel():
-        launch(_compiled(), arguments, team)
+        launch(_compiled(), filled(
+            _ARGUMENTS, num_items=num_matrices * num_blocks, num_blocks=num_blocks, num_rows=num_rows,
+            num_words=source.shape[2] // segments.step_terms, segment_words=segments.own_steps,
+            segment_steps=segments.steps, matrix_words=strides[0] // _WORD_BYTES, row_words=strides[1] // _WORD_BYTES,
+            weight=source, out=out), team)
     return out
 
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from router.workers.discovery import DiscoveryOptions, DnsSource, ServiceTarget, Source, StaticSource, parse_target
 from router.workers.endpoints import EndpointSource
 from router.workers.worker_set import open_source
+from runtime.announce import Announcement, write_announcement
 from runtime.config import Address
 from runtime.errors import ConfigError
 from runtime.metrics import RouterMetrics
@@ -34,6 +35,7 @@ NOT_READY = {"ready": False, "serving": False, "terminating": False}
     ("dns:///prefill.baton.svc:7000", Address("prefill.baton.svc", 7000)),
     ("k8s:///baton/prefill:grpc", ServiceTarget("baton", "prefill", "grpc")),
     ("k8s:///prefill:7000", ServiceTarget("", "prefill", "7000")),
+    ("file:///run/prefill-0.json", Path("/run/prefill-0.json")),
 ])
 def test_targets_name_places(text: str, place: object) -> None:
     assert parse_target(text) == place
@@ -46,6 +48,18 @@ def test_what_is_no_target_is_refused_by_name(text: str) -> None:
         parse_target(text, field="prefill")
     assert refused.value.field == "prefill"
     assert text.rpartition("///")[2] in str(refused.value)
+
+
+async def test_a_file_names_its_worker_once_it_announces_itself(tmp_path: Path) -> None:
+    seen, file = Seen(), tmp_path / "prefill-0.json"
+    source = open_source(f"file://{file}", DiscoveryOptions(), seen.metrics.discovery_errors, random.Random())
+    running = asyncio.create_task(source.run(seen.found.append))
+    await asyncio.sleep(0.1)
+    assert not seen.found
+    write_announcement(file, Announcement("127.0.0.1:4711", None, 1, "x"))
+    async with asyncio.timeout(60):
+        await running
+    assert seen.found == [frozenset({"127.0.0.1:4711"})]
 
 
 @dataclass

@@ -23,6 +23,7 @@ from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.request.stay import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
+from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb
 from protos import types_pb2
@@ -183,7 +184,8 @@ async def arrivals() -> AsyncIterator[Arrivals]:
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LayerRange(0, 2), specs())
     parts = DecodeParts(
         leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
-        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, max_context_tokens=64, max_held=8),
+        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, PoolSize(geometry.num_pages, geometry.num_slots, 64),
+                       max_held=8),
         reclaimer=MemoryReclaimer(group.reports, loop, complaints.append),
         meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry))
     try:

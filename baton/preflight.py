@@ -1,0 +1,161 @@
+"""What `baton up` checks and divides before it starts anything: the settings file, ports, partitions, memory.
+
+The processes check their own settings again, in full; what is here is about all of them together.
+"""
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.config import Address, parse_address
+from runtime.errors import ConfigError
+from runtime.host_memory import MIB, HostMemory, host_memory
+
+ROLES = ("prefill", "decode")
+HOST_SHARE, DEVICE_SHARE = 0.8, 0.85  # of what is free on the host, of a device: for all workers together
+PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
+LEAST_CACHE_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """The pools of one role: how many, of how many stages, split how ("" for evenly), and the flags each process gets
+    beside."""
+
+    role: str
+    count: int
+    num_stages: int
+    partition: str
+    flags: tuple[str, ...]
+
+    @property
+    def num_processes(self) -> int:
+        return self.count * self.num_stages
+
+
+def check_partition(shape: PoolShape, model: Path) -> None:
+    """Raises ConfigError unless the partition has a positive count for each stage and sums to the model's layers."""
+    if not shape.partition:
+        return
+    flag = f"--{shape.role}-partition {shape.partition}"
+    counts = [part.strip() for part in shape.partition.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in counts):
+        raise ConfigError(f'{flag} must be numbers of layers, at least 1 each, like "3,5"', field="partition")
+    if len(counts) != shape.num_stages:
+        raise ConfigError(f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp says "
+                          f"{shape.num_stages}", field="partition")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    num_layers = config.get("text_config", config).get("num_hidden_layers")
+    if isinstance(num_layers, int) and sum(map(int, counts)) != num_layers:
+        raise ConfigError(f"{flag} sums to {sum(map(int, counts))}, the model has {_counted(num_layers, 'layer')}",
+                          field="partition")
+
+
+def check_port(address: Address, *, flag: str) -> None:
+    """Raises ConfigError when nobody can listen there, because somebody does already or it is no address of this
+    machine. Port 0 is always free."""
+    if not address.port:
+        return
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address.host, address.port))
+            probe.listen(1)
+    except socket.gaierror as error:
+        raise ConfigError(f"{flag} {address}: {error.strerror}", field=flag.strip("-")) from None
+    except OSError as error:
+        advice = "; is another cluster running? Another port, or 0 for any" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"{flag} {address}: {os.strerror(error.errno or 0)}{advice}",
+                          field=flag.strip("-")) from None
+
+
+def port_of(table: Mapping[str, object], name: str, *, section: str) -> int | None:
+    """A port from the file; None where it names none. Raises ConfigError."""
+    value = table.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535):
+        return value
+    raise ConfigError(f"{section}.{name}: must be a port from 0 to 65535, got {value!r}", field=name)
+
+
+def metrics_ports(tables: Mapping[str, Mapping[str, object]], names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """By process, 0 for any. The port in the file is the first process's of the role; the others count up from there.
+
+    `names`: the processes of each role.
+
+    Raises:
+        ConfigError: a port is given to two processes, or somebody else has it.
+    """
+    ports: dict[str, int] = {}
+    for role, processes in names.items():
+        first = port_of(tables.get(role, {}), "metrics_port", section=role) or 0
+        for index, name in enumerate(processes):
+            ports[name] = port = first + index if first else 0
+            other = next((known for known, taken in ports.items() if port and taken == port and known != name), None)
+            if port > 65535 or other is not None:
+                why = f"{other} has it" if other is not None else "there is no such port"
+                raise ConfigError(f"{role}.metrics_port {first}: {name} would take {port}, and {why} (the processes of "
+                                  f"a role count up from it)", field="metrics_port")
+            check_port(Address(str(tables.get(role, {}).get("metrics_host", "127.0.0.1")), port),
+                       flag=f"{role}.metrics_port")
+    return ports
+
+
+def memory_flags(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, object]], model: Path,
+                 memory: HostMemory | None = None) -> dict[str, tuple[str, ...]]:
+    """By role, the flags that divide what is free on this machine, or the device that all use, between the workers. A
+    role whose flags or table say how much it may take gets none.
+
+    Raises:
+        ConfigError: the weights of all pools do not fit into the host's memory.
+    """
+    devices = {shape.role: _setting(shape, tables, "device") or "cpu" for shape in shapes}
+    on_host = [shape for shape in shapes if devices[shape.role] == "cpu"]
+    flags: dict[str, tuple[str, ...]] = {}
+    if on_host:
+        each = _host_bytes(on_host, model, memory or host_memory())
+        flags |= {shape.role: ("--memory-mb", str(each // MIB)) for shape in on_host}
+    num_on_device = sum(shape.num_processes for shape in shapes if shape not in on_host)
+    flags |= {shape.role: ("--memory-share", f"{DEVICE_SHARE / num_on_device:.3f}") for shape in shapes
+              if shape not in on_host}
+    return {shape.role: () if _has_own(shape, tables) else flags[shape.role] for shape in shapes}
+
+
+def _host_bytes(shapes: Sequence[PoolShape], model: Path, memory: HostMemory) -> int:
+    """Of cache, for each process."""
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    num_pools, num_processes = sum(shape.count for shape in shapes), sum(shape.num_processes for shape in shapes)
+    if num_pools * weights > memory.available_bytes:
+        raise ConfigError(
+            f"{_counted(num_pools, 'pool')} of {model.resolve().name} take {num_pools} * {weights / MIB:.0f} MiB = "
+            f"{num_pools * weights / MIB:.0f} MiB for weights alone, and {memory.available_bytes / MIB:.0f} of "
+            f"{memory.total_bytes / MIB:.0f} MiB are free on this machine: fewer pools (--prefill, --decode), a "
+            f"smaller model, or a larger machine", field="model")
+    left = int(HOST_SHARE * memory.available_bytes) - num_pools * weights - num_processes * PROCESS_BYTES
+    return max(left // num_processes, LEAST_CACHE_BYTES)
+
+
+def _setting(shape: PoolShape, tables: Mapping[str, Mapping[str, object]], name: str) -> str:
+    """What the flags or the file say; empty if neither does."""
+    flag = f"--{name.replace('_', '-')}"
+    if flag in shape.flags:
+        return shape.flags[shape.flags.index(flag) + 1]
+    return str(tables.get(shape.role, {}).get(name) or "")
+
+
+def _has_own(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> bool:
+    return any(_setting(shape, tables, name) not in ("", "0") for name in ("memory_mb", "memory_share", "num_pages"))
+
+
+def listen_address(flag: str | None, tables: Mapping[str, Mapping[str, object]], default: str) -> str:
+    """Of the router: the flag, else the file, else the default. Raises ConfigError for what is no address."""
+    listen = flag or str(tables.get("router", {}).get("listen") or default)
+    return str(parse_address(listen, field="--listen" if flag else "router.listen"))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,149 @@
+"""How large a pool's cache is and how long a context it admits: from flags, or from the memory that is there.
+
+Every stage repeats this arithmetic with what is the same for all of them (the checkpoint, the flags, the memory of a
+machine or container like the others) and gets the same counts; which memory is free at the moment plays no part in it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.core.layer_range import LayerRange
+from engine.memory.budget import longest_context, plan_pools, smallest_budget
+from engine.memory.layout import CacheSpec, bytes_per_slot
+from models.loader import ModelDescription
+from pool.stage.backends import check_device
+from pool.stage.config import WorkerConfig
+from runtime.errors import ConfigError
+from runtime.host_memory import MIB, HostMemory, host_memory
+
+HOST_SHARE = 0.4  # a host has further processes: another worker, a router
+CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these have none
+PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
+MIN_CONTEXT_TOKENS = 512  # a shorter context serves nobody, unless it is all that the model has
+
+Memory = Callable[[str], HostMemory]
+
+
+@dataclass(frozen=True)
+class PoolNeeds:
+    """What a pool keeps: all caches of the whole model (`specs`) for `max_held` requests, `num_scratch` records of
+    `scratch` for trees (see `plan_pools`), and the weights of a draft on its last stage."""
+
+    specs: tuple[CacheSpec, ...]
+    max_held: int
+    scratch: tuple[CacheSpec, ...] = ()
+    num_scratch: int = 0
+    draft_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Pages and slots include the null record. `notice` is what an operator has to know, if anything."""
+
+    num_pages: int
+    num_slots: int
+    context_tokens: int  # prompt and answer of one request together
+    notice: str = ""
+
+
+def memory_of(device: str) -> HostMemory:
+    """Of a device by its name, or of the host. Raises ConfigError where there is no such device."""
+    if device == "cpu":
+        return host_memory()
+    check_device(torch.device(device))
+    free, total = torch.cuda.mem_get_info(torch.device(device))
+    return HostMemory(total, free)
+
+
+def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: Sequence[LayerRange],
+                   needs: PoolNeeds, memory: Memory = memory_of) -> PoolSize:
+    """Raises ConfigError: weights and cache do not fit, or the context asked for does not; the message has the sum and
+    names the flags."""
+    weights = [description.weight_bytes(layers) for layers in ranges]
+    weights[-1] += needs.draft_bytes
+    own = config.rank
+    if weights[own] and weights[own] > (free := memory(config.device).available_bytes):
+        raise ConfigError(f"stage {own} (layers {ranges[own]}) has {_mib(weights[own])} of weights, and {_mib(free)} "
+                          f"are free on {_place(config)}: more stages (--world-size; with baton up, --prefill-pp and "
+                          f"--decode-pp) divide them", field="model")
+    wanted = _wanted_context(config, description)
+    if config.num_pages:
+        return _by_pages(config, needs, wanted)
+    budget = _cache_bytes(config, ranges, weights, memory)
+    context = longest_context(needs.specs, ranges, budget_bytes=budget, page_size=config.page_size, at_most=wanted,
+                              num_requests=needs.max_held, scratch=needs.scratch, num_scratch=needs.num_scratch)
+    least = wanted if config.max_context else min(wanted, MIN_CONTEXT_TOKENS)
+    try:
+        sizes = plan_pools(needs.specs, ranges, budget_bytes=budget, page_size=config.page_size,
+                           max_context_tokens=max(context, least), num_requests=needs.max_held,
+                           scratch=needs.scratch, num_scratch=needs.num_scratch)
+    except ConfigError as error:
+        ways = _ways(config, needs, _needed_mib(config, ranges, needs, least))
+        raise ConfigError(f"{error}; {ways}", field="memory_mb") from None
+    notice = "" if context == wanted else _shortened(wanted, context, budget,
+                                                     _needed_mib(config, ranges, needs, wanted))
+    return PoolSize(sizes.num_pages, sizes.num_slots, context, notice)
+
+
+def _needed_mib(config: WorkerConfig, ranges: Sequence[LayerRange], needs: PoolNeeds, context_tokens: int) -> int:
+    """Per stage, with room for one request of so many tokens."""
+    return -(-smallest_budget(needs.specs, ranges, page_size=config.page_size, max_context_tokens=context_tokens,
+                              num_requests=needs.max_held, scratch=needs.scratch, num_scratch=needs.num_scratch) // MIB)
+
+
+def _wanted_context(config: WorkerConfig, description: ModelDescription) -> int:
+    limit = description.facts.max_context_tokens
+    if config.max_context > limit:
+        raise ConfigError(f"--max-context must be at most {limit}, the model's own, got {config.max_context}",
+                          field="max_context")
+    return config.max_context or limit
+
+
+def _by_pages(config: WorkerConfig, needs: PoolNeeds, wanted: int) -> PoolSize:
+    """As many pages as were asked for."""
+    if config.num_pages < 2:
+        raise ConfigError("--num-pages must be at least 2: the null page and one to use", field="num_pages")
+    room = (config.num_pages - 1) * config.page_size
+    if config.max_context > room:
+        raise ConfigError(f"--num-pages {config.num_pages} hold {room} tokens, and --max-context asks for "
+                          f"{config.max_context}", field="num_pages")
+    return PoolSize(config.num_pages, needs.max_held + 1 if bytes_per_slot(needs.specs) else 0, min(wanted, room))
+
+
+def _cache_bytes(config: WorkerConfig, ranges: Sequence[LayerRange], weights: Sequence[int], memory: Memory) -> int:
+    """Of each stage; what the share leaves beside the largest stage's weights, so that all have the same."""
+    if config.memory_mb:
+        return config.memory_mb * MIB
+    found = memory(config.device)
+    total = found.total_bytes
+    host_share = CONTAINER_SHARE if found.is_limited else HOST_SHARE
+    share = config.memory_share or (host_share if config.device == "cpu" else DEVICE_SHARE)
+    left = int(share * total) - PROCESS_BYTES - max(weights)
+    if left <= 0:
+        largest = weights.index(max(weights))
+        raise ConfigError(f"nothing is left for a cache: {share:g} (--memory-share) of the {_mib(total)} of "
+                          f"{_place(config)} are {_mib(int(share * total))}, stage {largest} (layers "
+                          f"{ranges[largest]}) has {_mib(max(weights))} of weights and a process takes "
+                          f"{_mib(PROCESS_BYTES)} besides; give a larger --memory-share, --memory-mb, or more stages",
+                          field="memory_share")
+    return left
+
+
+def _ways(config: WorkerConfig, needs: PoolNeeds, needed_mib: int) -> str:
+    return (f"--memory-mb {needed_mib} would do" + (", or a shorter --max-context" if config.max_context else "")
+            + (", or a smaller --max-running" if bytes_per_slot(needs.specs) else ""))
+
+
+def _shortened(wanted: int, context: int, budget: int, needed_mib: int) -> str:
+    return (f"the context is {context} tokens, not the model's {wanted}: the cache of {_mib(budget)} per stage holds "
+            f"no longer request; --memory-mb {needed_mib} would, and --max-context chooses a shorter one")
+
+
+def _place(config: WorkerConfig) -> str:
+    return "this machine" if config.device == "cpu" else f"device {config.device}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.0f} MiB"

@@ -1,0 +1,93 @@
+"""Is this folder a checkpoint that can be read? What people give instead is named for what it is, with what to do.
+
+Looks at names and at the first bytes of small files; nothing is loaded.
+"""
+
+import json
+from pathlib import Path
+
+from runtime.errors import ConfigError
+
+_LFS_HEAD = b"version https://git-lfs.github.com/spec/"
+_LFS_BYTES = 1024  # a pointer is smaller, what it stands for is not
+_POINTED_AT = ("config.json", "tokenizer.json", "tokenizer.model", "*.safetensors", "*.bin")
+
+
+def check_model_folder(folder: Path, *, field: str = "model", needs_weights: bool = True) -> None:
+    """`field` is the setting that the folder came by.
+
+    Raises:
+        ConfigError: it has no config.json or, where they are needed, no safetensors files; or pointers in their place.
+    """
+    if problem := _problem(folder, f"--{field}", needs_weights=needs_weights):
+        raise ConfigError(problem, field=field)
+
+
+def _problem(folder: Path, flag: str, *, needs_weights: bool) -> str:
+    """Empty if there is none."""
+    if not folder.exists():
+        return _absent(folder, flag)
+    if folder.is_file():
+        return _file(folder, flag)
+    if pointers := _lfs_pointers(folder):
+        return (f"{folder} has git-LFS pointers where files should be ({', '.join(pointers[:3])}"
+                f"{' ...' if len(pointers) > 3 else ''}): run `git lfs pull` in it")
+    has_weights = any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file()
+    if (folder / "adapter_config.json").is_file() and not (has_weights and (folder / "config.json").is_file()):
+        return _adapter(folder)
+    if (has_weights or not needs_weights) and (folder / "config.json").is_file():
+        return ""
+    return _other_layout(folder, flag, has_weights=has_weights)
+
+
+def _absent(folder: Path, flag: str) -> str:
+    """A name on the Hub has the form OWNER/NAME."""
+    parts = folder.parts
+    if not folder.is_absolute() and len(parts) == 2 and parts[0] not in (".", ".."):
+        return (f"{folder} is no folder here. If it is a model's name on the Hugging Face Hub, download it first: "
+                f"`hf download {folder} --local-dir {parts[1]}`, then {flag} {parts[1]}")
+    return f"{folder} does not exist; {flag} takes the folder of a checkpoint"
+
+
+def _file(file: Path, flag: str) -> str:
+    if file.suffix == ".gguf":
+        return _gguf(file)
+    return f"{file} is a file; {flag} takes the folder of a checkpoint, with config.json and *.safetensors in it"
+
+
+def _gguf(path: Path) -> str:
+    return (f"{path} is GGUF, llama.cpp's format, which Baton does not read: take the checkpoint it was made from, "
+            f"with config.json and *.safetensors")
+
+
+def _adapter(folder: Path) -> str:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "its base model"
+    return (f"{folder} is an adapter (LoRA) of {base}, not a model: merge it into {base} first (peft's "
+            f"merge_and_unload, then save_pretrained) and give the folder of the result")
+
+
+def _other_layout(folder: Path, flag: str, *, has_weights: bool) -> str:
+    if (snapshots := sorted((folder / "snapshots").glob("*/config.json"))):
+        return f"{folder} is a folder of the Hub's cache: give {flag} {snapshots[-1].parent}"
+    if not has_weights and (gguf := next(folder.glob("*.gguf"), None)) is not None:
+        return _gguf(gguf)
+    if not has_weights and any((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))):
+        return (f"{folder} has its weights as pickles (.bin, .pt, .pth), which run code when they are read, so Baton "
+                f"does not read them: convert them with transformers (AutoModelForCausalLM.from_pretrained, then "
+                f"save_pretrained) and give the folder of the result")
+    missing = [name for name, is_there in (("config.json", (folder / "config.json").is_file()),
+                                           ("*.safetensors", has_weights)) if not is_there]
+    return f"{folder} is not a model directory: it has no {' and no '.join(missing)}"
+
+
+def _lfs_pointers(folder: Path) -> list[str]:
+    found = []
+    for file in sorted(match for pattern in _POINTED_AT for match in folder.glob(pattern)):
+        if file.is_file() and file.stat().st_size < _LFS_BYTES:
+            with file.open("rb") as stream:
+                if stream.read(len(_LFS_HEAD)) == _LFS_HEAD:
+                    found.append(file.name)
+    return found

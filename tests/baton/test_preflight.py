@@ -1,0 +1,118 @@
+"""What is checked and divided before a process starts, against sums done by hand."""
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from baton.preflight import (
+    PoolShape,
+    check_partition,
+    check_port,
+    listen_address,
+    memory_flags,
+    metrics_ports,
+)
+from runtime.config import Address
+from runtime.errors import ConfigError
+from runtime.host_memory import HostMemory
+
+MIB = 1 << 20
+Tables = Mapping[str, Mapping[str, object]]
+
+
+def model(folder: Path, weights_mib: int = 100, num_layers: int = 8) -> Path:
+    """A folder with files of that size; there is nothing in them, nor on the disk."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": num_layers}}))
+    for shard in range(2):
+        with (folder / f"model-{shard}.safetensors").open("wb") as file:
+            file.truncate(weights_mib * MIB // 2)
+    return folder
+
+
+def shapes(*, prefill: int = 1, decode: int = 1, decode_pp: int = 1, flags: tuple[str, ...] = ()) -> list[PoolShape]:
+    return [PoolShape("prefill", prefill, 1, "", flags), PoolShape("decode", decode, decode_pp, "", flags)]
+
+
+@pytest.mark.parametrize(("num_stages", "partition", "says"), [
+    (1, "3,5", "--decode-partition 3,5 is for 2 stages, and --decode-pp says 1"),
+    (3, "3,5", "is for 2 stages, and --decode-pp says 3"),
+    (2, "3,4", "sums to 7, the model has 8 layers"),
+    (2, "0,8", "at least 1 each"),
+    (2, "3;5", "must be numbers of layers"),
+])
+def test_a_partition_fits_stages_and_layers(tmp_path: Path, num_stages: int, partition: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_partition(PoolShape("decode", 1, num_stages, partition, ()), model(tmp_path / "model"))
+
+
+def test_a_partition_that_fits(tmp_path: Path) -> None:
+    check_partition(PoolShape("decode", 1, 2, "3, 5", ()), model(tmp_path / "model"))
+    check_partition(PoolShape("decode", 1, 1, "", ()), Path("/nowhere"))
+
+
+def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--listen 127.0.0.1:{port}: Address already in use; is another"):
+            check_port(Address("127.0.0.1", port), flag="--listen")
+    check_port(Address("127.0.0.1", port), flag="--listen")
+    check_port(Address("127.0.0.1", 0), flag="--listen")
+    with pytest.raises(ConfigError, match=r"--listen 192\.0\.2\.1:7000: Cannot assign requested address$"):
+        check_port(Address("192.0.2.1", 7000), flag="--listen")
+
+
+def test_the_files_metrics_ports_count_up() -> None:
+    tables: Tables = {"router": {"metrics_port": 39190}, "decode": {"metrics_port": 39191}}
+    names = {"router": ["router"], "prefill": ["prefill-0"], "decode": ["decode-0.0", "decode-0.1"]}
+    assert metrics_ports(tables, names) == {"router": 39190, "prefill-0": 0, "decode-0.0": 39191, "decode-0.1": 39192}
+    with pytest.raises(ConfigError, match=r"decode\.metrics_port 39190: decode-0\.0 would take 39190, and router has"):
+        metrics_ports({**tables, "decode": {"metrics_port": 39190}}, names)
+    with pytest.raises(ConfigError, match=r"decode-0\.1 would take 65536, and there is no such port"):
+        metrics_ports({"decode": {"metrics_port": 65535}}, names)
+    for wrong in (65536, "9090", True, -1):
+        with pytest.raises(ConfigError, match=r"router\.metrics_port: must be a port from 0 to 65535"):
+            metrics_ports({"router": {"metrics_port": wrong}}, names)
+
+
+def test_the_file_says_where_the_router_listens_unless_a_flag_does() -> None:
+    tables = {"router": {"listen": "0.0.0.0:8100"}}
+    assert listen_address(None, tables, "127.0.0.1:7000") == "0.0.0.0:8100"
+    assert listen_address("127.0.0.1:1", tables, "127.0.0.1:7000") == "127.0.0.1:1"
+    assert listen_address(None, {}, "127.0.0.1:7000") == "127.0.0.1:7000"
+    with pytest.raises(ConfigError, match=r"router\.listen must be HOST:PORT, got 'here'"):
+        listen_address(None, {"router": {"listen": "here"}}, "127.0.0.1:7000")
+
+
+def test_what_is_free_is_divided(tmp_path: Path) -> None:
+    """0.8 of 10000 MiB, less two pools' weights of 100 and three processes of 384, between three: 2216 MiB each."""
+    memory = HostMemory(20000 * MIB, 10000 * MIB)
+    flags = memory_flags(shapes(decode_pp=2), {}, model(tmp_path / "model"), memory)
+    assert flags == {"prefill": ("--memory-mb", "2216"), "decode": ("--memory-mb", "2216")}
+
+
+@pytest.mark.parametrize(("own", "tables"), [
+    (("--memory-mb", "64"), {}), (("--memory-share", "0.1"), {}),
+    ((), {"prefill": {"num_pages": 8}, "decode": {"memory_mb": 7}})])
+def test_who_says_what_it_takes_gets_that(tmp_path: Path, own: tuple[str, ...], tables: Tables) -> None:
+    flags = memory_flags(shapes(flags=own), tables, model(tmp_path / "model"), HostMemory(20000 * MIB, 10000 * MIB))
+    assert flags == {"prefill": (), "decode": ()}
+
+
+def test_workers_of_one_device_divide_it(tmp_path: Path) -> None:
+    flags = memory_flags(shapes(decode=2, flags=("--device", "cuda")), {}, model(tmp_path / "model"))
+    assert flags == dict.fromkeys(("prefill", "decode"), ("--memory-share", "0.283"))
+
+
+def test_models_that_do_not_fit_are_refused_with_the_sum(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"3 pools of large take 3 \* 4000 MiB = 12000 MiB for weights alone, and "
+                                          r"10000 of 20000 MiB are free on this machine"):
+        memory_flags(shapes(prefill=2), {}, model(tmp_path / "large", 4000), HostMemory(20000 * MIB, 10000 * MIB))
+
+
+def test_a_busy_machine_leaves_each_a_little(tmp_path: Path) -> None:
+    flags = memory_flags(shapes(), {}, model(tmp_path / "model"), HostMemory(20000 * MIB, 500 * MIB))
+    assert flags["prefill"] == ("--memory-mb", "64")
