@@ -64,6 +64,10 @@ class Admission:
             metrics.dropped.labels(cause)
 
     @property
+    def _grace_s(self) -> float:
+        return max(self._limits.pairless_grace_s, self._directory.comeback_s)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._line)
 
@@ -88,10 +92,10 @@ class Admission:
             self._pump()
             timeout_s = None
             if self._directory.pair_problem():
-                timeout_s = max(0.0, self._pairless_since_s + self._limits.pairless_grace_s - self._clock.now())
+                timeout_s = max(0.0, self._pairless_since_s + self._grace_s - self._clock.now())
                 if timeout_s == 0:
                     self._fail_all()
-                    timeout_s = self._limits.pairless_grace_s
+                    timeout_s = self._grace_s
             else:
                 self._pairless_since_s = self._clock.now()
             with suppress(TimeoutError):
@@ -141,7 +145,7 @@ class Admission:
 
     def _enter(self, request: AdmissibleRequest, ends_at_s: float) -> Waiter[_Held]:
         problem = self._directory.refusal()
-        if problem and self._clock.now() - self._pairless_since_s >= self._limits.pairless_grace_s:
+        if problem and self._clock.now() - self._pairless_since_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise UnavailableError(problem, retry_after_s=self._away_s())
         num_tokens, left_s = len(request.engine.prompt_token_ids), ends_at_s - self._clock.now()

@@ -75,7 +75,7 @@ class PrefillStream:
         self._booking = await search(
             directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried,
                                                       context_tokens=self._parts.context_tokens),
-            self._parts.limits.peer_wait_s, error)
+            self._parts.limits.comeback_s(directory), error)
         self._attempts += 1
         self.has_first_token = False
         self.stream = _run(self._parts, self._booking)
@@ -271,7 +271,8 @@ class DecodeStream:
         self._refused_since = now if self._refused_since is None else self._refused_since
         is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(
             compatibility, self._parts.context_tokens)
-        patience_s = self._parts.limits.capacity_wait_s if is_full else self._parts.limits.peer_wait_s
+        limits = self._parts.limits
+        patience_s = limits.capacity_wait_s if is_full else limits.comeback_s(self._parts.directory)
         return self._refused_since + patience_s - now
 
     def _expect_destination(self) -> None:
