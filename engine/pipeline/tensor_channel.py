@@ -1,7 +1,7 @@
 """A `StageChannel` over a `FrameChannel`: tensors within the frame, or beside it once links were given.
 
-The frame goes first and says what is on its way beside it. Whatever is waited for, the frame channel is asked whether
-the neighbour still lives: it hears of a death, which a device never does.
+The frame goes first and lists what is on its way beside it. Whatever is waited for, the frame channel is checked: does
+the neighbour still live? That channel is notified of a death, a device never is.
 """
 
 import time
@@ -28,7 +28,7 @@ class TensorChannel:
     def __init__(self, frames: FrameChannel, *, max_bytes: int, message_timeout_s: float = MESSAGE_TIMEOUT_S,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
         """A packet may have `max_bytes`; `frames` must take as much. Tensors are waited for `message_timeout_s` once
-        their frame is here. `on_sent` hears of the bytes of each message that went beside its frame."""
+        their frame is here. `on_sent` is given the bytes of each message that went beside its frame."""
         self._frames = frames
         self._max_bytes = max_bytes
         self._message_timeout_s = message_timeout_s
@@ -113,7 +113,7 @@ class TensorChannel:
         return flat
 
     def _make_room(self, rank: int, pending: PendingLink, deadline_s: float) -> None:
-        """Forget what has got across; wait for the oldest when too much is under way."""
+        """Drop what has got across; wait for the oldest when too much is under way."""
         while self._under_way and (len(self._under_way) >= MAX_MESSAGES_UNDER_WAY or self._under_way[0].wait(0)):
             self._wait(rank, pending, self._under_way[0].wait, deadline_s)
             self._under_way.popleft()

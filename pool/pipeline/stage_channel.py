@@ -1,6 +1,6 @@
 """The batch channel of a pool: frames over UCX, and the one place that chooses how tensors travel.
 
-Each stage says in its address what it computes on; all see the same addresses when the pool forms, and so choose alike.
+Each stage's address states what it computes on; all see the same addresses when the pool forms, and so choose alike.
 """
 
 import json
@@ -115,7 +115,7 @@ class PoolChannel:
                  why: str = "", is_demanded: bool = False, leader_host: str = "127.0.0.1",
                  ports: tuple[int, int] | None = None,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """`backend` makes links; without one `why` says the reason. Stage 0 listens at `leader_host` for those who open
+        """`backend` makes links; without one `why` is the reason. Stage 0 listens at `leader_host` for those that open
         links, the others find it there. Raises ConfigError when it cannot listen."""
         self._frames = frames
         self._rank = rank
@@ -152,7 +152,7 @@ class PoolChannel:
                     choice.reason)
 
     def fail(self, rank: int, reason: str) -> None:
-        """The membership says this stage is gone: its owner's waits end with PeerLostError. From any thread."""
+        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any thread."""
         self._frames.fail(rank, reason)
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
