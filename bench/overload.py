@@ -40,7 +40,7 @@ COUNTED_WAIT_S = 0.1  # shorter waits are as likely to be over as to last when a
 
 
 @dataclass(frozen=True)
-class Fate:
+class LoadReply:
     """What became of a request; seconds after the start of its cell."""
 
     due_s: float
@@ -53,13 +53,13 @@ class Fate:
 
 
 @dataclass
-class Cell:
+class LoadCell:
     """One load with one deadline."""
 
     load: float
     deadline_s: float | None
     seconds: float
-    answers: list[Fate] = field(default_factory=list)
+    answers: list[LoadReply] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class Cell:
         return sum(a.error is None and a.ended_s <= self.seconds for a in self.answers) / self.seconds
 
     @property
-    def refusals(self) -> list[Fate]:
+    def refusals(self) -> list[LoadReply]:
         return [answer for answer in self.answers if answer.refused_for_s is not None]
 
     def waits(self) -> list[tuple[float, float]]:
@@ -124,19 +124,19 @@ class Lab:
         counted = [at_s for at_s in ended if WARM_SHARE * seconds <= at_s <= seconds]
         return len(counted) / (seconds * (1 - WARM_SHARE))
 
-    async def run(self, cell: Cell, rate: float) -> None:
+    async def run(self, cell: LoadCell, rate: float) -> None:
         """Fill a cell, and wait until nothing runs any more."""
         times = [at_s for at_s in Arrivals(rate=rate).times(math.ceil(2 * rate * cell.seconds) + 10, self.rng)
                  if at_s < cell.seconds]
         start = time.monotonic()
 
-        async def at(at_s: float, query: Query) -> Fate:
+        async def at(at_s: float, query: Query) -> LoadReply:
             await asyncio.sleep(max(0.0, start + at_s - time.monotonic()))
             return await self._ask(query, cell.deadline_s, start, at_s)
 
         cell.answers += await asyncio.gather(*map(at, times, islice(cycle(self.queries), len(times))))
 
-    async def _ask(self, query: Query, deadline_s: float | None, start: float, due_s: float) -> Fate:
+    async def _ask(self, query: Query, deadline_s: float | None, start: float, due_s: float) -> LoadReply:
         sent_s, placed_s = time.monotonic() - start, None
         try:
             async for event in self.client.generate(query, timeout_s=deadline_s or MOST_S):
@@ -144,14 +144,14 @@ class Lab:
                     placed_s = sent_s + (event.timings.router_queue_s or 0.0)
         except CapacityError as error:
             refused = error.resource == "router queue"
-            return Fate(due_s, sent_s, time.monotonic() - start, error=error.reason, was_dropped=not refused,
+            return LoadReply(due_s, sent_s, time.monotonic() - start, error=error.reason, was_dropped=not refused,
                           refused_for_s=(error.retry_after_s or 0.0) if refused else None)
         except BatonError as error:
-            return Fate(due_s, sent_s, time.monotonic() - start, error=error.reason)
-        return Fate(due_s, sent_s, time.monotonic() - start, placed_s)
+            return LoadReply(due_s, sent_s, time.monotonic() - start, error=error.reason)
+        return LoadReply(due_s, sent_s, time.monotonic() - start, placed_s)
 
 
-def bars(cells: Sequence[Cell]) -> dict[str, Value]:
+def bars(cells: Sequence[LoadCell]) -> dict[str, Value]:
     """The worst of each figure that has a bar, over all cells with more load than can be served."""
     at_once = {cell.deadline_s: cell.in_time_per_s for cell in cells if cell.load == 1}
     over = [cell for cell in cells if cell.load >= 2]
@@ -195,7 +195,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         for deadline_s in _numbers(flags.deadlines):
             for load in _numbers(flags.loads):
                 assert load is not None
-                cells.append(Cell(load, deadline_s, flags.seconds))
+                cells.append(LoadCell(load, deadline_s, flags.seconds))
                 await lab.run(cells[-1], capacity * load)
                 if not flags.json:
                     print(render(cells[-1].name, cells[-1].figures(), as_json=False), file=sys.stderr)
