@@ -177,6 +177,7 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
         for name, process in cluster.processes.items():
             if (where := process.announcement) is not None:
                 sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
+        sink("baton", human_line(f"metrics:  prometheus --config.file={cluster.write_scrape_config()}"))
         target = "" if cluster.addresses == (DEFAULT_TARGET,) else f" --target {','.join(cluster.addresses)}"
         served: ModelInfo | None = None
         with suppress(BatonError):  # a client may have to show what this command was not given

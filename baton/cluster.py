@@ -36,6 +36,7 @@ from baton.preflight import (
     metrics_ports,
 )
 from baton.process import LogSink, ProcessSpec, RoleProcess
+from baton.scrape import scrape_config
 from baton.values import WorkerStatus
 from runtime.announce import Announcement
 from runtime.client import open_channel, wait_serving
@@ -176,6 +177,13 @@ class LocalCluster:
         announcement = self.processes[_GATEWAY].announcement
         assert announcement is not None
         return announcement.address
+
+    def write_scrape_config(self) -> Path:
+        """A Prometheus configuration for the processes that run; gone with the cluster."""
+        path = Path(self._folder.name) / "prometheus.yml"
+        known = {name: process.announcement for name, process in self.processes.items()}
+        path.write_text(scrape_config({name: where for name, where in known.items() if where is not None}))
+        return path
 
     async def __aenter__(self) -> Self:
         try:

@@ -195,7 +195,7 @@ class DecodeStay:
             case StreamEnded():
                 raise RequestAborted("the router closed the stream before the handoff was complete")
             case Failed(error):
-                raise error
+                raise error.again()
             case pb.DecodeRequest() as message:
                 return self._handle_input(message)
             case other:
@@ -248,7 +248,7 @@ class DecodeStay:
                     yield pb.DecodeResponse(finished=_finished_to_proto(item))
                     return
                 case Failed(error):
-                    raise error
+                    raise error.again()
                 case SessionChanged() | StreamEnded() | pb.DecodeRequest():
                     # A router with nothing more to say may half-close; an offer that crossed the commit is needless.
                     continue

@@ -76,7 +76,7 @@ class PrefillStay:
                 case FirstToken() as drawn:
                     yield pb.RunResponse(first_token=self._first_token(drawn))
                 case Failed(error):
-                    raise error
+                    raise error.again()
                 case SessionChanged():
                     if (sent := self._sent()) is not None:
                         yield pb.RunResponse(sent=sent)

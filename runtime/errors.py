@@ -22,6 +22,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ class BatonError(Exception):
 
     reason = "INTERNAL"
     retry_after_s: float | None = None
+
+    def again(self) -> Self:
+        """The same error as an object of its own, to raise where others end with it, too: an object that several calls
+        raise collects the frames of all of them, and whoever clears those ends the others."""
+        other = type(self).__new__(type(self), *self.args)
+        vars(other).update(vars(self))
+        return other
 
 
 class InvalidRequestError(BatonError):

@@ -182,7 +182,7 @@ class StageGroup:
     def _fail_checks(self, error: BatonError) -> None:
         for _, checked in self._checks.values():
             if not checked.done():
-                checked.set_exception(error)
+                checked.set_exception(error.again())
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
                      on_change: Callable[[], object]) -> None:

@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 _COMMON = {
     "KEEPALIVE_INTERVAL": "1s",
+    "TCP_CONN_NB": "y",  # else whoever connects waits in the kernel, for minutes where packets are lost
     "TCP_TX_SEG_SIZE": "1m",
     "TCP_RX_SEG_SIZE": "1m",
     "POSIX_ERROR_HANDLING": "y",
 }
-HANDOFF_OPTIONS = {"RNDV_THRESH": "8192", "MAX_RNDV_RAILS": "1"}
+RENDEZVOUS_BYTES = 8192
+HANDOFF_OPTIONS = {"RNDV_THRESH": str(RENDEZVOUS_BYTES), "MAX_RNDV_RAILS": "1"}
 """Rendezvous for all but the smallest items: the source's bytes go straight to where they belong."""
 STAGE_CHANNEL_OPTIONS = {"RNDV_THRESH": "inf", "POSIX_FIFO_SIZE": "512"}
 """Never rendezvous (it needs the sender's thread while it computes), and room for a few MiB on their way."""
