@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 WATCH_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
-REFRESH_S = 1.0  # between two looks of the gauges; nobody scrapes more often
+REFRESH_S = 1.0  # between two looks of the gauges; scrapes are not more frequent
 
 
 class PoolScheduler(Scheduler, ReportingScheduler, Protocol):
@@ -95,7 +95,7 @@ class PoolRole(Protocol):
         ...
 
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
-        """Who hears of each layer that is done; on a device, where `mark` says it is in the queue of work."""
+        """What is called for each layer that is done; on a device, with `mark` for its place in the queue of work."""
         ...
 
     def lead(self, config: WorkerConfig, stage: Stage) -> LeadingRole:
@@ -130,7 +130,7 @@ async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal, *, 
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time() - age_s
-    await asyncio.to_thread(make_tokenizer, config.model)  # the router says what it means that there is none
+    await asyncio.to_thread(make_tokenizer, config.model)  # the router reports what it means that there is none
     if config.rank == 0:
         reports = SessionReports(loop)
         process = _build(config, role, stop, reports.report)
@@ -154,7 +154,7 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
-    # The leader speaks for its pool: the other stages have the same, for their layers.
+    # The leader reports for its pool: the other stages have the same, for their layers.
     level = logging.DEBUG if config.rank else logging.INFO
     logger.log(level, "%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
                describe_pools(plan.geometry), config.numerics)

@@ -1,6 +1,6 @@
-"""The Worker service of a leader: facts once, then load at the asked interval, for routers and people.
+"""The Worker service of a leader: facts once, then load at the requested interval, for routers and people.
 
-A report waits for no step of the engine: it says what the engine's thread has published last.
+A report waits for no step of the engine: it has what the engine's thread has published last.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Readiness changed: watchers hear of it without waiting for their interval. Event loop's thread."""
+        """Readiness changed: watchers get a report without waiting for their interval. Event loop's thread."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -102,7 +102,7 @@ class PrefillStay:
             self._session.release()
 
     def _sent(self) -> pb.PrefillSent | None:
-        """Tells once when every byte has left. Raises what made the sending fail."""
+        """Returns when every byte has left. Raises what made the sending fail."""
         session = self._session
         if session is None:
             return None
@@ -178,7 +178,7 @@ class PrefillStay:
         if message.WhichOneof("input") != "destination" or self._source is None or self._session is not None:
             raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
         if self._parts.leader.group.endpoints != self._source.stages:
-            # The engine, which tells of it, may be within a forward for longer than destination terms takes.
+            # The engine, which emits it, may be within a forward for longer than destination terms takes.
             raise UnavailableError("a stage of the prefill pool was lost after this prompt had started")
         destination = codec.destination_from_proto(message.destination)
         try:

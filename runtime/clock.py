@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-HELD_UP_S = 0.25  # an event loop that wakes so late did not listen meanwhile: it reads first, and blames nobody
+HELD_UP_S = 0.25  # an event loop that wakes so late has not read meanwhile: it reads first, then decides
 
 
 class Clock(Protocol):
@@ -35,7 +35,7 @@ def process_age_s() -> float:
 
 
 class ManualClock:
-    """Moves only when told to."""
+    """Moves only by `advance`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

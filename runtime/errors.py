@@ -1,7 +1,7 @@
-"""Every error Baton raises on purpose, and the one place that says what each looks like to a gRPC client.
+"""Every error Baton raises on purpose, and the one place that defines what each looks like to a gRPC client.
 
     BatonError
-    ├── InvalidRequestError     the client asked for something impossible      INVALID_ARGUMENT
+    ├── InvalidRequestError     the request is impossible                      INVALID_ARGUMENT
     │   ├── UnknownModelError   a model this router does not serve             NOT_FOUND
     │   └── UnsupportedError    a field or method that is not offered          UNIMPLEMENTED
     ├── DuplicateRequestError   request_id is running already                  ALREADY_EXISTS
@@ -72,7 +72,7 @@ class DuplicateRequestError(BatonError):
 
 
 class UnauthenticatedError(BatonError):
-    """The caller has not shown who it is; never says what would have been right."""
+    """The caller has not shown who it is; the message never has what would have been right."""
 
     reason = "UNAUTHENTICATED"
 

@@ -19,7 +19,7 @@ from runtime.errors import ConfigError
 
 # How a file was saved to cut and pad; servers do neither (`router.text.tokenise`).
 _NOT_READ = ("truncation", "padding")
-# What tokenizers are made from, and what says how.
+# What tokenizers are made from, and what configures that.
 _VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken")
 _SAYS_HOW = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 _MAKE_S = 120.0

@@ -41,7 +41,7 @@ class Migrations:
         """A pair in place of the one whose pool is gone, rather not with the same pool.
 
         Raises:
-            BatonError: nobody else could do better, or no pair came up in time; PeerLostError if the pool is gone.
+            BatonError: no other pair could do better, or no pair came up in time; PeerLostError if the pool is gone.
         """
         self.ended()
         if not isinstance(error, UnavailableError | RequestAborted):

@@ -41,7 +41,6 @@ Response = TypeVar("Response")
 RETRY_PAUSE_S = 0.05
 
 
-
 @dataclass(frozen=True)
 class Received(Generic[Response]):
     """A message of a worker."""

@@ -1,5 +1,5 @@
-"""What a grammar's own process does with llguidance: compile, follow texts, compute masks. Nobody else imports it, but
-to see whether a tokenizer serves."""
+"""What a grammar's own process does with llguidance: compile, follow texts, compute masks. No other process imports it,
+but to see whether a tokenizer serves."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

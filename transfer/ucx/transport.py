@@ -2,7 +2,7 @@
 
 Receives are not posted to UCX ahead of time. Every message shows up as unexpected first; it is probed, its length
 compared, and only then received straight into the caller's memory. Messages above 8 KiB are rendezvous, so nothing has
-been copied when the probe sees them. This gives what UCX's posted receives cannot: a receive nobody has matched can be
+been copied when the probe sees them. This gives what UCX's posted receives cannot: a receive that is not matched can be
 given up at once, and a late or foreign message is refused with not a byte written while its sender still completes.
 
 Measured (UCX 1.21, host memory, SIGKILL or SIGSTOP of the source in mid-message, shared memory and TCP): closing the
@@ -193,8 +193,8 @@ class UcxTransport:
             os.sched_yield()  # the peer may need this very core to go on
             yielded_at_s, now = now, self._clock.now()
             if now - yielded_at_s > SHARED_CORE_S:
-                # Somebody else works on this core, likely the peer. Schedulers leave two that only yield to each other
-                # where they are, but wake a sleeper on an idle core.
+                # Another process works on this core, likely the peer. Schedulers leave two that only yield to each
+                # other where they are, but wake a sleeper on an idle core.
                 time.sleep(SHARED_CORE_S)
         return False
 
@@ -220,7 +220,7 @@ class UcxTransport:
         self._active.append((operation, request))
 
     def _discard(self, messages: list[UcxProbe]) -> None:
-        # Into one byte: UCX drops what does not fit, and tells a rendezvous sender that it is done.
+        # Into one byte: UCX drops what does not fit, and reports to a rendezvous sender that it is done.
         self._discards += [self._worker.tag_recv_with_handle(self._scratch, message) for message in messages]
 
     def _collect(self) -> None:
