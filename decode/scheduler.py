@@ -49,7 +49,7 @@ class DecodeScheduler:
     _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
     _waiting: list[DecodeEntry] = field(default_factory=list)
     _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
-    _ended: dict[int, None] = field(default_factory=dict)  # keys the last stage still has to forget
+    _ended: dict[int, None] = field(default_factory=dict)  # keys whose output the last stage still has to drop
     _next_key: int = 1
     _since_s: float = 0.0  # the last result, or the first launch after a pause
 
@@ -253,7 +253,7 @@ class DecodeScheduler:
             if chosen and (entry.scratch is None) is not (chosen[0].scratch is None):
                 continue
             if entry.running and self._grow(entry):
-                entry.in_flight = 1  # from here on nobody takes its pages
+                entry.in_flight = 1  # from here on its pages are not taken from it
                 entry.first_step_s = self.clock.now() if entry.first_step_s is None else entry.first_step_s
                 chosen.append(entry)
         return self._steps.decode(chosen) if chosen else None
@@ -286,7 +286,7 @@ class DecodeScheduler:
             self._finish_if_done(entry)
 
     def _finish_if_done(self, entry: DecodeEntry) -> None:
-        """Tell the owner and forget the entry: with its last token nothing is left that could write its memory, which
+        """Notify the owner and drop the entry: with its last token nothing is left that could write its memory, which
         is free before the owner releases it. `_fail` leaves that to the owner."""
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
         if reason is None:
@@ -298,8 +298,8 @@ class DecodeScheduler:
         entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
 
     def _fail(self, entry: DecodeEntry, error: BatonError) -> None:
-        """Tell the owner, who releases it once nothing writes its memory any more (bytes may still be landing); run no
-        more of it. A request that finishes is forgotten at once, see `_finish_if_done`."""
+        """Notify the owner, which releases it once nothing writes its memory any more (bytes may still be landing); run
+        no more of it. A request that finishes is dropped at once, see `_finish_if_done`."""
         self._stop_running(entry)
         entry.emit(Failed(error))
 

@@ -1,6 +1,6 @@
-"""The Worker service of a leader: facts once, then load at the asked interval, for routers and people.
+"""The Worker service of a leader: facts once, then load at the requested interval, for routers and people.
 
-A report waits for no step of the engine: it says what the engine's thread has published last.
+A report waits for no step of the engine: it has what the engine's thread has published last.
 """
 
 import asyncio
@@ -46,14 +46,15 @@ def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.Work
     return formed
 
 
-def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters) -> pb.WorkerLoad:
+def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters, start_s: float = 0.0) -> pb.WorkerLoad:
+    """`start_s`: how long the pool took until it served, 0 before."""
     busy_since_s = leader.loop.busy_since_s
     return pb.WorkerLoad(
         serving=leader.serving, reason=leader.reason, queued_requests=load.queued_requests,
         queued_tokens=load.queued_tokens, running_requests=load.running_requests, pages_free=load.pages_free,
         slots_free=load.slots_free, open_sessions=leader.group.open_sessions,
         busy_s=0.0 if busy_since_s is None else time.monotonic() - busy_since_s,
-        prompt_tokens=meters.num_prompt_tokens, output_tokens=meters.num_output_tokens)
+        prompt_tokens=meters.num_prompt_tokens, output_tokens=meters.num_output_tokens, start_s=start_s)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -67,7 +68,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Readiness changed: watchers hear of it without waiting for their interval. Event loop's thread."""
+        """Readiness changed: watchers get a report without waiting for their interval. Event loop's thread."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -56,12 +56,14 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     metrics, clock = RouterMetrics.create(registry), SystemClock()
     discovery = DiscoveryOptions(config.discovery_interval_s, config.kubernetes_api, config.service_account)
     directory = Directory(DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s,
-                                           config.decode_lookahead, ChannelSecurity(certificates), discovery),
+                                           config.decode_lookahead, ChannelSecurity(certificates), discovery,
+                                           longest_comeback_s=0.0 if config.peer_wait_s else config.max_wait_s),
                           model.facts, metrics, random.Random())
-    limits = AdmissionLimits(config.max_waiting, config.max_wait_s, config.peer_wait_s)
+    peer_wait_s = config.peer_wait_s or FlowLimits().peer_wait_s  # what was measured counts where nothing was said
+    limits = AdmissionLimits(config.max_waiting, config.max_wait_s, peer_wait_s)
     admission = Admission(directory, limits, metrics, clock)
     services = Services(admission, directory,
-                        FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=config.peer_wait_s,
+                        FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=peer_wait_s,
                                    capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics,
                         PrefillRateEstimate(clock))
     services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)

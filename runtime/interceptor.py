@@ -47,7 +47,7 @@ ResponseT = TypeVar("ResponseT")
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Context], Any]
 
-# Questions of one message and one answer; requests of whoever needs no token have a name in them and nothing else.
+# Calls of one message and one answer; requests of callers that need no token have a name in them and nothing else.
 MAX_QUESTION_BYTES, MAX_OPEN_BYTES = 256 << 10, 4 << 10
 # Calls that need no token, by method: streams may last for ever.
 _MAX_OPEN_CALLS = {"/grpc.health.v1.Health/Check": 64, "/grpc.health.v1.Health/Watch": 64}
@@ -73,7 +73,7 @@ class CallLimits:
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """One per server. Knows the calls in flight; those that are open to everybody (health, reflection) are bounded,
+    """One per server. Keeps the calls in flight; those that are open to every caller (health, reflection) are bounded,
     but neither counted nor waited for.
 
     `background_methods` ("/baton.v1.Worker/Watch") are streams without an end of their own: they neither hold up a

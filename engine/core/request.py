@@ -1,4 +1,4 @@
-"""A generation request as the device side knows it: token ids in, token ids out, every default resolved."""
+"""A generation request on the device side: token ids in, token ids out, every default resolved."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

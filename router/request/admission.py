@@ -65,6 +65,10 @@ class Admission:
         self._pairless_since_s = clock.now()
 
     @property
+    def _grace_s(self) -> float:
+        return max(self._limits.pairless_grace_s, self._directory.comeback_s)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -74,10 +78,10 @@ class Admission:
             self._pump()
             timeout_s = None
             if self._directory.pair_problem():
-                timeout_s = max(0.0, self._pairless_since_s + self._limits.pairless_grace_s - self._clock.now())
+                timeout_s = max(0.0, self._pairless_since_s + self._grace_s - self._clock.now())
                 if timeout_s == 0:
                     self._fail_all()
-                    timeout_s = self._limits.pairless_grace_s
+                    timeout_s = self._grace_s
             else:
                 self._pairless_since_s = self._clock.now()
             with suppress(TimeoutError):
@@ -126,7 +130,7 @@ class Admission:
 
     def _enter(self, request: AdmissibleRequest) -> _Waiter:
         problem = self._directory.refusal()
-        if problem and self._clock.now() - self._pairless_since_s >= self._limits.pairless_grace_s:
+        if problem and self._clock.now() - self._pairless_since_s >= self._grace_s:
             raise UnavailableError(problem)
         if len(self._waiting) >= self._limits.max_waiting:
             raise CapacityError(f"{self._limits.max_waiting} requests are waiting, which is the limit",

@@ -3,14 +3,14 @@
 Life of a request:
 
  1. `Admission` holds it back until a compatible pair could take it soon, and books both workers.
- 2. `Prefill.Run` opens. The worker queues the request; `started` says that its turn has come, with the terms of what
+ 2. `Prefill.Run` opens. The worker queues the request; `started` comes when it is its turn, with the terms of what
     it will send.
  3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with `DestinationTerms`, or
-    refuses and the next pool is asked; when all refuse, they are asked again while prefill computes.
+    refuses and the next pool gets the offer; when all refuse, they get it again while prefill computes.
  4. The destination terms go to prefill, which starts to send.
  5. `first_token` comes from prefill and goes to the client at once, and to decode.
  6. `committed` comes from decode when everything landed and was checked: the prefill stream is half-closed and its
-    worker lets go.
+    worker releases its memory.
  7. Tokens come from decode and go to the client, until `finished`, or until the text contains a stop string: then
     closing the streams is the abort.
 
@@ -119,7 +119,7 @@ class RequestFlow:
             self._timeline.ended("cancelled")
             raise
         finally:
-            self._timeline.ended("failed")  # if nothing else was said before
+            self._timeline.ended("failed")  # if it has not ended otherwise
 
     async def _run(self) -> None:
         self._is_running = True
@@ -177,7 +177,7 @@ class RequestFlow:
         self._decode = DecodeStream(self._parts, pair.decode, self._answer.token_ids[1:])
 
     async def _next_event(self) -> Event:
-        """What a worker said; saying nothing when it owes an answer is an event too."""
+        """A message of a worker, or its silence where an answer is due."""
         while True:
             try:
                 async with asyncio.timeout_at(self._decode.due_at):
@@ -200,7 +200,7 @@ class RequestFlow:
                 await self._decode_ended(event.error)
             elif isinstance(event.message, decode_pb2.DecodeResponse):
                 await self._decode_said(event.message)
-        # Otherwise a stream that was given up: nobody wants to know.
+        # Otherwise a stream that was given up: its events are dropped.
 
     async def _prefill_said(self, response: prefill_pb2.RunResponse) -> None:
         timings = self._timeline.timings
@@ -244,7 +244,7 @@ class RequestFlow:
             return  # its part was done
         error = error or PeerLostError("the prefill worker ended its stream too early")
         if self._is_committed:
-            raise error  # nothing to hand over any more, but nobody can say the first token
+            raise error  # nothing to hand over any more, but no worker can send the first token
         self._decode.source_lost()
         self._prefill.move_on(error, self._decode.compatibility)
         self._timeline.retried(WorkerRole.PREFILL, error.reason)

@@ -27,6 +27,8 @@ from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
 T = TypeVar("T")
 
+START_MARGIN = 1.5  # a start takes longer under load, and its end is noticed later
+
 
 class Room(StrEnum):
     """Whether a worker that seems full may be chosen."""
@@ -49,7 +51,7 @@ class WorkerPair:
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """Targets (`router.workers.discovery`), and how often workers report."""
+    """Targets (`router.workers.discovery`), how often workers report, and the most that is expected of `comeback_s`."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -58,6 +60,7 @@ class DirectoryOptions:
     decode_lookahead: int = 2
     security: ChannelSecurity = PLAIN_CHANNEL
     discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
+    longest_comeback_s: float = 0.0
 
 
 class Directory:
@@ -116,6 +119,12 @@ class Directory:
                  for pool in decode if may_pair(source.compatibility, pool.compatibility)]
         alone = [max(worker.max_context_tokens or 0 for worker in known) for known in (prefill, decode) if known]
         return min([self._facts.max_context_tokens, *([max(pairs)] if pairs else alone)])
+
+    @property
+    def comeback_s(self) -> float:
+        """How long a worker that is lost may take to be back, by the slowest of the last starts."""
+        slowest_s = max((worker.start_s for worker in self.workers), default=0.0)
+        return min(START_MARGIN * slowest_s, self._options.longest_comeback_s)
 
     @property
     def revision(self) -> str:

@@ -18,7 +18,7 @@ class Policy(StrEnum):
     PREFIX_AFFINITY = "prefix_affinity"  # prompts that begin alike meet, unless their worker is overloaded
 
 
-# A prompt's first tokens decide where it belongs: enough to tell system prompts apart.
+# A prompt's first tokens decide where it belongs: enough to distinguish system prompts.
 AFFINITY_TOKENS = 256
 # An affine worker may be this much busier than the least loaded one before affinity gives way.
 AFFINITY_FACTOR = 1.5

@@ -81,6 +81,7 @@ class Worker:
     mismatch: str = ""  # why what it said about itself makes it useless here; empty if it does not
     problem: str = "not reached yet"  # why it cannot be used; empty if it can
     is_listed: bool = True
+    start_s: float = 0.0  # how long its last start took, as far as it has said; kept while it is away
     _bookings: list[Booking] = field(default_factory=list)
     _outlived: list[Booking] = field(default_factory=list)  # of earlier incarnations: claims no more
     _streams: list[object] = field(default_factory=list)
@@ -157,6 +158,7 @@ class Worker:
     def reported(self, load: worker_pb2.WorkerLoad) -> None:
         """A load report arrived; `introduced` came before."""
         self.load = load
+        self.start_s = load.start_s or self.start_s
         self._claims_at_report = self._claims()
         for booking in self._bookings:
             booking.is_reported = booking.has_reserved

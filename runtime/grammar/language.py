@@ -41,7 +41,7 @@ class Grammar:
 
     @property
     def field(self) -> str:
-        """Where a request says it."""
+        """The field of a request that has it."""
         return f"structured_output.{self.kind}"
 
     @property

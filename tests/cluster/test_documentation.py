@@ -11,6 +11,7 @@ from typer.core import TyperGroup, TyperOption
 
 from baton.cli import app
 from baton.cluster import demo_model
+from baton.gateway import app as gateway_app
 from tests.support.cluster.one_process import cluster_in_process
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -54,7 +55,7 @@ def test_commands_in_the_pages_have_the_flags_they_are_given() -> None:
                 continue
             words = shlex.split(line.partition(" > ")[0])
             seen += 1
-            command = group.commands[words[1]]
+            command = typer.main.get_command(gateway_app) if words[1] == "gateway" else group.commands[words[1]]
             known = {opt for option in command.params if isinstance(option, TyperOption) for opt in option.opts}
             assert {word for word in words[2:] if word.startswith("--")} <= known, f"{page.name}: {line}"
     assert seen > 8

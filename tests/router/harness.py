@@ -190,7 +190,8 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
                          model: ServedModel | None = None, decode_lookahead: int = 2,
                          start_workers: bool = True, warms_up: bool = False,
                          discovered: Discovered | None = None, security: ServerSecurity = OPEN_SERVER,
-                         limits: RequestLimits = REQUEST_LIMITS) -> AsyncIterator[RouterHarness]:
+                         limits: RequestLimits = REQUEST_LIMITS,
+                         longest_comeback_s: float = 0.0) -> AsyncIterator[RouterHarness]:
     """Start the fakes and a router in front of them; it is paired when the block begins, if the workers fit."""
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -200,7 +201,8 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
         registry = CollectorRegistry()
         metrics, clock, model = RouterMetrics.create(registry), SystemClock(), model or served_model()
         options = DirectoryOptions(_addresses(workers, FakePrefill), _addresses(workers, FakeDecode), policy,
-                                   watch_interval_s=0.05, decode_lookahead=decode_lookahead)
+                                   watch_interval_s=0.05, decode_lookahead=decode_lookahead,
+                                   longest_comeback_s=longest_comeback_s)
         if discovered is not None:
             options = replace(options, prefill=discovered.prefill, decode=discovered.decode,
                               discovery=discovered.options)

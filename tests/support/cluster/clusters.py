@@ -86,13 +86,13 @@ async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, pre
                           prefill_partition: str = "", decode_partition: str = "", worker_flags: tuple[str, ...] = (),
                           router_flags: tuple[str, ...] = (), http: str = "", places: ProcessPlaces = HERE,
                           security: ChannelSecurity = PLAIN_CHANNEL,
-                          client_security: ChannelSecurity = PLAIN_CHANNEL,
+                          client_security: ChannelSecurity = PLAIN_CHANNEL, routers: int = 1,
                           ready_timeout_s: float = READY_TIMEOUT_S) -> AsyncIterator[RunningCluster]:
-    """Up and ready inside the block, gone after it."""
+    """Up and ready inside the block, gone after it. The client is that of the first router."""
     lines: deque[str] = deque(maxlen=2000)
     config = ClusterConfig(
         model=model, prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0",
+        prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0", routers=routers,
         worker_flags=worker_flags, router_flags=router_flags, http=http, ready_timeout_s=ready_timeout_s,
         stop_grace_s=5, security=security, nursery=shared_nursery(), places=places)
     try:
