@@ -85,7 +85,7 @@ class AdaptiveDraft:
             others = [place for place in range(len(self.lengths)) if place != found.best]
             found.tried = others[found.next_trial % len(others)]
             found.next_trial += 1
-            found.yields[found.tried] = _Yield()  # what it did long ago says little about now
+            found.yields[found.tried] = _Yield()  # yields of long ago are no measure of the present
             found.steps_left = self.trial_steps
 
     def _class_of(self, num_running: int) -> _SizeClass:

@@ -1,4 +1,4 @@
-"""A request on a decode pool: the events that its stream gets, what the scheduler knows about it, and the memory it
+"""A request on a decode pool: the events that its stream gets, the scheduler's state of it, and the memory it
 holds: pages for its tokens and a state slot, both or neither."""
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class DecodeEntry(Entry[Event]):
     """One request, with what it has drawn."""
 
     outputs: list[int] = field(default_factory=list)
-    told: int | None = None  # tokens of the output that the last stage keeps; None: it knows nothing of the request
+    told: int | None = None  # tokens of the output that the last stage keeps; None: it has no state of the request
     draft: DraftState = field(default_factory=DraftState)
     scratch: SlotLease | None = None  # where the states of its trees are kept; without it runs without trees
     running: bool = False  # has its memory filled and may be scheduled

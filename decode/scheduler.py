@@ -5,11 +5,11 @@
                               out of pages ─▶ waiting (memory given back; replayed later)
 
 Pages run out in mid-stream: the least urgent, youngest request gives its memory back and waits. It comes back before
-anything new is admitted and is replayed: the prompt in prefill chunks, then its own output one token at a time
-without drawing. That repeats exactly the arithmetic of the first time (which GatedDeltaNet needs: what it read in
-chunks has other bits than what was drawn; attention alone would not), so its stream continues with the same bits; it
-never ends with an error. A request that moves here from another pool joins with what it has drawn there and is
-replayed in the same way. Belongs to the engine thread.
+anything new is admitted and is replayed without drawing: prompt and output in prefill chunks, because in attention a
+token has the same bits read or drawn. Where GatedDeltaNet takes part it has not, so there only the prompt is read, and
+the output computed one token at a time, as it was drawn. Either way the stream continues with the same bits; it never
+ends with an error. A request that moves here from another pool joins with what it has drawn there and is replayed in
+the same way. Belongs to the engine thread.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class DecodeScheduler:
     _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
     _waiting: list[DecodeEntry] = field(default_factory=list)
     _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
-    _ended: dict[int, None] = field(default_factory=dict)  # keys the last stage still has to forget
+    _ended: dict[int, None] = field(default_factory=dict)  # keys whose output the last stage still has to drop
     _next_key: int = 1
     _since_s: float = 0.0  # the last result, or the first launch after a pause
 
@@ -114,7 +114,7 @@ class DecodeScheduler:
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         for entry in ready:
             entry.lease_scratch(self.scratch)
-        replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
+        replays = [entry for entry in ready if entry.computed < self._steps.readable(entry)]
         beginning = [entry for entry in ready if entry.draft.landed and entry.num_left > 1
                      and self._num_draft_tokens(entry)]
         if replays:
@@ -253,7 +253,7 @@ class DecodeScheduler:
             if chosen and (entry.scratch is None) is not (chosen[0].scratch is None):
                 continue
             if entry.running and self._grow(entry):
-                entry.in_flight = 1  # from here on nobody takes its pages
+                entry.in_flight = 1  # from here on its pages are not taken from it
                 entry.first_step_s = self.clock.now() if entry.first_step_s is None else entry.first_step_s
                 chosen.append(entry)
         return self._steps.decode(chosen) if chosen else None
@@ -286,7 +286,7 @@ class DecodeScheduler:
             self._finish_if_done(entry)
 
     def _finish_if_done(self, entry: DecodeEntry) -> None:
-        """Tell the owner and forget the entry: with its last token nothing is left that could write its memory, which
+        """Notify the owner and drop the entry: with its last token nothing is left that could write its memory, which
         is free before the owner releases it. `_fail` leaves that to the owner."""
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
         if reason is None:
@@ -298,8 +298,8 @@ class DecodeScheduler:
         entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
 
     def _fail(self, entry: DecodeEntry, error: BatonError) -> None:
-        """Tell the owner, who releases it once nothing writes its memory any more (bytes may still be landing); run no
-        more of it. A request that finishes is forgotten at once, see `_finish_if_done`."""
+        """Notify the owner, which releases it once nothing writes its memory any more (bytes may still be landing); run
+        no more of it. A request that finishes is dropped at once, see `_finish_if_done`."""
         self._stop_running(entry)
         entry.emit(Failed(error))
 

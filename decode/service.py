@@ -76,7 +76,7 @@ class DecodeStay:
         self._source = source
         self._nonce = secrets.randbits(32)
         # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
-        # long that may take is for the request to say.
+        # long that may take follows from the request's deadline.
         self._session = ReceiveSession(
             secrets.token_hex(8), num_stages=len(parts.plan.ranges), clock=SystemClock(),
             deadlines=SessionDeadlines.within(HANDOFF_TIMEOUT_S if remaining_s is None else max(0.0, remaining_s)))
@@ -151,7 +151,7 @@ class DecodeStay:
             if new_source is not None:
                 return new_source
         if session.error is not None and not isinstance(session.error, PeerLostError):
-            raise session.error  # this pool's own; of a source that is gone the router hears, too, and finds another
+            raise session.error  # this pool's own; a lost source the router sees, too, and replaces
         return destination
 
     async def _land(self) -> SourceTerms | None:
@@ -159,7 +159,7 @@ class DecodeStay:
 
         Raises:
             BatonError: what failed the arrival of the prompt,
-            unless the router says that the source is lost and finds another.
+            unless the router reports that the source is lost and finds another.
         """
         session = self._session
         while not (session.state is ReceiveState.COMPLETE and self._first_token is not None):
@@ -167,7 +167,7 @@ class DecodeStay:
             if failed and isinstance(session.error, IntegrityError):
                 self._parts.arrivals.integrity_failures.inc()
                 self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
-                await self._hear_the_router_out()
+                await self._await_first_token()
                 raise session.error
             failure = session.error
             try:
@@ -180,7 +180,7 @@ class DecodeStay:
                 return new_source
         return None
 
-    async def _hear_the_router_out(self) -> None:
+    async def _await_first_token(self) -> None:
         """Wait for the first token, the last thing a router writes: gRPC replaces the status of a stream that ends
         while its caller writes to it, and this one must arrive."""
         with suppress(DeadlineError):
@@ -195,7 +195,7 @@ class DecodeStay:
             case StreamEnded():
                 raise RequestAborted("the router closed the stream before the handoff was complete")
             case Failed(error):
-                raise error
+                raise error.again()
             case pb.DecodeRequest() as message:
                 return self._handle_input(message)
             case other:
@@ -248,9 +248,9 @@ class DecodeStay:
                     yield pb.DecodeResponse(finished=_finished_to_proto(item))
                     return
                 case Failed(error):
-                    raise error
+                    raise error.again()
                 case SessionChanged() | StreamEnded() | pb.DecodeRequest():
-                    # A router with nothing more to say may half-close; an offer that crossed the commit is needless.
+                    # A router with nothing more to send may half-close; an offer that crossed the commit is needless.
                     continue
 
 

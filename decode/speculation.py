@@ -1,4 +1,4 @@
-"""What stage 0 remembers of a request's speculation between its steps, and how it shapes the next one."""
+"""What stage 0 keeps of a request's speculation between its steps, and how it shapes the next one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

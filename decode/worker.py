@@ -56,7 +56,7 @@ class DecodeLeading:
     """Satisfies `pool.process.LeadingRole`."""
 
     def __init__(self, scheduler: DecodeScheduler, adaptive: AdaptiveDraft | None) -> None:
-        """`adaptive` chooses the scheduler's draft lengths and learns from what they yield."""
+        """`adaptive` chooses the scheduler's draft lengths by what earlier ones yielded."""
         self.scheduler = scheduler
         self._adaptive = adaptive
 
@@ -76,7 +76,7 @@ class DecodeLeading:
         def on_verified(step: VerifiedStep, num_running: int) -> None:
             parts.meters.on_drawn(sum(step.accepted))  # each row's own token is counted with the step
             observe_verified(metrics, step)
-            if self._adaptive is not None and step.accepted:  # all declined: nothing to learn
+            if self._adaptive is not None and step.accepted:  # all declined: no yield to count
                 self._adaptive.observe(step, num_running)
 
         self.scheduler.on_verified = on_verified

@@ -1,15 +1,21 @@
 #!/usr/bin/env bash
-# Write every overlay, rendered, into a folder (deploy/rendered unless one is given). Needs kubectl.
+# Write every overlay and example, rendered, into a folder (deploy/rendered unless one is given). Needs kubectl.
+# RUNBOOKS is the address at which you read docs/runbooks.md; alerts link there.
 set -euo pipefail
+placeholder=https://baton.example.org/docs/runbooks.md
+runbooks=${RUNBOOKS:-$placeholder}
+out=$(mkdir -p "${1:-$(dirname "$0")/rendered}" && cd "${1:-$(dirname "$0")/rendered}" && pwd)
 cd "$(dirname "$0")"
-out=${1:-rendered}
 rules=components/monitoring/rules.yaml
 {
     sed '/^  groups:$/q' "$rules"
     sed '1,/^groups:$/d; s/^./  &/' alerts/rules.yaml
 } >"$rules.new"
 cmp -s "$rules.new" "$rules" && rm "$rules.new" || mv "$rules.new" "$rules"
-mkdir -p "$out"
-for overlay in overlays/*/; do
-    kubectl kustomize "$overlay" >"$out/$(basename "$overlay").yaml"
+mkdir -p "$out/examples"
+for overlay in overlays/*/ examples/*/; do
+    folder=$out
+    [[ $overlay == examples/* ]] && folder=$out/examples
+    kubectl kustomize "$overlay" | sed "s|$placeholder|$runbooks|" >"$folder/$(basename "$overlay").yaml"
 done
+[[ $runbooks == "$placeholder" ]] || sed "s|$placeholder|$runbooks|" alerts/rules.yaml >"$out/alerts.yaml"

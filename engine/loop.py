@@ -1,7 +1,7 @@
 """The only loop: schedule → prepare → launch → collect → publish, with a window of batches in flight.
 
 The window is the pipeline's depth: 1 on a single stage, the number of stages on a pipelined pool. One thread runs the
-loop and owns the scheduler, its allocators and the stage channel; everybody else hands it commands.
+loop and owns the scheduler, its allocators and the stage channel; other threads hand it commands.
 
     commands ─▶ [ scheduler.next_batch ─▶ pipeline.launch ]* ─▶ pipeline.collect ─▶ scheduler.on_result ─▶ …
 """
@@ -60,7 +60,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class LoopObserver:
-    """Where the loop tells what it measures; every field is called from its thread."""
+    """Where the loop reports what it measures; every field is called from its thread."""
 
     launched_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # stage 0's own forward
     step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # launch to result
@@ -72,9 +72,9 @@ class LoopObserver:
 class EngineLoop:
     """Runs a scheduler over a pipeline in its own thread.
 
-    `submit` is the one way in. What others want to know of the scheduler without waiting for a step, they take from
+    `submit` is the one way in. What others read of the scheduler without waiting for a step, they take from
     what `observer.settled` published, and from `busy_since_s`. Without a pipeline (before the pool has formed, after it
-    broke) commands run and batches wait. A pipeline breaks for good: only its owner, who hears of it, can attach
+    broke) commands run and batches wait. A pipeline breaks for good: only its owner, which is notified, can attach
     another one.
     """
 
@@ -116,7 +116,7 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
     def post(self, command: Callable[[], object]) -> None:
-        """Run `command` on the loop's thread, soon. Never refused: what gives memory back, or tells of a stage, must
+        """Run `command` on the loop's thread, soon. Never refused: what gives memory back, or reports on a stage, must
         not be lost. There are as many such commands as there were `submit`s, which are bounded, and stages."""
         self._commands.put(command)
         pipeline = self._pipeline
@@ -143,20 +143,22 @@ class EngineLoop:
         def command() -> None:
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits
+            except Exception as error:  # noqa: BLE001 - the caller that awaits gets it
                 future.set_exception(error)
 
         self.post(command)
+        answer = asyncio.wrap_future(future, loop=loop)
         try:
-            return await asyncio.shield(asyncio.wrap_future(future, loop=loop))
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
+            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else wants to know
             future.add_done_callback(
                 lambda ended: None if ended.exception() else self.post(lambda: undo(ended.result())))
             raise
 
     def attach(self, pipeline: Pipeline, on_lost: LostListener = lambda error: None) -> None:
-        """Start launching batches. `on_lost` hears once if the pipeline breaks, from the loop's thread, after all that
-        depended on it was ended; not if it is detached. Loop thread only."""
+        """Start launching batches. `on_lost` is called once if the pipeline breaks, from the loop's thread, after all
+        that depended on it was ended; not if it is detached. Loop thread only."""
         self._pipeline, self._on_lost = pipeline, on_lost
 
     def detach(self, error: BatonError) -> None:
@@ -173,7 +175,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._guarded_turn()
-        except BaseException as error:  # the edge of the thread: its owner asks for `failure`
+        except BaseException as error:  # the edge of the thread: its owner reads `failure`
             logger.critical("the engine's thread has ended", exc_info=error)
             self._failure = error
 

@@ -104,7 +104,7 @@ def same_content(a: TensorEntry, b: TensorEntry) -> bool:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str]]:
-    """Files in name order, each with the tensors an index says it holds (empty without an index)."""
+    """Files in name order, each with the tensors that an index lists for it (empty without an index)."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if not index.exists():

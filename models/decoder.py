@@ -37,7 +37,7 @@ class DecoderLayer:
 
     def forward(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None = None) -> Tensor:
         """hidden: [T, hidden]. Returns the same shape, or with `wanted`, indices of tokens, their rows only: then the
-        feed-forward runs for nobody else."""
+        feed-forward runs for no other token."""
         if self.layer_id == self.start_layer:
             stage_pass.rotary = self._rotary.table(stage_pass.batch.positions)
         mixed = self._mixer.forward(self._input_norm.forward(hidden), stage_pass)
@@ -54,7 +54,7 @@ class DecoderLayer:
 class DecoderStage:
     """A `StageModel`: the layers of `layer_range`, built from `weights`.
 
-    `capture_layers` are global ids of layers whose output drafts want; a stage adds those it owns to `aux_hidden` and
+    `capture_layers` are global ids of layers whose output drafts need; a stage adds those it owns to `aux_hidden` and
     passes the others on.
     """
 

@@ -1,6 +1,6 @@
 """Which layers compute the choice of keys and which share it (DSA with cross-layer sharing).
 
-Said by a config in one of four ways, the first present one counting:
+A config gives it in one of four ways; the first that is present counts:
     indexer_types            "full" or "shared" per layer
     index_topk_pattern       the same as a list, or as a string of F and S
     index_skip_topk_offset   with index_topk_freq: layer l computes iff max(l - offset + 1, 0) is a multiple of freq

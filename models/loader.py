@@ -1,6 +1,6 @@
-"""From a checkpoint folder to what the serving side needs: facts first, and a stage's weights when asked.
+"""From a checkpoint folder to what the serving side needs: facts first, and a stage's weights on request.
 
-`read_model` reads configs and file headers. `load_stage` builds the blocks of one layer range; each asks for its own
+`read_model` reads configs and file headers. `load_stage` builds the blocks of one layer range; each requests its own
 tensors, so a stage reads its own bytes and no others.
 """
 

@@ -40,7 +40,7 @@ def read_decoder(architecture: str, raw: RawConfig) -> DecoderSpec:
     """The decoder a (text) config describes.
 
     Raises:
-        ConfigError: an architecture nobody here reads, or a config its family refuses.
+        ConfigError: an architecture that no family here reads, or a config that its family refuses.
     """
     family = _FAMILIES.get(architecture)
     if family is None:

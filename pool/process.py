@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 WATCH_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
-REFRESH_S = 1.0  # between two looks of the gauges; nobody scrapes more often
+REFRESH_S = 1.0  # between two looks of the gauges; scrapes are not more frequent
 
 
 class PoolScheduler(Scheduler, ReportingScheduler, Protocol):
@@ -95,7 +95,7 @@ class PoolRole(Protocol):
         ...
 
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
-        """Who hears of each layer that is done; on a device, where `mark` says it is in the queue of work."""
+        """What is called for each layer that is done; on a device, with `mark` for its place in the queue of work."""
         ...
 
     def lead(self, config: WorkerConfig, stage: Stage) -> LeadingRole:
@@ -122,14 +122,19 @@ class _Process:
         return PeerRole(self.role.name)
 
 
-async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal) -> None:
-    """Until `stop`. Raises ConfigError when checkpoint, flags, files and memory do not fit together."""
+async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal, *, age_s: float = 0.0) -> None:
+    """Until `stop`. `age_s`: how long the process has been starting already.
+
+    Raises:
+        ConfigError: checkpoint, flags, files and memory do not fit together.
+    """
     loop = asyncio.get_running_loop()
-    await asyncio.to_thread(make_tokenizer, config.model)  # the router says what it means that there is none
+    began_s = loop.time() - age_s
+    await asyncio.to_thread(make_tokenizer, config.model)  # the router reports what it means that there is none
     if config.rank == 0:
         reports = SessionReports(loop)
         process = _build(config, role, stop, reports.report)
-        work = _lead(process, reports)
+        work = _lead(process, reports, began_s)
     else:
         joined = JoinReports(loop)
         process = _build(config, role, stop, joined.report)
@@ -149,7 +154,7 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates)
-    # The leader speaks for its pool: the other stages have the same, for their layers.
+    # The leader reports for its pool: the other stages have the same, for their layers.
     level = logging.DEBUG if config.rank else logging.INFO
     logger.log(level, "%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
                describe_pools(plan.geometry), config.numerics)
@@ -161,16 +166,19 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     return _Process(config, role, stage, registry, incarnation, stop, certificates, tracing)
 
 
-async def _lead(process: _Process, reports: SessionReports) -> None:
+async def _lead(process: _Process, reports: SessionReports, began_s: float) -> None:
     config, role, stage = process.config, process.role, process.stage
     meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.counts)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
     show_health = _HealthSetter(server, services)
+    start_s: list[float] = []  # once it has served
 
     def on_serving(serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
         show_health(serving)
+        if serving and not start_s:
+            start_s.append(loop.time() - began_s)
         if leader.weights is not None:
             meters.pool.compat.info({"hash": leader.compatibility.digest})
         worker_service.changed()
@@ -191,7 +199,7 @@ async def _lead(process: _Process, reports: SessionReports) -> None:
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
     info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
     worker_service = WorkerService(lambda: formed_info(info, leader, stage.plan),
-                                   lambda: worker_load(leader, board.load, meters))
+                                   lambda: worker_load(leader, board.load, meters, sum(start_s)))
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.loop import ENGINE_THREAD
 from pool.process import PoolRole, run_worker
 from pool.stage.config import WorkerConfig
+from runtime.clock import process_age_s
 from runtime.config import describe, load
 from runtime.errors import ConfigError
 from runtime.log import LogStyle, configure
@@ -24,7 +25,7 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
         configure(level=config.log_level, style=LogStyle(config.log_style), role=f"{role.name}{config.rank}")
         _check(config)
         logger.debug("settings", extra=describe(config))
-        await run_worker(config, role, stop)
+        await run_worker(config, role, stop, age_s=process_age_s())
 
     code = run_process(role.name, run)
     if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):

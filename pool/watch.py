@@ -1,6 +1,6 @@
-"""The Worker service of a leader: facts once, then load at the asked interval, for routers and people.
+"""The Worker service of a leader: facts once, then load at the requested interval, for routers and people.
 
-A report waits for no step of the engine: it says what the engine's thread has published last.
+A report waits for no step of the engine: it has what the engine's thread has published last.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation
         architecture=facts.architecture, vocab_size=facts.vocab_size,
         max_context_tokens=plan.max_context_tokens, num_layers=facts.num_layers, page_size=config.page_size,
         pages_total=plan.geometry.num_pages - 1, slots_total=max(0, plan.geometry.num_slots - 1),
-        max_running_requests=plan.max_held, max_queued_requests=config.max_queued,
+        max_running_requests=plan.max_held, max_batch_requests=config.max_running,
+        max_queued_requests=config.max_queued,
         stages=[str(layers) for layers in plan.ranges], tokenizer_digest=tokenizer_digest(config.model))
 
 
@@ -46,14 +47,15 @@ def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.Work
     return formed
 
 
-def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters) -> pb.WorkerLoad:
+def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters, start_s: float = 0.0) -> pb.WorkerLoad:
+    """`start_s`: how long the pool took until it served, 0 before."""
     busy_since_s = leader.loop.busy_since_s
     return pb.WorkerLoad(
         serving=leader.serving, reason=leader.reason, queued_requests=load.queued_requests,
         queued_tokens=load.queued_tokens, running_requests=load.running_requests, pages_free=load.pages_free,
         slots_free=load.slots_free, open_sessions=leader.group.open_sessions,
         busy_s=0.0 if busy_since_s is None else time.monotonic() - busy_since_s,
-        prompt_tokens=meters.num_prompt_tokens, output_tokens=meters.num_output_tokens)
+        prompt_tokens=meters.num_prompt_tokens, output_tokens=meters.num_output_tokens, start_s=start_s)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -67,7 +69,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Readiness changed: watchers hear of it without waiting for their interval. Event loop's thread."""
+        """Readiness changed: watchers get a report without waiting for their interval. Event loop's thread."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -247,7 +247,7 @@ class PrefillScheduler:
 
     @property
     def _num_held(self) -> int:
-        """Requests that have started and are not forgotten."""
+        """Requests that have started and are not released."""
         return len(self._entries) - len(self._queue)
 
     def _num_pages(self, entry: PrefillEntry) -> int:
@@ -293,7 +293,7 @@ class PrefillScheduler:
         return taken
 
     def _fail(self, entry: PrefillEntry, error: BatonError) -> None:
-        """Tell the owner, who releases it; run no more of it."""
+        """Notify the owner, which releases it; run no more of it."""
         if entry in self._running:
             self._running.remove(entry)
         self._queue = [item for item in self._queue if item[1] != entry.key]

@@ -76,7 +76,7 @@ class PrefillStay:
                 case FirstToken() as drawn:
                     yield pb.RunResponse(first_token=self._first_token(drawn))
                 case Failed(error):
-                    raise error
+                    raise error.again()
                 case SessionChanged():
                     if (sent := self._sent()) is not None:
                         yield pb.RunResponse(sent=sent)
@@ -102,7 +102,7 @@ class PrefillStay:
             self._session.release()
 
     def _sent(self) -> pb.PrefillSent | None:
-        """Tells once when every byte has left. Raises what made the sending fail."""
+        """Returns when every byte has left. Raises what made the sending fail."""
         session = self._session
         if session is None:
             return None
@@ -178,7 +178,7 @@ class PrefillStay:
         if message.WhichOneof("input") != "destination" or self._source is None or self._session is not None:
             raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
         if self._parts.leader.group.endpoints != self._source.stages:
-            # The engine, which tells of it, may be within a forward for longer than destination terms takes.
+            # The engine, which emits it, may be within a forward for longer than destination terms takes.
             raise UnavailableError("a stage of the prefill pool was lost after this prompt had started")
         destination = codec.destination_from_proto(message.destination)
         try:

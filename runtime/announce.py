@@ -1,4 +1,4 @@
-"""How a process that chose its own ports tells its parent: a JSON file that is whole or absent.
+"""How a process that chose its own ports reports them to its parent: a JSON file that is whole or absent.
 
     write_announcement(path, announcement)
     read_announcement(path) -> Announcement | None

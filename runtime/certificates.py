@@ -17,8 +17,8 @@ from runtime.watched import Contents, Watched
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. `ca` says whom this process believes; `cert` (with intermediates) and `key` (not encrypted) say who it
-    is, and may be absent in a client that shows a token or nothing."""
+    """PEM files. `ca` is the authority this process accepts; `cert` (with intermediates) and `key` (not encrypted) show
+    who it is, and may be absent in a client that shows a token or nothing."""
 
     ca: Path
     cert: Path | None = None
@@ -75,11 +75,11 @@ class CertificateStore:
 
         return grpc.dynamic_ssl_server_credentials(
             used.server_configuration(with_ca=require_client_certificate),
-            newer,  # type: ignore[arg-type]  # the stubs forget that None means no change
+            newer,  # type: ignore[arg-type]  # in the stubs None is missing, which means no change
             require_client_certificate)
 
     def _make(self, contents: Contents) -> Certificates:
-        """Checked by OpenSSL, because gRPC tells nobody why it cannot use a file."""
+        """Checked by OpenSSL, because gRPC does not report why it cannot use a file."""
         for setting in ("tls_ca", "tls_cert"):
             if setting in contents:
                 _check_certificates(setting, contents[setting])

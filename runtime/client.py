@@ -1,4 +1,4 @@
-"""Channels to other Baton processes: every one notices a dead or silent peer within five seconds.
+"""Channels to other Baton processes: every one detects a dead or silent peer within five seconds.
 
     open_channel("HOST:PORT") -> grpc.aio.Channel           open_sync_channel(...) -> grpc.Channel
     await wait_serving(channel, "baton.v1.Prefill", timeout_s=10)
@@ -86,10 +86,10 @@ def _target(address: str, options: ChannelOptions, security: ChannelSecurity) ->
 
 
 async def wait_serving(channel: grpc.aio.Channel, service: str, *, timeout_s: float) -> None:
-    """Return when the peer's health says SERVING for `service`.
+    """Return when the peer's health is SERVING for `service`.
 
     Raises:
-        UnavailableError: it did not within `timeout_s`; the message says what the last answer was.
+        UnavailableError: it did not within `timeout_s`; the message has the last answer.
     """
     last = "no connection"
     try:

@@ -36,7 +36,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens or is found. Port 0 asks the system for one."""
+    """Where a server listens or is found. With port 0 the system chooses one."""
 
     host: str
     port: int
@@ -108,7 +108,7 @@ def read_tables(file: Path) -> dict[str, dict[str, object]]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error about a word that nobody knows; empty where none of the known ones is like it."""
+    """The end of an error about an unknown word; empty where none of the known ones is like it."""
     like = get_close_matches(word.replace("-", "_"), list(known), n=1)
     return f"; did you mean {like[0]}?" if like else ""
 

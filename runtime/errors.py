@@ -1,7 +1,7 @@
-"""Every error Baton raises on purpose, and the one place that says what each looks like to a gRPC client.
+"""Every error Baton raises on purpose, and the one place that defines what each looks like to a gRPC client.
 
     BatonError
-    ├── InvalidRequestError     the client asked for something impossible      INVALID_ARGUMENT
+    ├── InvalidRequestError     the request is impossible                      INVALID_ARGUMENT
     │   ├── UnknownModelError   a model this router does not serve             NOT_FOUND
     │   └── UnsupportedError    a field or method that is not offered          UNIMPLEMENTED
     ├── DuplicateRequestError   request_id is running already                  ALREADY_EXISTS
@@ -22,6 +22,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ class BatonError(Exception):
 
     reason = "INTERNAL"
     retry_after_s: float | None = None
+
+    def again(self) -> Self:
+        """The same error as an object of its own, to raise where others end with it, too: an object that several calls
+        raise collects the frames of all of them, and whoever clears those ends the others."""
+        other = type(self).__new__(type(self), *self.args)
+        vars(other).update(vars(self))
+        return other
 
 
 class InvalidRequestError(BatonError):
@@ -64,7 +72,7 @@ class DuplicateRequestError(BatonError):
 
 
 class UnauthenticatedError(BatonError):
-    """The caller has not shown who it is; never says what would have been right."""
+    """The caller has not shown who it is; the message never has what would have been right."""
 
     reason = "UNAUTHENTICATED"
 

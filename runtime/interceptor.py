@@ -15,7 +15,6 @@ import contextlib
 import inspect
 import logging
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,7 +47,7 @@ ResponseT = TypeVar("ResponseT")
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Context], Any]
 
-# Questions of one message and one answer; requests of whoever needs no token have a name in them and nothing else.
+# Calls of one message and one answer; requests of callers that need no token have a name in them and nothing else.
 MAX_QUESTION_BYTES, MAX_OPEN_BYTES = 256 << 10, 4 << 10
 # Calls that need no token, by method: streams may last for ever.
 _MAX_OPEN_CALLS = {"/grpc.health.v1.Health/Check": 64, "/grpc.health.v1.Health/Watch": 64}
@@ -74,7 +73,7 @@ class CallLimits:
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """One per server. Knows the calls in flight; those that are open to everybody (health, reflection) are bounded,
+    """One per server. Keeps the calls in flight; those that are open to every caller (health, reflection) are bounded,
     but neither counted nor waited for.
 
     `background_methods` ("/baton.v1.Worker/Watch") are streams without an end of their own: they neither hold up a
@@ -298,7 +297,8 @@ def _failed(method: str, error: Exception) -> RpcFailure:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage collector comes by."""
+    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage collector comes by. The
+    frames themselves are left alone: calls that end for one reason share its error, and all their frames are in it."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -1,5 +1,5 @@
-"""A gRPC server that outlives what grpc.aio does not: a request whose path is not UTF-8, from anybody, ends the loop in
-which grpc.aio takes calls, and with it the port (grpcio 1.85). Calls under way go on; nothing takes new ones.
+"""A gRPC server that outlives what grpc.aio does not: a request whose path is not UTF-8, from any caller, ends the loop
+in which grpc.aio takes calls, and with it the port (grpcio 1.85). Calls under way go on; nothing takes new ones.
 
 `LastingServer` is a `grpc.aio.Server` that sees it and takes the port again with a server of the same handlers.
 """
@@ -112,6 +112,6 @@ class LastingServer(grpc.aio.Server):
 
 
 def _takes_calls(server: grpc.aio.Server) -> bool:
-    """gRPC says it nowhere else: `wait_for_termination` waits for the calls under way."""
+    """gRPC reports it nowhere else: `wait_for_termination` waits for the calls under way."""
     running: bool = server._server.is_running()  # type: ignore[attr-defined]  # noqa: SLF001
     return running

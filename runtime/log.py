@@ -50,7 +50,7 @@ def bind(**ids: str) -> Iterator[None]:
 
 
 def rebind(**ids: str) -> None:
-    """Put ids on every further line of this task: for handlers that learn the id from their first message."""
+    """Put ids on every further line of this task: for handlers that get the id with their first message."""
     _ids.set({**_ids.get(), **_shortened(ids)})
 
 
@@ -102,7 +102,7 @@ def _message(record: logging.LogRecord) -> str:
             message = str(message) % {key: _plain(value) for key, value in arguments.items()}
         elif arguments:
             message = str(message) % tuple(map(_plain, arguments))
-    except (TypeError, ValueError, KeyError):  # a template that wants the object itself
+    except (TypeError, ValueError, KeyError):  # a template that formats the object itself
         message = record.getMessage()
     return shown(message, MAX_MESSAGE_CHARACTERS)
 

@@ -7,6 +7,7 @@ A role creates the instrument sets it moves and no others. Labels never hold any
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -21,6 +22,12 @@ PICK_S = (.00001, .00005, .0001, .0005, .001, .005, .01, .05, .1)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACCEPT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+# Why a session or a try may fail: reasons of `runtime.errors` that workers meet. Their counters stand at 0 from the
+# start: what appears with its first failure has no increase that an alert could see.
+FAILURES = ("ABORTED_BY_CLIENT", "DEADLINE_EXCEEDED", "DIGEST_MISMATCH", "DRAINING", "HANDOFF_FAILED",
+            "INCOMPATIBLE_PEER", "INTERNAL", "OUT_OF_CAPACITY", "PEER_LOST", "UNAVAILABLE")
+SESSION_FAILURES = tuple(reason.lower() for reason in FAILURES)
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class RouterMetrics:
     queue_depth: Gauge
     queue_oldest_s: Gauge
     running: Gauge
+    refused: Counter
+    dropped: Counter
     decisions: Counter
     pick_s: Histogram
     retries: Counter
@@ -76,20 +85,28 @@ class RouterMetrics:
             _histogram(registry, "ttft_seconds", "Request received to first token sent.", TTFT_S),
             _histogram(registry, "tpot_seconds", "Mean time per token after the first, per request.", TPOT_S),
             _histogram(registry, "itl_seconds", "Gap between two messages of a stream.", TPOT_S),
-            _histogram(registry, "e2e_seconds", "Request received to finish, by finish reason.", E2E_S, "outcome"),
+            _histogram(registry, "e2e_seconds", "Request received to finish, by finish reason.", E2E_S, "outcome",
+                       zeros=("failed",)),
             _histogram(registry, "stage_seconds", "Time per part of a request's life.", STAGE_S, "stage"),
             _counter(registry, "prompt_tokens", "Prompt tokens of accepted requests."),
             _counter(registry, "completion_tokens", "Tokens sent to clients."),
             _gauge(registry, "queue_depth", "Requests held back."),
             _gauge(registry, "queue_oldest_seconds", "Age of the request held back longest."),
             _gauge(registry, "router_running", "Requests given to a pair of workers and not ended."),
+            _counter(registry, "router_refused", "Requests refused on arrival, by cause: queue_full, wait (longer than "
+                                                 "the limit), deadline (it would end after it), workers (none).",
+                     "cause"),
+            _counter(registry, "router_dropped", "Requests refused after they had waited, before any worker had them: "
+                                                 "deadline (hopeless by now), wait (the limit), workers (none).",
+                     "cause"),
             _counter(registry, "router_decisions", "Choices of a worker.", "policy", "result"),
             _histogram(registry, "router_pick_seconds", "Time one choice took.", PICK_S),
-            _counter(registry, "router_retries", "Requests given to another worker.", "role", "reason"),
+            _counter(registry, "router_retries", "Requests given to another worker.", "role", "reason",
+                     zeros=product(("prefill", "decode"), FAILURES)),
             _counter(registry, "migrations", "Requests that moved to another decode pool after theirs was lost.",
-                     "type", "outcome"),
+                     "type", "outcome", zeros=product(("lost", "drained"), ("resumed", "failed"))),
             _counter(registry, "discovery_errors", "Times workers could not be looked up; the last known ones stay.",
-                     "kind"),
+                     "kind", zeros=(("dns",), ("kubernetes",))),
             _gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
         )
 
@@ -213,10 +230,12 @@ class HandoffMetrics:
             _gauge(registry, "kv_sessions", "Sessions open on this pool."),
             _histogram(registry, "kv_transfer_seconds", "Session opened to everything moved.", TRANSFER_S),
             _counter(registry, "kv_transfer_bytes", "Bytes moved.", "kind"),
-            _counter(registry, "kv_transfer_failures", "Sessions that failed.", "reason"),
+            _counter(registry, "kv_transfer_failures", "Sessions that failed.", "reason",
+                     zeros=zip((*SESSION_FAILURES, "source_replaced"))),
             _histogram(registry, "handshake_seconds", "Session opened to every stage ready to send or receive.",
                        TRANSFER_S),
-            _counter(registry, "handshake_failures", "Sessions that failed before every stage was ready.", "reason"),
+            _counter(registry, "handshake_failures", "Sessions that failed before every stage was ready.", "reason",
+                     zeros=zip(SESSION_FAILURES)),
             _counter(registry, "kv_lease_expired", "Requests ended because a handoff took longer than it may."),
         )
 
@@ -237,12 +256,18 @@ class ArrivalMetrics:
                        "First token known to everything landed and checked.", TRANSFER_S),
             _counter(registry, "kv_integrity_failures", "Items whose digest did not match."),
             _counter(registry, "preemptions", "Requests set back because pages ran out."),
-            _counter(registry, "local_prefill", "Prompts computed here instead of on a prefill pool.", "reason"),
+            _counter(registry, "local_prefill", "Prompts computed here instead of on a prefill pool.", "reason",
+                     zeros=(("preempted",),)),
         )
 
 
-def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
-    return Counter(f"baton_{name}", text, labels, registry=registry)
+def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str,
+             zeros: Iterable[tuple[str, ...]] = ()) -> Counter:
+    """`zeros`: values of the labels that are exported before anything was counted."""
+    counter = Counter(f"baton_{name}", text, labels, registry=registry)
+    for values in zeros:
+        counter.labels(*values)
+    return counter
 
 
 def _gauge(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Gauge:
@@ -256,5 +281,10 @@ def _info(registry: CollectorRegistry, name: str, text: str, *labels: str) -> In
     return info
 
 
-def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
-    return Histogram(f"baton_{name}", text, labels, buckets=tuple(buckets), registry=registry)
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: Iterable[float], *labels: str,
+               zeros: Iterable[str] = ()) -> Histogram:
+    """`zeros`: values of its one label that are exported before anything was observed."""
+    histogram = Histogram(f"baton_{name}", text, labels, buckets=tuple(buckets), registry=registry)
+    for value in zeros:
+        histogram.labels(value)
+    return histogram

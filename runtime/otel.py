@@ -54,7 +54,7 @@ class OtelSpan:
 
 
 class OtelTracing:
-    """Satisfies `runtime.tracing.Tracing`. Every span says the worker: which life of which process it was."""
+    """Satisfies `runtime.tracing.Tracing`. Every span names the worker: which life of which process it was."""
 
     def __init__(self, provider: TracerProvider, worker: str) -> None:
         self._provider = provider

@@ -1,4 +1,4 @@
-"""What gRPC's C core says on its own.
+"""What gRPC's C core writes on its own.
 
     quiet_grpc()                                             before the first import of grpc, which reads the setting
 """

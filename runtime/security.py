@@ -1,4 +1,4 @@
-"""What a process asks of those who call it, and what it shows to those it calls: the one place that builds credentials.
+"""What a process requires of its callers, and what it shows to those it calls: the one place that builds credentials.
 
     class PrefillConfig(TlsConfig): ...                  settings tls_cert, tls_key, tls_ca
     tls = config.certificates()                          None: plain text
@@ -6,11 +6,11 @@
     open_channel(address, security=ChannelSecurity(tls).to(PeerRole.DECODE))
 
 Between roles a certificate is checked for the role's name, not for the address: workers come and go under addresses
-that nobody can put into a certificate beforehand.
+that cannot be put into a certificate beforehand.
 
 Who may call which method is one table for all servers. A caller's roles are what its certificate says: a DNS name that
-is a role (`router`) or a URI `spiffe://DOMAIN/baton/ROLE`. Without certificates nobody has a name, and the network has
-to decide (docs/security.md).
+is a role (`router`) or a URI `spiffe://DOMAIN/baton/ROLE`. Without certificates no caller has a name, and the network
+has to decide (docs/security.md).
 """
 
 import re
@@ -41,8 +41,8 @@ class PeerRole(StrEnum):
 class Access(StrEnum):
     """Who is let in."""
 
-    OPEN = "open"  # everybody who can connect, without a token
-    CLIENT = "client"  # everybody whom the server's token list, if it has one, lets in
+    OPEN = "open"  # all who can connect, without a token
+    CLIENT = "client"  # all whom the server's token list, if it has one, lets in
     ROUTER = "router"
     WATCHER = "watcher"  # routers and operators
     POOL = "pool"  # stages of the server's own pool
@@ -84,7 +84,7 @@ _SPIFFE_ID = re.compile(r"spiffe://[a-z0-9._-]+/baton/([a-z]+)")
 
 
 def access_to(method: str) -> Access:
-    """`method` is a full path, "/baton.v1.Prefill/Run". One that nobody has thought of is closed."""
+    """`method` is a full path, "/baton.v1.Prefill/Run". One that is in neither table is closed."""
     service = method.removeprefix("/").partition("/")[0]
     return METHODS.get(method) or SERVICES.get(service, Access.NOBODY)
 
@@ -123,7 +123,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClientCertificates(StrEnum):
-    """Whether a TLS server wants to see one."""
+    """Whether a TLS server requires one."""
 
     REQUIRED = "required"
     NONE = "none"
@@ -200,8 +200,8 @@ def _authorization(context: Context) -> str | None:
 
 @dataclass(frozen=True)
 class ChannelSecurity:
-    """What a caller shows, and whom it believes. `server_name` is the DNS name the server's certificate must have;
-    empty: the host of the address."""
+    """What a caller shows, and which servers it accepts. `server_name` is the DNS name the server's certificate must
+    have; empty: the host of the address."""
 
     certificates: CertificateStore | None = None
     token: OwnToken | None = None

@@ -2,7 +2,7 @@
 
     server = GrpcServer(ServerOptions(listen="0.0.0.0:7000"), services=("baton.v1.Prefill",), metrics=rpc_metrics)
     prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
-    address = await server.start()                       # "0.0.0.0:41873" when port 0 was asked for
+    address = await server.start()                       # "0.0.0.0:41873" when port 0 was given
     await server.health.set_serving("baton.v1.Prefill")  # services start as NOT_SERVING, "" as SERVING
     await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import grpc
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from runtime.config import Address, parse_address
 from runtime.errors import BatonError, ConfigError, DrainingError
@@ -26,10 +26,11 @@ from runtime.tracing import UNTRACED, Tracing
 logger = logging.getLogger(__name__)
 
 
-# What a connection may cost before anybody has looked at its calls. A call's message waits outside, but for one window.
+# What a connection may cost before its calls are looked at. A call's message waits outside, but for one window.
 MAX_METADATA_BYTES = 16 << 10
 WINDOW_BYTES = 64 << 10
 HANDSHAKE_S = 10.0
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # Pings closer together than this are strikes, and the connection ends with the last one; ours come every keepalive_s.
 MIN_PING_INTERVAL_S, MAX_PING_STRIKES = 0.3, 5
 # Calls gRPC may hold until the event loop takes them.
@@ -41,8 +42,8 @@ HEALTH_MESSAGE_BYTES, HEALTH_CALLS, HEALTH_CONNECTIONS = 1 << 10, 32, 64
 @dataclass(frozen=True)
 class ServerOptions:
     """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never. `channelz` shows
-    sockets and calls of the whole process to whoever may watch workers. `health_listen` serves health once more, in
-    plain text: for probes that know no TLS, as Kubernetes' own. `max_calls` and `max_held_bytes` (of their messages)
+    sockets and calls of the whole process to callers that may watch workers. `health_listen` serves health once more,
+    in plain text: for probes that know no TLS, as Kubernetes' own. `max_calls` and `max_held_bytes` (of their messages)
     hold for the server, `max_streams` for each of its `max_connections`; `write_s` is what a client has to take a
     response."""
 
@@ -70,7 +71,7 @@ class ServerOptions:
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),  # above the first limit gRPC refuses at random, so:
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-            ("grpc.http2.bdp_probe", 0),  # it would widen the window of calls that nobody reads to megabytes
+            ("grpc.http2.bdp_probe", 0),  # it would widen the window of calls that are not read to megabytes
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
@@ -79,7 +80,7 @@ class ServerOptions:
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
             ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1e3)),  # see runtime.client
             ("grpc.keepalive_permit_without_calls", 1),
-            # Clients may ping as often as our own channels do, also while a long prefill says nothing.
+            # Clients may ping as often as our own channels do, also while a long prefill sends nothing.
             ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1e3)),
             ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
             ("grpc.http2.max_pings_without_data", 0),
@@ -134,14 +135,24 @@ class GrpcServer:
         self.grpc: grpc.aio.Server = LastingServer(
             lambda: grpc.aio.server(interceptors=[self._guard], options=options.as_grpc()))
 
+    def _add_reflection(self, services: tuple[str, ...]) -> None:
+        """Under both of its names: version 1 has the messages of v1alpha, field by field."""
+        names = (*services, reflection.SERVICE_NAME, REFLECTION_V1)
+        reflection.enable_server_reflection(names, self.grpc)
+        method = grpc.stream_stream_rpc_method_handler(
+            reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString)
+        self.grpc.add_generic_rpc_handlers((
+            grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": method}),))
+
     async def start(self) -> str:
         """Listen and return the address. Raises ConfigError naming the address when it cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self.grpc)
         if self._options.channelz:
             channelz.add_channelz_servicer(self.grpc)
         if self._options.reflection:
-            names = (*self._services, *self._also_served, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self.grpc)
+            self._add_reflection((*self._services, *self._also_served, health.SERVICE_NAME))
         if self._security.weakness and not self._listen.is_loopback:
             logger.warning("%s is %s", self._listen, self._security.weakness)
         address = await _bind(self.grpc, self._listen, self._security.credentials(), field="listen")
@@ -176,7 +187,7 @@ class GrpcServer:
         await self._guard.wait_quiet(timeout_s=1.0)
 
     async def drain(self, *, grace_s: float) -> None:
-        """Say NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest, stop."""
+        """Report NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest, stop."""
         await self.health.shut_down()
         self._guard.refuse_new("the server is draining")
         if not await self._guard.wait_quiet(timeout_s=grace_s):

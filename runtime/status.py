@@ -99,11 +99,11 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
 
 def _told(violations: Sequence[errors.FieldViolation]) -> Sequence[errors.FieldViolation]:
     """The first ones, and how many more there are."""
-    told = violations[:MAX_VIOLATIONS]
-    told = [errors.FieldViolation(v.field, _cut(v.description, MAX_VIOLATIONS_BYTES // len(told))) for v in told]
-    if (more := len(violations) - len(told)) > 0:
-        told.append(errors.FieldViolation("request", f"and {more} more violations"))
-    return told
+    shown = violations[:MAX_VIOLATIONS]
+    shown = [errors.FieldViolation(v.field, _cut(v.description, MAX_VIOLATIONS_BYTES // len(shown))) for v in shown]
+    if (more := len(violations) - len(shown)) > 0:
+        shown.append(errors.FieldViolation("request", f"and {more} more violations"))
+    return shown
 
 
 def _cut(text: str, limit: int) -> str:
@@ -200,7 +200,7 @@ def _exhausted(message: str) -> BatonError:
     return errors.CapacityError(message, resource="message size", retry_after_s=None)
 
 
-# For statuses that gRPC itself produced, which carry no details: nobody said when to come back.
+# For statuses that gRPC itself produced, which carry no details and no time to come back after.
 _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
     grpc.StatusCode.UNAVAILABLE: lambda m: errors.UnavailableError(m, retry_after_s=None),
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
@@ -221,7 +221,7 @@ _TRANSPORT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNO
 
 
 def is_lost(call: EndedCall) -> bool:
-    """Whether the peer did not live to say how the call ended, or cannot be reached."""
+    """Whether the peer died before the call ended, or cannot be reached."""
     answered = any(key == DETAILS_KEY for key, _ in call.trailing_metadata() or ())
     return call.code() in _TRANSPORT_CODES and not answered
 

@@ -6,7 +6,7 @@
     TokenList(path).check("Bearer abc...")      servers: any token of the file is good, so that clients can change over
     OwnToken(path).current()                    clients: the first token of the file
 
-Both look at the file again whenever they are asked.
+Both look at the file again at every call.
 """
 
 import hashlib

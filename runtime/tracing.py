@@ -43,12 +43,12 @@ class Tracing(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is recorded. Blocks for as long as the exporter's limits say."""
+        """Send what is recorded. Blocks for as long as the exporter's limits allow."""
         ...
 
 
 class Bystander:
-    """A span of nobody's: records nothing, and hands on the context that came in."""
+    """A span without a recorder: records nothing, and hands on the context that came in."""
 
     def __init__(self, context: Metadata = ()) -> None:
         self._context = context
@@ -106,7 +106,7 @@ def note(**attributes: str | int | float) -> None:
 
 
 def begin(name: str, **attributes: str | int | float) -> Span:
-    """A child of the current span; whoever begins it ends it."""
+    """A child of the current span; the caller ends it."""
     return _current.get().child(name, **attributes)
 
 

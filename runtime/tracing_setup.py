@@ -1,4 +1,4 @@
-"""Opens what the settings ask for, so that only a process that traces needs OpenTelemetry."""
+"""Opens what the settings name, so that only a process that traces needs OpenTelemetry."""
 
 from runtime.errors import ConfigError
 from runtime.tracing import UNTRACED, Tracing

@@ -38,8 +38,8 @@ class Watched(Generic[T]):
         self._stamp, self._value = self._read()
 
     def current(self) -> T:
-        """Never raises: files that cannot be used (half of a pair replaced, say) are logged once, and the last value
-        that could be stays in use."""
+        """Never raises: files that cannot be used (half of a pair replaced, for example) are logged once, and the last
+        value that could be stays in use."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp or self._has_changed_unseen():

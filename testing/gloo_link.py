@@ -34,7 +34,7 @@ class GlooBackend:
 
 
 class GlooLink:
-    """Satisfies `engine.pipeline.links.P2PLink`. gloo says that a message is done only to those who wait for it, so a
+    """Satisfies `engine.pipeline.links.P2PLink`. gloo reports that a message is done only to a waiter, so a
     thread does."""
 
     def __init__(self, group: PointToPoint, end: int) -> None:

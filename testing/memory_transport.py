@@ -20,7 +20,7 @@ class Fault(StrEnum):
     """What becomes of one message."""
 
     NONE = "none"
-    DROP = "drop"  # the sender believes it went out; it never arrives
+    DROP = "drop"  # for the sender it went out; it never arrives
     DELAY = "delay"  # taken by its receive, but the bytes are written only after `MemoryNetwork.release`
     FLIP = "flip"  # one bit of one byte in the middle changes on the way
     DUPLICATE = "duplicate"  # arrives twice
@@ -72,7 +72,7 @@ class MemoryNetwork:
         return self._transports.get(address)
 
     def remove(self, address: bytes) -> None:
-        """The process at this address is gone; everyone connected to it notices."""
+        """The process at this address is gone; connections to it fail."""
         with self.lock:
             self._transports.pop(address, None)
             for transport in self._transports.values():
@@ -195,7 +195,7 @@ class MemoryTransport:
             self._wakeup.close()
 
     def die(self) -> None:
-        """As SIGKILL: nothing that was sent arrives any more, peers notice."""
+        """As SIGKILL: nothing that was sent arrives any more, connections of peers fail."""
         for address in list(self._peers):
             self.peer_gone(address)
         self._network.remove(self.address)

@@ -20,6 +20,22 @@ Every process serves these at `/metrics` (`--metrics-port`). Names, types, label
 (`deploy/metrics.yaml`). Histograms also have `_bucket`, `_sum` and `_count`. A *follower* is a stage behind its pool's
 leader. Labels never hold anything a client chose. Besides these there are the usual `process_*` and `python_*` figures.
 
+`baton up` writes a Prometheus configuration for its processes and prints its path. One for processes that you start
+yourself names their metrics ports (`components/monitoring` has PodMonitors for Kubernetes):
+
+```yaml
+scrape_configs:
+  - job_name: router
+    static_configs: [{targets: ["10.0.0.1:9090"]}]
+  - job_name: prefill
+    static_configs: [{targets: ["10.0.0.2:9090", "10.0.0.3:9090"]}]
+  - job_name: decode
+    static_configs: [{targets: ["10.0.0.4:9090", "10.0.0.5:9090"]}]
+  - job_name: gateway  # its own figures, named smg_*
+    static_configs: [{targets: ["10.0.0.6:9090"]}]
+rule_files: [deploy/alerts/rules.yaml]
+```
+
 A gateway that follows the model-server protocol of the Gateway API inference extension reads `baton_queue_depth`
 (waiting), `baton_router_running` or `baton_running` (running), `baton_kv_usage_ratio` (share of the cache in use) and
 `baton_cache_config_info` (page size and pages).

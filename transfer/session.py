@@ -5,7 +5,7 @@
     both        any state but COMMITTED and RELEASED ─▶ FAILED or ABORTED
 
 Whether the memory may be given back is a separate question, `drained`: every stage has reported DRAINED for the present
-epoch. (A stage starts an epoch only after it has drained the one before, so the present one speaks for all.) The two
+epoch. (A stage starts an epoch only after it has drained the one before, so the present one stands for all.) The two
 sides never wait for each other: each converges on its own stages' reports, its deadlines and its stream's end.
 """
 
@@ -173,8 +173,8 @@ class _Session(Generic[State]):
         return self.state
 
     def time_left_s(self) -> float | None:
-        """Until the present state must have ended, never negative; None if it may last. Whoever serves the session
-        waits no longer than that, and then aborts it."""
+        """Until the present state must have ended, never negative; None if it may last. The task that serves the
+        session waits no longer than that, and then aborts it."""
         limit_s = self._limit_s()
         return None if limit_s is None else max(0.0, self._entered_at_s + limit_s - self._clock.now())
 

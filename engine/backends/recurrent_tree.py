@@ -3,8 +3,8 @@
 A recurrence cannot be masked. The convolution sees only inputs, which are all known at once: every node is a decode row
 whose history is its own path. The delta rule runs in the one-step form: in compiled code node after node, from its
 parent's state; else level by level, on states gathered from the parents. Every row keeps the states of its last
-verification, in the scratch record that stage 0 leased to it, until stage 0 tells which node was accepted last; that
-one moves to the slot.
+verification, in the scratch record that stage 0 leased to it, until a batch of stage 0 names the node that was accepted
+last; that one moves to the slot.
 """
 
 from collections.abc import Callable, Mapping
@@ -160,7 +160,7 @@ def first_state(row: SpecRow, slot: int, max_nodes: int, num_scratch: int) -> in
     """Where the states of the row's nodes begin.
 
     Raises:
-        InternalError: a record that this pool does not have, or the null one for a slot that is somebody's.
+        InternalError: a record that this pool does not have, or the null one for a slot that is leased.
     """
     if not (slot != NULL_INDEX) <= row.scratch < num_scratch:
         raise InternalError(f"scratch record {row.scratch} of {num_scratch} for a tree of slot {slot}")

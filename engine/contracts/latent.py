@@ -35,7 +35,7 @@ class LatentGeometry:
 
 
 class LatentAttentionBackend(Protocol):
-    """Owns no pool: it is built over the stage's latent and index-key tensors and knows them by layer id."""
+    """Owns no pool: it is built over the stage's latent and index-key tensors and finds them by layer id."""
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Prepare key tables, lengths and masks for the batch and mark it."""

@@ -1,4 +1,4 @@
-"""What the engine asks of a model stage. `models/` satisfies it; the engine never imports `models/`."""
+"""What the engine needs of a model stage. `models/` satisfies it; the engine never imports `models/`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

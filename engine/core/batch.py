@@ -1,8 +1,8 @@
-"""The unit of one forward, and the marker that says what was planned for it.
+"""The unit of one forward, and the marker of what was planned for it.
 
 A `ForwardBatch` is complete when built. Its rows are requests; its tokens are the rows' new tokens, one row after the
 other. Attention metadata planned for it is recorded *on it* (`mark_forward_metadata_ready`), and
-`needs_forward_metadata_init` is the only question a forward path may ask. Whatever changes membership (`filter`,
+`needs_forward_metadata_init` is all that a forward path may check. Whatever changes membership (`filter`,
 `split`, `merge`, `clone`) gives a batch without the marker.
 """
 
@@ -120,7 +120,8 @@ class BatchPlanner(Protocol):
 
 @dataclass(frozen=True)
 class PlanMark:
-    """What was planned for a batch: by whom, for which shapes, and the planner's own frozen object, opaque here.
+    """What was planned for a batch: by which planner, for which shapes, and the planner's own frozen object, opaque
+    here.
 
     `replan_equivalent` declares that planning again after padding gives an equally valid plan.
     """
@@ -148,7 +149,7 @@ class ForwardBatch:
     slot_ids           [R] int32 state slots, 0 (the null slot) for models without recurrent state
     sampling           per row, or None where no token is to be drawn (prompt not finished by this chunk)
     scoring            per row, or None where no token is to be scored; empty where no row scores
-    ended_keys         requests whose output the last stage may forget; also ones it has forgotten already
+    ended_keys         requests whose output the last stage may drop; also ones it has dropped already
     spec_info          `SpecInfo` on a pool that speculates, `CarriedKeys` on a draft whose steps share keys
     graph_bucket       set where the rows are padded to a captured shape: planning then refreshes that capture's buffers
     plan_mark          what was planned for it, None before; set by `mark_forward_metadata_ready` alone
@@ -266,9 +267,9 @@ class ForwardBatch:
 
 
 def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:
-    """Plan what a forward is about to run on, unless the batch says that it is planned. Returns whether it planned.
+    """Plan what a forward is about to run on, unless the batch is marked as planned. Returns whether it planned.
 
-    Every forward that is not a replay asks here: the target's, and each of a draft.
+    Every forward that is not a replay calls it: the target's, and each of a draft.
     """
     if not batch.needs_forward_metadata_init():
         return False

@@ -71,7 +71,7 @@ def sampling_row(request: Request, output_token_ids: Sequence[int], *, key: int 
 
 
 def scoring_row(request: Request, start: int, end: int) -> ScoringRow | None:
-    """How the prompt tokens `start` to `end` are scored against those after them; None if nobody asked."""
+    """How the prompt tokens `start` to `end` are scored against those after them; None if it was not requested."""
     if request.num_prompt_logprobs is None:
         return None
     return ScoringRow(request.prompt_token_ids[start + 1:end + 1], request.num_prompt_logprobs)

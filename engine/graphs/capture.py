@@ -11,7 +11,7 @@ _WARM_UPS = 2  # what is compiled, tuned or allocated on first use must be so be
 
 
 class Graph(Protocol):
-    """Captured work. It reads and writes the memory it was captured with, and knows nothing of Python."""
+    """Captured work. It reads and writes the memory it was captured with, and runs no Python."""
 
     def replay(self) -> None:
         """Start the work again, on the current stream."""

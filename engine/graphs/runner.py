@@ -3,7 +3,7 @@
     capture   per bucket: a batch of padding, planned and marked ─▶ warm-up ─▶ the forward, recorded
     replay    batch ─▶ pad ─▶ plan on the bucket's wrapper ─▶ refill inputs ─▶ check the plan ─▶ replay ─▶ real rows
 
-A replay knows nothing of the batch: what it reads lies in memory that keeps its place and is refilled before, and the
+A replay does not read the batch: its inputs lie in memory that keeps its place and is refilled before, and the
 plan in the buffers of the bucket's wrapper. A plan serves one replay, so none can run on what an earlier one left.
 """
 

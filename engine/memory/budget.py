@@ -2,7 +2,7 @@
 
 Page ids and slot ids are the same on every stage, so the counts must be too, though the stages own different layers.
 Each stage knows the cache specs of the whole model and the whole partition, works out what every stage could hold and
-takes the least. No stage asks another.
+takes the least. No stage needs an answer of another.
 """
 
 import logging

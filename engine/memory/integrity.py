@@ -37,8 +37,8 @@ def read_books(
 ) -> PoolBooks:
     """What one pool's ids are doing.
 
-    `live_owners` are those who may hold leases (None: anybody may); a lease of another owner is a leak.
-    `cache_owners` hold ids on nobody's behalf, to be given back under pressure.
+    `live_owners` are those that may hold leases (None: all may); a lease of another owner is a leak.
+    `cache_owners` hold ids for no request, to be given back under pressure.
     """
     holders: Counter[int] = Counter(ledger.free_ids())
     leased: dict[str, int] = {}
@@ -66,7 +66,7 @@ def check_integrity(
     """One line per pool, when all books balance.
 
     Raises:
-        InternalError: ids are lost, held twice, outside the pool, or leased by somebody who is not in `live_owners`;
+        InternalError: ids are lost, held twice, outside the pool, or leased by an owner that is not in `live_owners`;
             the message names pools, ids and owners.
     """
     books = [read_books(ledger, live_owners=live_owners, cache_owners=cache_owners) for ledger in ledgers]

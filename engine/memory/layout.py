@@ -12,7 +12,7 @@ from typing import Protocol
 
 from engine.core.layer_range import LayerRange
 
-NULL_INDEX = 0  # the record of every pool that nobody owns: target of padded table entries and of padded rows
+NULL_INDEX = 0  # the record of every pool that is never leased: target of padded table entries and of padded rows
 
 
 class CacheKind(StrEnum):
@@ -44,9 +44,9 @@ class Buffer(Protocol):
 class CacheSpec:
     """One cached tensor of one layer. `record_shape` is the shape of one page or slot, `dtype` torch's name for it.
 
-    A spec that does not travel is memory that nobody reads, kept so that all layers of a pool look alike: index keys of
-    a layer that shares its selection. It is no part of a handoff, so pools with it and pools without it fit together.
-    What is of a draft travels only between pools that both have it.
+    A spec that does not travel is memory that is never read, kept so that all layers of a pool look alike: index keys
+    of a layer that shares its selection. It is no part of a handoff, so pools with it and pools without it fit
+    together. What is of a draft travels only between pools that both have it.
     """
 
     layer_id: int

@@ -1,6 +1,6 @@
-"""Who holds which id of one pool. Pure integers: the tensors behind the ids live in `engine/memory/pools.py`.
+"""Which lease holds which id of one pool. Pure integers: the tensors behind the ids live in `engine/memory/pools.py`.
 
-Index 0 of every pool is the null record: padded table entries point at it, padded rows write to it, nobody owns it.
+Index 0 of every pool is the null record: padded table entries point at it, padded rows write to it, no lease holds it.
 A ledger belongs to one thread, the one that schedules. A request holds two kinds of ids: pages of the paged caches, and
 one slot of recurrent (conv and state) memory where the model has any. Draft models have a page allocator of their own.
 """
@@ -18,7 +18,7 @@ class Ledger:
     """Ids 1..num_ids-1 of one pool, each free or held by exactly one lease that has not ended."""
 
     def __init__(self, name: str, num_ids: int) -> None:
-        """`name` says what the ids are ("pages"); `num_ids` counts the null id, 0 means that the pool is empty."""
+        """`name` is what the ids are ("pages"); `num_ids` counts the null id, 0 means that the pool is empty."""
         self.name = name
         self.num_ids = num_ids
         self._free = FreeRuns(1, num_ids)
@@ -37,7 +37,7 @@ class Ledger:
         return list(self._free)
 
     def leases(self) -> "list[Lease]":
-        """Those that have not ended, whether or not anybody still refers to them."""
+        """Those that have not ended, whether or not they are still referred to."""
         return list(self._leases)
 
     def take(self, count: int, owner: str, *, after: int | None = None) -> list[int]:
@@ -171,7 +171,7 @@ def pages_for_tokens(num_tokens: int, page_size: int) -> int:
 
 
 class SlotLease(Lease):
-    """One request's slot; the null slot, which nobody owns, for models without recurrent state."""
+    """One request's slot; the null slot, which is never leased, for models without recurrent state."""
 
     @property
     def slot_id(self) -> int:
@@ -208,7 +208,7 @@ class SlotAllocator:
 
 
 class FreeRuns:
-    """Ids of `range(first, end)` that nobody holds, as disjoint half-open runs that do not touch."""
+    """Ids of `range(first, end)` that no lease holds, as disjoint half-open runs that do not touch."""
 
     def __init__(self, first: int, end: int) -> None:
         self._starts = [first] if end > first else []

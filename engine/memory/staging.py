@@ -37,7 +37,7 @@ class CopyQueue(Protocol):
 
 
 class CudaCopies:
-    """A stream of a CUDA device. Its order to other streams is the caller's affair: a source must be final and a target
+    """A stream of a CUDA device. Its order to other streams is left to the caller: a source must be final and a target
     unused when the copy starts, which the transfer plane knows from events and leases."""
 
     def __init__(self, device: torch.device) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 class Fence:
-    """The host waits for what the device was told before `set`. Nothing to wait for where the device is the host."""
+    """The host waits for the work that the device was given before `set`. Nothing to wait for where the device is the
+    host."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]

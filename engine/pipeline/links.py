@@ -2,9 +2,9 @@
 
 A link is one direction between two neighbours, with a process group of its own: a lost neighbour costs the links to it
 and no other, and nothing is shared with other users of torch.distributed in this process. A message is received only
-when its frame has said how long it is, so nothing ever waits on a device for a neighbour that has nothing to say.
+when its frame has given its length, so nothing ever waits on a device for a neighbour that sends nothing.
 
-Opening a link needs both ends and cannot be told to stop, so it runs in a thread that nobody waits for longer than a
+Opening a link needs both ends and cannot be cancelled, so it runs in a thread that nothing waits for longer than a
 deadline.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.pipeline.c10d import Store
 from engine.pipeline.rendezvous import Rendezvous
 
-OPEN_TIMEOUT_S = 45.0  # both ends hear of a new pool at nearly the same time; NCCL takes seconds to look around
+OPEN_TIMEOUT_S = 45.0  # both ends begin at nearly the same time; NCCL takes seconds to find its devices
 MESSAGE_TIMEOUT_S = 30.0
 
 

@@ -21,7 +21,7 @@ _ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the watchdog's own
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # waits belong to the device
 }
-"""Read when a process group is made; there is no other way to say it."""
+"""Read when a process group is made; there is no other way to set it."""
 
 
 class NcclBackend:

@@ -1,4 +1,4 @@
-"""What a packet's record says: a batch on its way through the stages, the result of the last one, or an error.
+"""What a packet's record holds: a batch on its way through the stages, the result of the last one, or an error.
 
 Stage 0 decides membership and ships it with every batch; later stages keep nothing between packets but their pools, the
 last one also the output of requests whose penalties or grammar need it: batches bring what changed of it. What a stage

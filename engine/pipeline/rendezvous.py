@@ -15,8 +15,8 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """As a stage reaches it. The token keeps out stages that were told of another store at the same address; it is no
-    protection, and the store knows none: only the stages of the pool may be able to reach it."""
+    """As a stage reaches it. The token keeps out stages that were given another store at the same address; it is no
+    protection, and the store has none: only the stages of the pool may be able to reach it."""
 
     host: str
     port: int
@@ -24,7 +24,7 @@ class Rendezvous:
 
     def enter(self, room: str, timeout_s: float) -> Store:
         """A store for this room alone, over a connection of its own; its waits take no longer than that. Raises
-        RuntimeError when nobody serves it."""
+        RuntimeError when no process serves it."""
         store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=timeout_s),
                          wait_for_workers=False)
         return PrefixStore(f"{self.token}/{room}", store)

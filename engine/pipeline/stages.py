@@ -1,5 +1,5 @@
 """A pipeline of stages as the loop sees it, and what each process of it does. `StageExecutor` runs one stage's layers
-on a batch and knows no neighbours; the other classes connect it to them.
+on a batch, apart from its neighbours; the other classes connect it to them.
 
     rank 0 (head)             rank 1..n-2                 rank n-1 (tail)
     launch: forward, send ─▶  receive, forward, send ─▶   receive, forward, sample ─┐
@@ -47,7 +47,7 @@ class Commits(Protocol):
 
 
 class StageExecutor:
-    """One stage's model with its backends. `on_layer_done(batch, layer_id)` is told of each layer as it completes;
+    """One stage's model with its backends. `on_layer_done(batch, layer_id)` is called for each layer as it completes;
     `caches` commit what earlier verifications accepted before a batch runs. `graphs` take the batches that they were
     captured for."""
 
@@ -60,7 +60,7 @@ class StageExecutor:
         if planner is None:
             raise ConfigError("a model without any attention layer is not supported", field="model")
         if graphs is not None and on_layer_done is not None:
-            raise InternalError("the layers of a captured forward cannot be heard of one by one")
+            raise InternalError("the layers of a captured forward cannot be observed one by one")
         self.model = model
         self._graphs = graphs
         self._caches = caches
@@ -189,7 +189,7 @@ class SingleStage:
 
 
 class HeadStage:
-    """Rank 0 of a pool with more stages: runs its layers at launch, hears from the tail at collect."""
+    """Rank 0 of a pool with more stages: runs its layers at launch, reads the tail's result at collect."""
 
     def __init__(self, executor: StageExecutor, channel: StageChannel, *, size: int,
                  frame_timeout_s: float = 10) -> None:
@@ -230,7 +230,7 @@ def _step_result(sequence: int, result: StageResult) -> StepResult:
 
 def _run_to_packet(executor: StageExecutor, sequence: int, batch: ForwardBatch, incoming: StageOutput | None, *,
                    rank: int) -> Packet:
-    """What goes to the next stage; a batch that cannot run becomes an error packet, so that stage 0 hears of it."""
+    """What goes to the next stage; a batch that cannot run becomes an error packet, which travels on to stage 0."""
     try:
         return records.pack_batch(sequence, batch, executor.run(batch, incoming))
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
@@ -238,7 +238,7 @@ def _run_to_packet(executor: StageExecutor, sequence: int, batch: ForwardBatch, 
 
 
 def _failure(rank: int, error: Exception) -> str:
-    """What the requests of a batch that could not run are told; the log has where it happened."""
+    """The error of the requests of a batch that could not run; the log has where it happened."""
     logger.error("stage %d could not run a batch", rank, exc_info=error)
     return f"stage {rank}: {error}"
 

@@ -1,4 +1,4 @@
-"""Records as bytes: a declared table says which arrays a record has, and both writing and reading go by it.
+"""Records as bytes: a declared table lists the arrays of a record, and both writing and reading follow it.
 
     record   one uint32 per size of the table, then the arrays, each at a multiple of 8
 

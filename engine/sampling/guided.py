@@ -1,7 +1,7 @@
 """Drawing with what the last stage keeps of requests: the counts that penalties need, and texts under a grammar.
 
 Rows bring what changed of their output (`OutputRow`), so a step costs what it changes, not what the context is long.
-What is drawn is still a function of prompt, output and logits alone: what is kept stands wherever a row says, also
+What is drawn is still a function of prompt, output and logits alone: what is kept follows each row, also
 further back, because at a node of a draft tree the row is that of its path.
 
 Tokens that a grammar does not allow have no probability. Masks are computed in the grammars' own processes, from
@@ -99,7 +99,7 @@ class GuidedSampler:
                 for how in found]
 
     def _begin(self, output: OutputRow, tree: Tree, share: float) -> _Kept:
-        """Take the row's request up, and ask for its masks. What is wrong is kept, for the row alone."""
+        """Take the row's request up, and request its masks. What is wrong is kept, for the row alone."""
         kept = self._kept.get(output.key)
         if output.opening is not None or kept is None:
             if kept is not None:

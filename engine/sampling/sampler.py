@@ -156,7 +156,7 @@ Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
 
 
 class RequestSampler(Protocol):
-    """A `Sampler` that keeps what it knows of requests, from their first row to the end that a batch names."""
+    """A `Sampler` that keeps state of requests, from their first row to the end that a batch names."""
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]: ...
 
@@ -165,7 +165,7 @@ class RequestSampler(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget every request."""
+        """Drop every request."""
         ...
 
 
@@ -236,7 +236,7 @@ def _inverse(weights: Floats, point: float) -> int:
 
 
 def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """What one row of logits [vocab] says of a token, and of the `num_top` most likely ones."""
+    """The log-probability of a token in one row of logits [vocab], and of the `num_top` most likely ones."""
     peak = logits.max()
     logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
     top = largest(logprobs, num_top)

@@ -1,4 +1,4 @@
-"""How a pool speculates, as it was told at start."""
+"""How a pool speculates, as configured at start."""
 
 from dataclasses import dataclass
 from pathlib import Path

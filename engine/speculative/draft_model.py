@@ -1,6 +1,6 @@
-"""What the engine asks of a draft model. `models/drafts/` satisfies it.
+"""What the engine needs of a draft model. `models/drafts/` satisfies it.
 
-Slot t of a draft holds what the target felt at token t, together with token t + 1, and predicts token t + 2. Later
+Slot t of a draft holds the target's features at token t, together with token t + 1, and predicts token t + 2. Later
 steps of a round put the draft's own hidden state in the place of the target's.
 """
 

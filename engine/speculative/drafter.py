@@ -1,4 +1,4 @@
-"""What the last stage asks of a draft."""
+"""What the last stage needs of a draft."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -26,8 +26,8 @@ from runtime.errors import InternalError
 
 
 class PromptDrafter:
-    """A `Drafter` that proposes nothing: on a prefill pool a draft only reads the prompt. `on_followed(batch)` hears of
-    each batch whose tokens are in the draft's cache."""
+    """A `Drafter` that proposes nothing: on a prefill pool a draft only reads the prompt. `on_followed(batch)` is
+    called for each batch whose tokens are in the draft's cache."""
 
     def __init__(self, drafter: "EagleDrafter", on_followed: Callable[[ForwardBatch], None]) -> None:
         self._drafter = drafter

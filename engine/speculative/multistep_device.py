@@ -1,6 +1,6 @@
 """Attention of the steps in which a draft grows its trees, on a device: a row's committed slots are read in place.
 
-As `engine/speculative/multistep.py`, but the committed keys stay in their pages. FlashInfer attends to them and tells
+As `engine/speculative/multistep.py`, but the committed keys stay in their pages. FlashInfer attends to them and returns
 the logarithm of each query's sum of exponentials; a branch's own path is attended to beside it, and the two are merged
 by these sums (Dao et al. 2022, "FlashAttention", section 3.1). So no shape depends on how long a row is, and a whole
 round can be captured.
@@ -107,7 +107,7 @@ class DeviceRounds:
         return plan
 
     def restart(self, batch: ForwardBatch) -> None:
-        """Forget the paths of the batch's round: its steps run once more, from the first."""
+        """Drop the paths of the batch's round: its steps run once more, from the first."""
         self.check_current(batch).paths.clear()
 
     def _schedule(self, batch: ForwardBatch, branches: int) -> Slot[LseWrapper]:

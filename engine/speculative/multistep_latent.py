@@ -48,7 +48,7 @@ class LatentRoundPlan:
 class MultiStepLatentAttention:
     """A `LatentAttentionBackend` for the multi-step batches of a draft: K consecutive tokens per row, one per branch.
 
-    In bits it may differ from the paged backend; a draft's bits are nobody's promise.
+    In bits it may differ from the paged backend; no bits are promised of a draft.
     """
 
     def __init__(self, *, latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.core.numerics import silu
 from engine.kernels.host.compiled import Team, has_kernels
-from engine.kernels.host.product import PackedWeight
+from engine.kernels.host.product import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
 
 
@@ -68,13 +68,35 @@ class GatedLinear:
     """silu(gate(x)) * up(x), on the host in one pass over x and rounded once."""
 
     def __init__(self, gate: Linear, up: Linear) -> None:
-        self._gate, self._up = gate, up
+        self.gate, self.up = gate, up
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in] in the weights' dtype. Returns [T, out]."""
-        if self._gate.packed is not None and self._up.packed is not None:
-            return self._gate.packed.multiply_gated(x, self._up.packed)
-        return silu(self._gate(x)) * self._up(x)
+        if self.gate.packed is not None and self.up.packed is not None:
+            return self.gate.packed.multiply_gated(x, self.up.packed)
+        return silu(self.gate(x)) * self.up(x)
+
+
+class GroupedLinear:
+    """Layers of one shape without biases, each for rows of its own (experts): on the host in one launch."""
+
+    def __init__(self, layers: "Sequence[Linear | GatedLinear]") -> None:
+        self._layers = layers
+        self._group: PackedGroup | None = None
+        gates = [layer.gate if isinstance(layer, GatedLinear) else layer for layer in layers]
+        ups = [layer.up for layer in layers if isinstance(layer, GatedLinear)]
+        self._out_features = gates[0].out_features
+        packed, packed_ups = ([layer.packed for layer in each if layer.packed is not None] for each in (gates, ups))
+        if len(packed) == len(gates) and len(packed_ups) == len(ups):
+            self._group = PackedGroup(packed, packed_ups, Team())
+
+    def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """x: [T, in], of which the first counts[0] rows are the first layer's, and so on. Returns [T, out]."""
+        if self._group is not None:
+            return self._group.multiply(x, counts)
+        parts = zip(self._layers, torch.split(x, list(counts)), strict=True)
+        results = [layer(part) for layer, part in parts if len(part)]
+        return torch.cat(results) if results else x.new_empty(0, self._out_features)
 
 
 class HeadwiseLinear:

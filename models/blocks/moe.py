@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.core.numerics import sigmoid
 from models.blocks.config import RawConfig
+from models.blocks.linear import GroupedLinear
 from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
@@ -153,24 +154,22 @@ class _Experts:
         width, hidden = spec.expert_width, spec.hidden_size
         if weights.has("gate_up_proj"):
             items = [(index, spec.num_experts) for index in range(spec.num_experts)]
-            self._gate_up = [weights.gated_item("gate_up_proj", rows=width, in_features=hidden, item=item)
-                             for item in items]
-            self._down = [weights.linear_item("down_proj", rows=hidden, in_features=width, item=item) for item in items]
-            return
-        each = [weights.at(str(index)) for index in range(spec.num_experts)]
-        self._gate_up = [expert.gated("gate_proj", "up_proj", rows=width, in_features=hidden) for expert in each]
-        self._down = [expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each]
+            gated = [weights.gated_item("gate_up_proj", rows=width, in_features=hidden, item=item) for item in items]
+            down = [weights.linear_item("down_proj", rows=hidden, in_features=width, item=item) for item in items]
+        else:
+            each = [weights.at(str(index)) for index in range(spec.num_experts)]
+            gated = [expert.gated("gate_proj", "up_proj", rows=width, in_features=hidden) for expert in each]
+            down = [expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each]
+        self._gate_up, self._down = GroupedLinear(gated), GroupedLinear(down)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the weighted sum, [T, hidden] fp32."""
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         by_expert = ids.flatten().argsort(stable=True)
-        tokens, shares = by_expert // ids.shape[1], weights.flatten()[by_expert, None]
-        start = 0
-        for index, count in enumerate(torch.bincount(ids.flatten(), minlength=self._num_experts).tolist()):
-            if count:
-                mine = slice(start, start + count)
-                result = self._down[index](self._gate_up[index](x[tokens[mine]]))
-                out.index_add_(0, tokens[mine], result.float() * shares[mine])
-                start += count
+        tokens, counts = by_expert // ids.shape[1], torch.bincount(ids.flatten(), minlength=self._num_experts).tolist()
+        results = self._down(self._gate_up(x[tokens], counts), counts).float() * weights.flatten()[by_expert, None]
+        # A token's results stand by expert; its own come together again in that order.
+        own = tokens.argsort(stable=True).view(ids.shape)
+        out = results[own[:, 0]]
+        for place in range(1, ids.shape[1]):
+            out += results[own[:, place]]
         return out

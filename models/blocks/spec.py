@@ -1,7 +1,7 @@
 """What a family declares: a decoder as a list of layers, each a token mixer and a feed-forward.
 
-A spec is plain data. It knows its cache needs without any weights, and it builds its block from them. So a family file
-only reads config fields into specs, and everything that is the same for all families lives in `decoder.py` and
+A spec is plain data. Its cache needs follow from it without any weights, and it builds its block from them. So a family
+file only reads config fields into specs, and everything that is the same for all families lives in `decoder.py` and
 `blocks/`.
 """
 

@@ -1,7 +1,7 @@
 """How blocks get their weights: by name below a key prefix, into fresh memory, wherever they come from.
 
-Blocks ask for exactly the tensors they need, with the shapes they need, while they are built. So a stage reads what its
-blocks ask for and nothing else, and a fused matrix is read straight into its rows.
+Blocks request exactly the tensors they need, with the shapes they need, while they are built. So a stage reads what its
+blocks request and nothing else, and a fused matrix is read straight into its rows.
 """
 
 import zlib
@@ -36,7 +36,7 @@ class _Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns], until the next is asked for."""
+        """[rows, columns], valid until the next is requested."""
         num_bytes = rows * columns * dtype.itemsize
         if len(self._memory) < num_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken

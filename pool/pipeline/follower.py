@@ -1,10 +1,10 @@
 """A process of rank 1..n-1: joins the leader, serves its stage, and starts over when the leader is gone.
 
 Two threads: the engine thread owns the batch channel and the model, the event loop owns the Join stream. The leader's
-life is heard on that stream: when it drops, every session is closed, the batch channel is left, and the stage joins
-again: as soon as a leader is there, and with patience where one refuses. A stage whose engine meets an error drops the
-stream itself: its leader may not know of it. A stage that is told to stop says so on the stream and serves on until its
-leader lets it go.
+life shows on that stream: when it drops, every session is closed, the batch channel is left, and the stage joins
+again: as soon as a leader is there, and after a pause where one refuses. A stage whose engine meets an error drops the
+stream itself: its leader may not know of it. A stage that is to stop reports that on the stream and serves on until its
+leader ends the stream.
 
 It joins again only when nothing of the time before can touch its memory: the step that ran is over and every transfer
 has drained. The leader relies on that (`pool.pipeline.group`): it has given those pages away.
@@ -80,7 +80,7 @@ class FollowerEngine:
         """The pool is broken: serve nothing until it is formed again. Done when the step that runs is over. Any
         thread."""
         left: Future[None] = Future()
-        left.set_running_or_notify_cancel()  # nobody who waits can cancel it
+        left.set_running_or_notify_cancel()  # a waiter cannot cancel it
         self._order(lambda: self._leave(left))
         return left
 
@@ -116,7 +116,7 @@ class FollowerEngine:
             except (PeerLostError, IntegrityError) as error:
                 logger.warning("the pool broke: %s", error)
                 self._break()
-            except Exception:  # the edge of the thread: whatever it is, the pool must hear of it
+            except Exception:  # the edge of the thread: whatever it is, the pool must be notified
                 logger.exception("stage step failed")
                 self._break()
 
@@ -143,20 +143,20 @@ class Follower:
         self._has_parted = asyncio.Event()
 
     async def leave(self, grace_s: float) -> None:
-        """Serve on until the leader says goodbye, because nothing runs any more. Not longer than the grace, and not at
-        all if the leader is gone."""
+        """Serve on until the leader dismisses this stage, because nothing runs any more. Not longer than the grace, and
+        not at all if the leader is gone."""
         self._is_leaving = True
         stream = self._reports.stream
         if stream is None or not stream.is_open:
             return
-        logger.info("leaving: waiting for the leader's goodbye")
+        logger.info("leaving: waiting for the leader to end the stream")
         stream.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=grace_s)))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + GOODBYE_S):
                 await self._has_parted.wait()
 
     async def run(self, on_joined: Callable[[bool], None]) -> None:
-        """Join, serve, rejoin, until cancelled. `on_joined` hears of each change of membership.
+        """Join, serve, rejoin, until cancelled. `on_joined` is called at each change of membership.
 
         Raises:
             DeadlineError: something of the time before may still touch the stage's memory. Only the end of the process
@@ -185,13 +185,13 @@ class Follower:
             async with JoinStream(stub.Join(wait_for_ready=True), self._hello()) as self._reports.stream:
                 self._has_parted.clear()
                 while (command := await self._reports.stream.receive()) is not None:
-                    self._obey(command, on_joined)
+                    self._run_command(command, on_joined)
             logger.info("the leader %s closed the pool", self._config.leader)
         except grpc.aio.AioRpcError as error:
             logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
         except BatonError as error:
             logger.warning("no pool with leader %s: %s", self._config.leader, error)
-        except Exception:  # whatever it is, the next try begins anew; the end of this process would help nobody
+        except Exception:  # whatever it is, the next try begins anew; the end of this process would not help
             logger.exception("the stream with leader %s met an error it does not know", self._config.leader)
         finally:
             left = self._part(on_joined)
@@ -203,7 +203,7 @@ class Follower:
             channel_address=self._channel_address, settings=self._stage.plan.settings,
             weights=weights_to_proto(self._stage.weights), pool_epoch=self._pool_epoch)
 
-    def _obey(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
+    def _run_command(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
         match command.WhichOneof("command"):
             case "formed":
                 self._pool_epoch = max(self._pool_epoch, command.formed.pool_epoch)
@@ -227,7 +227,7 @@ class Follower:
                 task.add_done_callback(self._checks.discard)
 
     async def _check_grammar(self, command: pb.CheckGrammar) -> None:
-        """Compile, and answer the leader that asked, if its stream is still open then."""
+        """Compile, and answer the leader that sent the grammar, if its stream is still open then."""
         stream, answer = self._reports.stream, pb.GrammarChecked(check_id=command.check_id)
         grammar, grammars = grammar_from_proto(command.grammar), self._stage.grammars
         try:
@@ -259,7 +259,7 @@ class Follower:
         try:
             async with asyncio.timeout(SETTLE_S):
                 await asyncio.wrap_future(left)
-                # Again: the step that ran until now has told the agent of layers, under keys the next leader may use.
+                # Again: the step that ran until now has given the agent layers under keys that the next leader may use.
                 await asyncio.wrap_future(self._stage.agent.close_all())
         except TimeoutError:
             raise DeadlineError(f"this stage cannot join again: a step or a transfer of the time before has not ended "

@@ -38,7 +38,7 @@ Session = ReceiveSession | SendSession
 
 @dataclass(frozen=True)
 class _Watched:
-    """One epoch of an open session, who is told of its changes, and whether it has drained."""
+    """One epoch of an open session, what is called at its changes, and whether it has drained."""
 
     session: Session
     on_change: Callable[[], object]
@@ -51,7 +51,7 @@ class SessionReports:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # By session and epoch: a source may be asked for a session again while its older epoch still drains here.
+        # By session and epoch: a source may get a session again while its older epoch still drains here.
         self._watched: dict[tuple[str, int], _Watched] = {}
 
     @property
@@ -63,7 +63,7 @@ class SessionReports:
         self._loop.call_soon_threadsafe(self.deliver, 0, event)
 
     def deliver(self, rank: int, event: StageSessionEvent) -> None:
-        """From a stage of the pool. What is about a session that nobody watches is dropped."""
+        """From a stage of the pool. Reports of a session that is not watched are dropped."""
         watched = self._watched.get((event.session_id, event.epoch))
         if watched is None:
             return
@@ -93,7 +93,7 @@ class SessionReports:
         return event
 
     def forget(self, session_id: str, epoch: int) -> None:
-        """Nobody waits for this epoch of the session any more."""
+        """This epoch of the session is no longer waited for."""
         self._watched.pop((session_id, epoch), None)
 
     def forget_older(self, session: Session) -> None:
@@ -108,7 +108,7 @@ class StageGroup:
 
     A lost stage reports FAILED and DRAINED by our hand, and its pages (the same ids on all stages) go to others. Its
     process may live on, its transfers and its last step with it. But these touch only that process's memory, which
-    is used again only after a new Join: a successor has memory of its own, and the same process asks to join only
+    is used again only after a new Join: a successor has memory of its own, and the same process joins only
     when nothing of the time before can read or write there any more (`pool.pipeline.follower`). Until then nothing is
     opened here (`endpoints`).
     """
@@ -182,7 +182,7 @@ class StageGroup:
     def _fail_checks(self, error: BatonError) -> None:
         for _, checked in self._checks.values():
             if not checked.done():
-                checked.set_exception(error)
+                checked.set_exception(error.again())
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
                      on_change: Callable[[], object]) -> None:

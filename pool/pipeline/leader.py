@@ -1,4 +1,4 @@
-"""Stage 0 of a pool: runs the engine loop over whatever stages are joined, and says when it can serve.
+"""Stage 0 of a pool: runs the engine loop over the stages that are joined, and reports when it can serve.
 
 The event loop's thread owns membership, sessions and readiness; the engine thread owns scheduler, batch channel and
 model. A pool of one stage is formed from the start.
@@ -41,8 +41,8 @@ class Leader:
     `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty` lets requests
     finish for some seconds and hands the rest back to their routers, `hand_back` all of them at once.
 
-    When the engine finds the pipeline broken though no stage was lost, all stages are let go; they come back, and the
-    pool forms anew. A pool of one stage has nobody to do that with: `failure` says that the process has to end. The
+    When the engine finds the pipeline broken though no stage was lost, all streams are ended; the stages join again,
+    and the pool forms anew. A pool of one stage cannot form anew: `failure` is set, and the process has to end. The
     same holds for a pool whose state cannot be trusted any more (`unhealthy`): it never serves again.
     """
 
@@ -133,7 +133,7 @@ class Leader:
 
     def pool_formed(self, epoch: int, links: list[StageLink]) -> None:
         channel = self._channel
-        assert channel is not None, "a pool of one stage has nobody to form with"
+        assert channel is not None, "a pool of one stage has no other stage to form with"
         self.group.pool_formed(links)
         self._know_weights(links)
         self._epoch = epoch
@@ -193,7 +193,7 @@ class Leader:
         """Wait until this process can never serve again, and hand all requests back. The error that they end with; of
         an unhealthy pool it comes some seconds later.
 
-        An engine that has been within one step for longer than its limit counts as hung: nobody else would end its
+        An engine that has been within one step for longer than its limit counts as hung: nothing else would end its
         requests before their deadlines.
         """
         watch = HangWatch(SystemClock())

@@ -37,14 +37,14 @@ HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536  # commands of the leader for one stage
 EVENT_LIMIT = 65536  # reports of a follower
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-MAX_EPOCH = 1 << 47  # half of what tags of frames have room for; nobody gets there by forming
+MAX_EPOCH = 1 << 47  # half of what tags of frames have room for; forming never gets there
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class StageLink:
-    """A joined stage: what it said of itself, and the commands on their way to it.
+    """A joined stage: what it reported of itself, and the commands on their way to it.
 
     No command of a stage that stays is lost: where one finds no place behind those that the stage has not read, the
     stage is lost with it, and nothing touches its memory before it has joined again.
@@ -58,15 +58,15 @@ class StageLink:
     on_overflow: Callable[[], object] = lambda: None
 
     def send(self, **command: Message) -> None:
-        """Queue one command. Never fails: a stage that lets thousands pile up is lost, as the membership will say."""
+        """Queue one command. Never fails: a stage that lets thousands pile up is lost, which the membership reports."""
         self._put(pb.JoinResponse(**command))  # type: ignore[arg-type]
 
     def dismiss(self) -> None:
-        """Say goodbye: the stage's stream ends when all that was said before has gone out."""
+        """The stage's stream ends when all that was sent before has gone out."""
         self._put(None)
 
     def wake(self) -> None:
-        """Whoever waits for a command is to look whether the stream goes on."""
+        """End a wait for a command: the handler then checks whether the stream goes on."""
         self._put(None)
 
     def _put(self, command: pb.JoinResponse | None) -> None:
@@ -107,7 +107,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         self._observer = observer
         self._check_channels = check_channels
         self._links: dict[int, StageLink] = {}
-        self._epoch = 0  # the highest that this leader has given or heard of; stages remember those of earlier leaders
+        self._epoch = 0  # the highest that this leader has given or received; stages keep those of earlier leaders
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -251,7 +251,7 @@ class JoinStream:
             self._call.cancel()
 
     async def _write(self) -> None:
-        # Why a call ended is for its reader to say.
+        # Why a call ended is raised where it is read.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._call.write(pb.JoinRequest(hello=self._hello))
             self.is_open = True

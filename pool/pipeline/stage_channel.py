@@ -1,6 +1,6 @@
 """The batch channel of a pool: frames over UCX, and the one place that chooses how tensors travel.
 
-Each stage says in its address what it computes on; all see the same addresses when the pool forms, and so choose alike.
+Each stage's address states what it computes on; all see the same addresses when the pool forms, and so choose alike.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from engine.pipeline.channel import Packet
-from engine.pipeline.links import LinkBackend, P2PLinks
+from engine.pipeline.links import MESSAGE_TIMEOUT_S, LinkBackend, P2PLinks
 from engine.pipeline.rendezvous import Rendezvous, RendezvousHost
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.stage.config import WorkerConfig
@@ -113,15 +113,16 @@ class PoolChannel:
 
     def __init__(self, frames: UcxStageChannel, *, rank: int, max_bytes: int, backend: LinkBackend | None = None,
                  why: str = "", is_demanded: bool = False, leader_host: str = "127.0.0.1",
-                 ports: tuple[int, int] | None = None,
+                 ports: tuple[int, int] | None = None, message_timeout_s: float = MESSAGE_TIMEOUT_S,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """`backend` makes links; without one `why` says the reason. Stage 0 listens at `leader_host` for those who open
+        """`backend` makes links; without one `why` is the reason. Stage 0 listens at `leader_host` for those that open
         links, the others find it there. Raises ConfigError when it cannot listen."""
         self._frames = frames
         self._rank = rank
         self._backend = backend
         self._leader_host = leader_host
-        self._channel = TensorChannel(frames, max_bytes=max_bytes, on_sent=on_sent)
+        self._channel = TensorChannel(frames, max_bytes=max_bytes, message_timeout_s=message_timeout_s,
+                                      on_sent=on_sent)
         self._rendezvous = RendezvousHost(leader_host, ports) if backend is not None and rank == 0 else None
         address = StageAddress(rank, frames.address, why=why, is_demanded=is_demanded)
         if backend is not None:
@@ -152,7 +153,7 @@ class PoolChannel:
                     choice.reason)
 
     def fail(self, rank: int, reason: str) -> None:
-        """The membership says this stage is gone: its owner's waits end with PeerLostError. From any thread."""
+        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any thread."""
         self._frames.fail(rank, reason)
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
@@ -181,6 +182,7 @@ def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: 
     host = parse_address(config.listen if config.rank == 0 else config.leader).host
     return PoolChannel(frames, rank=config.rank, max_bytes=max_bytes, backend=backend, why=why,
                        is_demanded=config.stage_channel == "nccl", leader_host=host, ports=config.binding.ports,
+                       message_timeout_s=max(MESSAGE_TIMEOUT_S, config.frame_timeout_s),
                        on_sent=on_sent)
 
 

@@ -1,5 +1,5 @@
 """Requests and tokens between the wire and the engine. The router has checked requests; what a worker could trip over
-is checked again here, because anybody can reach its port."""
+is checked again here, because others than routers may reach its port."""
 
 import math
 from collections.abc import Iterator, Sequence

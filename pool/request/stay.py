@@ -94,7 +94,7 @@ class Inbox(Generic[MessageT, EventT]):
         """The next thing that happened. `timeout_s` None waits as long as the stream lives.
 
         Raises:
-            DeadlineError: nothing happened in time; the message says what was waited for.
+            DeadlineError: nothing happened in time; the message names what was waited for.
         """
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that meets an item.

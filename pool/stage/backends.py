@@ -1,4 +1,4 @@
-"""The one place that chooses what layers run on, by the device a process was told to use."""
+"""The one place that chooses what layers run on, by the device a process is configured to use."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""What a prefill or decode process is told at start. Flags and one TOML file fill it; it never changes after."""
+"""The settings of a prefill or decode process. Flags and one TOML file fill it; it never changes after."""
 
 from pathlib import Path
 from typing import Literal

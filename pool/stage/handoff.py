@@ -25,7 +25,7 @@ LayerMark = Callable[[], DeviceEvent]
 
 def layer_observer(agent: TransferAgent, mark: LayerMark | None = None) -> LayerObserver:
     """Reports to a sending stage's agent which layers are done, and for which tokens. For prefill stages. A row with
-    nothing cached yet begins a request; stages behind the first learn of a request by nothing else.
+    nothing cached yet begins a request; stages behind the first have no other sign of a request.
 
     On a device a layer that was launched is not done: then `mark` is given, and the agent waits for its event, one per
     batch and layer.

@@ -56,7 +56,7 @@ class _Snapshot:
 
 
 class LoadBoard:
-    """The latest state of a scheduler. Its thread puts it up between two steps; whoever reads waits for no step."""
+    """The latest state of a scheduler. Its thread publishes it between two steps; a reader waits for no step."""
 
     def __init__(self, scheduler: ReportingScheduler, clock: Clock) -> None:
         """Before the engine's thread starts."""

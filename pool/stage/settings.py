@@ -1,4 +1,4 @@
-"""What the stages of one pool must have alike beside their layers: told at joining, compared by the leader."""
+"""What the stages of one pool must have alike beside their layers: sent at joining, compared by the leader."""
 
 from collections.abc import Sequence
 

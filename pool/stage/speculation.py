@@ -110,7 +110,7 @@ def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
 
 
 def prompt_drafter(plan: SpeculationPlan, drafter: EagleDrafter, observer: LayerObserver | None) -> Drafter:
-    """For prefill pools: `observer` is told of the draft's layers as of any others."""
+    """For prefill pools: `observer` is called for the draft's layers as for any others."""
     layers = sorted({plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)})
 
     def on_followed(batch: ForwardBatch) -> None:

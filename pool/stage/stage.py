@@ -69,7 +69,7 @@ class StagePlan:
         return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
 
     def compatibility(self, weights: PoolWeights) -> Compatibility:
-        """What pools compare, once all stages have said what they read."""
+        """What pools compare, once all stages have reported what they read."""
         draft = "" if self.speculation is None else self.speculation.draft.revision
         return compatibility(
             revision=weights.revision(self.description.facts.revision), specs=self.geometry.specs,
@@ -137,8 +137,8 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                 on_event: Callable[[StageSessionEvent], None],
                 observe_layers: Callable[[TransferAgent, LayerMark | None], LayerObserver | None],
                 speculates: bool = False) -> Stage:
-    """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` is what hears of each layer
-    that is done: the agent on the sending side, nobody on the receiving one."""
+    """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` makes what is called for
+    each layer that is done: the agent on the sending side, nothing on the receiving one."""
     torch.set_num_threads(config.threads)
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
     pools = StagePools(plan.geometry, device=str(backends.device))
@@ -151,7 +151,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                         route=Route.DIRECT if profile.reaches_devices else Route.PINNED)
     agent.start()
     observer = observe_layers(agent, layer_mark(backends.device))
-    # Only who is told of layers one by one, a prefill pool, has no steps to capture.
+    # Only a prefill pool, which observes layers one by one, has no steps to capture.
     graphs = None if observer is not None else build_graphs(
         config, plan.description, model, runs_on, speculation.config if speculation is not None else None)
     executor = build_executor(model, runs_on, backends.device, observer, graphs)

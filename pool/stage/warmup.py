@@ -1,4 +1,4 @@
-"""What runs before anybody is told that a pool serves: every kind of batch in each process whose kernels are compiled
+"""What runs before a pool reports that it serves: every kind of batch in each process whose kernels are compiled
 on their first use, then one request from inside through all stages.
 """
 

@@ -40,7 +40,7 @@ def load_of(workers: Iterable[Worker], num_waiting: int) -> generation_pb2.GetLo
 
 @dataclass
 class RequestCounts:
-    """Requests since the start, by how they ended as far as load reports tell them apart."""
+    """Requests since the start, by how they ended, as far as load reports distinguish that."""
 
     accepted: int = 0
     failed: int = 0
@@ -71,7 +71,7 @@ class _Rates:
 
 
 class OpenRcaService(orca_service_pb2_grpc.OpenRcaServiceServicer):
-    """Streams `load()` at the interval asked for, never more often than `MIN_INTERVAL_S`."""
+    """Streams `load()` at the requested interval, never more often than `MIN_INTERVAL_S`."""
 
     def __init__(self, load: Callable[[], generation_pb2.GetLoadResponse], counts: RequestCounts) -> None:
         self._load = load

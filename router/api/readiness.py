@@ -1,4 +1,4 @@
-"""Says SERVING only when a token went the whole way: admission, prefill, handoff, decode.
+"""Reports SERVING only when a token went the whole way: admission, prefill, handoff, decode.
 
 Lost with the last pair of workers, and earned again by another warm-up.
 """

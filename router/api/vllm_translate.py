@@ -24,7 +24,7 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: "length",
     types_pb2.FINISH_REASON_ABORTED: "abort",
 }
-# Where that contract says what Baton's fields say; the longest prefix counts.
+# Where that contract has what Baton's fields have; the longest prefix counts.
 _THEIR_NAMES = {
     "token_ids.ids": "tokenized.input_ids", "token_ids": "tokenized.input_ids", "prompt": "input",
     "sampling": "sampling_params", "stop": "sampling_params", "stop.stop_strings": "sampling_params.stop", "n":
@@ -164,7 +164,7 @@ class VllmAnswer:
             input_logprobs=self._take_input(index), **matched)
 
     def _take_input(self, index: int) -> vllm.InputLogProbs | None:
-        """Once, with the first thing that choice 0 says."""
+        """Once, with the first message of choice 0."""
         if index:
             return None
         taken, self._input_logprobs = self._input_logprobs, None

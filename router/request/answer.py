@@ -28,7 +28,7 @@ class Output:
 
     def __init__(self, engine: types_pb2.EngineRequest, stop_strings: Sequence[str],
                  detokeniser: Detokeniser | None) -> None:
-        """`detokeniser` is None when the client wants ids only."""
+        """`detokeniser` is None when the client gets ids only."""
         self._num_prompt_tokens = len(engine.prompt_token_ids)
         self._min_tokens = engine.min_tokens
         self._stop_token_ids = frozenset(engine.stop_token_ids)
@@ -85,7 +85,7 @@ class Answer:
 
     def __init__(self, request_id: str, output: Output, emit: Emit, timeline: Timeline,
                  resumed: Sequence[int] = ()) -> None:
-        """`resumed`: what the client has already, and `output` knows."""
+        """`resumed`: what the client has already, and `output` was fed."""
         self._request_id = request_id
         self._output = output
         self._emit = emit

@@ -35,7 +35,7 @@ def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
 
 
 def emit_into(responses: ResponseQueue, request_id: str, index: int) -> Emit:
-    """Where a choice's flow puts what it says: under the client's id and the choice's index."""
+    """Where a choice's flow puts its messages: under the client's id and the choice's index."""
 
     async def emit(response: generation_pb2.GenerateResponse) -> None:
         response.request_id, response.index = request_id, index

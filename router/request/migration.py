@@ -41,7 +41,7 @@ class Migrations:
         """A pair in place of the one whose pool is gone, rather not with the same pool.
 
         Raises:
-            BatonError: nobody else could do better, or no pair came up in time; PeerLostError if the pool is gone.
+            BatonError: no other pair could do better, or no pair came up in time; PeerLostError if the pool is gone.
         """
         self.ended()
         if not isinstance(error, UnavailableError | RequestAborted):
@@ -81,7 +81,7 @@ class Migrations:
             if pair is not None:
                 return pair
             is_full = self.directory.has_pair(compatibility, context_tokens)
-            patience_s = self.limits.capacity_wait_s if is_full else self.limits.peer_wait_s
+            patience_s = self.limits.capacity_wait_s if is_full else self.limits.comeback_s(self.directory)
             if loop.time() >= began + patience_s:
                 return None
             with suppress(TimeoutError):

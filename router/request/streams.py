@@ -44,11 +44,11 @@ class PrefillStream:
     def computed(self) -> None:
         """The prompt waits for nothing on that worker any more."""
         self.has_first_token = True
-        self._booking.release()
+        self._booking.computed()
 
     def overdue(self) -> BatonError:
-        """What it means that everything was sent and nothing said."""
-        return PeerLostError("the prefill worker sent a handoff and did not say the first token in time")
+        """The error of a worker that sent everything and reported nothing."""
+        return PeerLostError("the prefill worker sent a handoff and did not send the first token in time")
 
     def move_on(self, error: BatonError, compatibility: str) -> None:
         """Run the prompt on another worker, or on the same one once it is back if there is no other.
@@ -75,7 +75,7 @@ class PrefillStream:
         self._booking = await search(
             directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried,
                                                       context_tokens=self._parts.context_tokens),
-            self._parts.limits.peer_wait_s, error)
+            self._parts.limits.comeback_s(directory), error)
         self._attempts += 1
         self.has_first_token = False
         self.stream = _run(self._parts, self._booking)
@@ -96,7 +96,7 @@ MAX_RETRY_PAUSE_S = 0.5
 class DecodeStream:
     """One reservation in a decode pool, offered to pool after pool until one takes it.
 
-    `due_at` is the loop time by which the pool owes an answer, None while it owes none.
+    `due_at` is the loop time by which the pool's answer is due, None while none is.
     """
 
     def __init__(self, parts: FlowParts, booking: Booking, replayed: Sequence[int] = ()) -> None:
@@ -109,7 +109,7 @@ class DecodeStream:
         self._refused_since: float | None = None
         self._source: transfer_pb2.SourceTerms | None = None
         self._first_token: types_pb2.TokenChunk | None = None
-        self._num_offers = 0  # on the present stream; destination terms's epoch says which of them it answers
+        self._num_offers = 0  # on the present stream; the epoch of destination terms is that of the offer they answer
         self._is_destination_due = False
         self.stream: DecodeCall | None = None
         self.has_reserved = False
@@ -143,8 +143,8 @@ class DecodeStream:
             self._open(source)
 
     def source_lost(self) -> None:
-        """The prefill worker is gone; the next one makes a new offer. The pool is told, so that it waits for it; a pool
-        that may still refuse is told when it has landed."""
+        """The prefill worker is gone; the next one makes a new offer. The pool is notified, so that it waits for it; a
+        pool that may still refuse is notified when it has reserved."""
         self._source = None
         if self.has_reserved:
             self._send_source_lost()
@@ -152,8 +152,8 @@ class DecodeStream:
             self.due_at = None
 
     def first_token(self, token: types_pb2.TokenChunk) -> None:
-        """Sent when the pool has landed: what is sent to a pool that refuses would hide why it did. Only the first call
-        counts."""
+        """Sent when the pool has reserved: what is sent to a pool that refuses would hide why it did. Only the first
+        call counts."""
         if self._first_token is not None:
             return
         self._first_token = token
@@ -179,15 +179,15 @@ class DecodeStream:
 
     @property
     def lacks_first_token(self) -> bool:
-        """Whether it cannot give the commit it owes, because nobody has said the first token."""
+        """Whether it cannot give the commit that is due, because no worker has sent the first token."""
         return not self._is_destination_due and self._first_token is None
 
     def committed(self) -> None:
         self.due_at = None
 
     def excused(self) -> bool:
-        """Whether `due_at` has passed without anybody listening, as in a router that was held up itself: what the pool
-        said is read first."""
+        """Whether `due_at` has passed while this router did not run, as when its process was held up: what the pool
+        sent is read first."""
         now = asyncio.get_running_loop().time()
         if self.due_at is None or now - self.due_at < HELD_UP_S:
             return False
@@ -200,7 +200,7 @@ class DecodeStream:
         return PeerLostError(f"the decode worker did not {missing} in time")
 
     def move_on(self, error: BatonError) -> None:
-        """Ask the next pool. When all have refused, ask again until one takes it or patience ends.
+        """Offer it to the next pool. When all have refused, offer it again until one takes it or the time is up.
 
         Raises:
             BatonError: `error`, if no pool could do better.
@@ -271,7 +271,8 @@ class DecodeStream:
         self._refused_since = now if self._refused_since is None else self._refused_since
         is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(
             compatibility, self._parts.context_tokens)
-        patience_s = self._parts.limits.capacity_wait_s if is_full else self._parts.limits.peer_wait_s
+        limits = self._parts.limits
+        patience_s = limits.capacity_wait_s if is_full else limits.comeback_s(self._parts.directory)
         return self._refused_since + patience_s - now
 
     def _expect_destination(self) -> None:

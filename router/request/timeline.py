@@ -1,4 +1,4 @@
-"""When things happened to one request, as the router saw them, and what the workers said they took."""
+"""When things happened to one request, as the router saw them, and how long they took by the workers' reports."""
 
 from dataclasses import dataclass, field
 

@@ -84,7 +84,7 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
     structured output cannot be had; `most_urgent` is the smallest priority its client may use.
 
     Raises:
-        UnknownModelError: it asks for another model.
+        UnknownModelError: it names another model.
         InvalidRequestError: with every violation found.
         CapacityError: too many grammars wait to be compiled.
     """

@@ -41,7 +41,6 @@ Response = TypeVar("Response")
 RETRY_PAUSE_S = 0.05
 
 
-
 @dataclass(frozen=True)
 class Received(Generic[Response]):
     """A message of a worker."""
@@ -143,7 +142,8 @@ Inbox = asyncio.Queue[Event]
 
 @dataclass(frozen=True)
 class FlowLimits:
-    """How patient a request is. `peer_wait_s` leaves a client without an answer for less than five seconds."""
+    """How patient a request is. `peer_wait_s` leaves a client without an answer for less than five seconds, where
+    workers start within that time."""
 
     prefill_attempts: int = 3
     peer_wait_s: float = 4.0  # for a lost worker to be replaced or to come back
@@ -152,6 +152,10 @@ class FlowLimits:
     commit_s: float = 30.0  # the last byte sent to its commit
     migrations: int = 3  # decode pools that may be lost under one request
     linger_s: float = 1.0  # the last message to the end of the workers' streams
+
+    def comeback_s(self, directory: Directory) -> float:
+        """For a lost worker, which may take as long as it took to start."""
+        return max(self.peer_wait_s, directory.comeback_s)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class ByteVocabulary:
 
 
 class ByteLevelDetokeniser:
-    """For byte-level BPE (GPT-2, Llama 3, Qwen): tokens are bytes, so an incremental UTF-8 decoder says it all."""
+    """For byte-level BPE (GPT-2, Llama 3, Qwen): tokens are bytes, so an incremental UTF-8 decoder is enough."""
 
     def __init__(self, vocabulary: ByteVocabulary) -> None:
         self._vocabulary = vocabulary

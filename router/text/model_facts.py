@@ -1,4 +1,4 @@
-"""What a router knows about the model it serves without loading it: limits to check requests against."""
+"""What a router has of the model it serves without loading it: limits to check requests against."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -25,7 +25,7 @@ from router.text.detokenise import Detokenisers
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 from runtime.tokenizer_files import find_tokenizer
 
-# Longer texts are encoded on a thread, so that one long prompt does not hold up everybody's tokens.
+# Longer texts are encoded on a thread, so that one long prompt does not hold up the tokens of all requests.
 INLINE_CHARACTERS = 4096
 # What a message weighs beside its texts: rendering it takes as long as encoding so many characters.
 MESSAGE_CHARACTERS = 16
@@ -60,7 +60,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template cannot be parsed: {error}", field="model") from error
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the assistant speaks next.
+        """The conversation up to where the assistant's next turn begins.
 
         Raises:
             InvalidRequestError: the template refuses these messages.

@@ -1,13 +1,13 @@
 """Where workers are found. A target names one worker, or a place that lists them:
 
     10.0.0.7:7000                       this one
-    dns:///prefill.baton:7000           every address of the name, asked again at an interval
+    dns:///prefill.baton:7000           every address of the name, looked up again at an interval
     k8s:///baton/prefill:grpc           ready endpoints of a Kubernetes service, by port name or number, as they change;
     k8s:///prefill:grpc                 the same in the router's own namespace
     file:///run/prefill-0.json          the one that announces itself in this file (`--announce`), once it does
 
-A source only says who is there. Whether a worker can be used, its own reports say; so a source that fails keeps what
-it found last, and never takes a worker away that it did not see go.
+A source only lists addresses. Whether a worker can be used follows from its own reports; so a source that fails keeps
+what it found last, and never takes a worker away that it did not see go.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ DNS, KUBERNETES = "dns:///", "k8s:///"
 Found = Callable[[frozenset[str]], None]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
-# What a resolver says when a name has no addresses, as opposed to when it could not find out.
+# What a resolver returns when a name has no addresses, as opposed to when it could not find out.
 _NO_SUCH_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
 
@@ -119,7 +119,7 @@ async def resolve(name: str, port: int) -> list[str]:
 @dataclass(frozen=True)
 class DnsSource:
     """The addresses of a name, such as a headless service's. A name without any has lost its last worker; a resolver
-    that does not answer says nothing."""
+    that does not answer changes nothing."""
 
     name: Address
     interval_s: float

@@ -27,7 +27,7 @@ from runtime.errors import BatonError, UnavailableError
 logger = logging.getLogger(__name__)
 
 GROUP = "/apis/discovery.k8s.io/v1"
-WATCH_S = 60.0  # how long one watch is asked for; a server that is silent for longer is gone
+WATCH_S = 60.0  # how long one watch is requested for; a server that is silent for longer is gone
 SILENCE_S = WATCH_S + 15.0
 ANSWER_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 30.0
@@ -36,7 +36,7 @@ Slices = dict[str, frozenset[str]]  # addresses by the slice's name
 
 
 class _GoneError(Exception):
-    """The version to watch from is forgotten."""
+    """The API server no longer has the version to watch from."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _in_cluster_api() -> str:
 
 
 def _check(code: int, text: str) -> None:
-    """Raises unless the API server said yes."""
+    """Raises unless the API server answered 200."""
     if code == httpx2.codes.GONE:
         raise _GoneError
     if code != httpx2.codes.OK:
@@ -147,7 +147,7 @@ def _check(code: int, text: str) -> None:
 
 
 def _is_usable(conditions: dict[str, Any]) -> bool:
-    """Absent means unknown, which Kubernetes asks to take as ready. Services that publish what is not ready call
+    """Absent means unknown, which counts as ready by Kubernetes' rules. Services that publish what is not ready call
     terminating endpoints ready too."""
     return conditions.get("ready") is not False and not conditions.get("terminating")
 

@@ -16,7 +16,7 @@ from router.workers.worker import Worker
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4  # a worker that is back is found in less than half a second
-MIN_SILENCE_S = 2.0  # a worker that owes reports for this long, and for this many intervals, is lost
+MIN_SILENCE_S = 2.0  # a worker whose reports are missing for this long, and for this many intervals, is lost
 SILENT_INTERVALS = 5
 _LOOKS = 8  # how often a silence is looked at before it is over
 
@@ -34,14 +34,14 @@ async def watch_worker(worker: Worker, facts: ModelLimits, interval_s: float, rn
         backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
 
-async def _run_out(patience: asyncio.Timeout, heard: asyncio.Event, silence_s: float) -> None:
+async def _run_out(patience: asyncio.Timeout, reported: asyncio.Event, silence_s: float) -> None:
     """End `patience` after that long without a word. Looks several times meanwhile, so that a process that was held up
     itself, and could not listen, counts that as one look, and reads what came in before the next."""
     looks = 0
     while looks < _LOOKS:
         await asyncio.sleep(silence_s / _LOOKS)
-        looks = 0 if heard.is_set() else looks + 1
-        heard.clear()
+        looks = 0 if reported.is_set() else looks + 1
+        reported.clear()
     patience.reschedule(asyncio.get_running_loop().time())
 
 
@@ -59,11 +59,11 @@ async def _follow(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
     """Apply reports until they end; the reason why they did."""
     silence_s = max(MIN_SILENCE_S, SILENT_INTERVALS * interval_s)
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(worker_pb2.WatchRequest(interval_s=interval_s))
-    heard = asyncio.Event()
+    reported = asyncio.Event()
     try:
-        async with asyncio.timeout(None) as patience, _background(_run_out(patience, heard, silence_s)):
+        async with asyncio.timeout(None) as patience, _background(_run_out(patience, reported, silence_s)):
             async for response in call:
-                heard.set()
+                reported.set()
                 if not _apply(worker, facts, response):
                     return "it reported load before it said what it is"
     except TimeoutError:

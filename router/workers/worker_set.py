@@ -74,7 +74,7 @@ class WorkerSet:
                 group.create_task(source.run(partial(self._found, index)))
 
     def sweep(self) -> None:
-        """Forget workers that are neither listed nor in use."""
+        """Drop workers that are neither listed nor in use."""
         for key, worker in list(self._workers.items()):
             if not worker.is_listed and not worker.is_in_use:
                 del self._workers[key]

@@ -2,7 +2,7 @@
 
 A new grammar gets a short time of computing first, and only if that does not do, a longer one, for which few may wait:
 so a flood of grammars that compile slowly costs those that compile fast a tenth of a second each, not their turn.
-What was refused is remembered, as is what was accepted.
+What was refused is kept, as is what was accepted.
 """
 
 import asyncio
@@ -169,7 +169,7 @@ class Grammars:
     def _checked(self, grammar: Grammar, ended: "asyncio.Task[None]") -> None:
         del self._checks[grammar]
         if not ended.cancelled():
-            ended.exception()  # whoever waited has it
+            ended.exception()  # the waiters have it
 
     def _keep(self, grammar: Grammar, process: GrammarProcess) -> GrammarProcess:
         """Under the lock. Beyond the limit idle ones end, those not used for longest first."""

@@ -43,11 +43,11 @@ def serve(owner: socket.socket, tokenizer: LLTokenizer, end_token_ids: frozenset
     owner.send(_done(0.0))
     texts: dict[int, Text] = {}
     while data := owner.recv(MAX_MESSAGE_BYTES):
-        _obey(unpack_call(data), texts, owner, automaton, end_token_ids)
+        _run_call(unpack_call(data), texts, owner, automaton, end_token_ids)
 
 
-def _obey(call: TextCall, texts: dict[int, Text], owner: socket.socket, automaton: LLMatcher,
-          end_token_ids: frozenset[int]) -> None:
+def _run_call(call: TextCall, texts: dict[int, Text], owner: socket.socket, automaton: LLMatcher,
+              end_token_ids: frozenset[int]) -> None:
     if call.call is Call.END:
         texts.pop(call.key, None)
         return
@@ -64,7 +64,7 @@ def _obey(call: TextCall, texts: dict[int, Text], owner: socket.socket, automato
             if time.thread_time() - tree_began_s > TREE_CPU_S:
                 break
         owner.send(_done(time.thread_time() - began_s))
-    except Unfollowable as error:  # of a move too: a text that failed fails again when it is asked
+    except Unfollowable as error:  # of a move too: a text that failed fails again at the next call
         if call.call is Call.ASK:
             owner.send(_problem(str(error)))
 

@@ -83,7 +83,7 @@ class GrammarNursery:
 
 
 class GrammarChild:
-    """One forked process: a socket to talk over, and a file descriptor to kill it by."""
+    """One forked process: a socket for messages, and a file descriptor to kill it by."""
 
     def __init__(self, owner: socket.socket, pidfd: int) -> None:
         self._socket = owner
@@ -96,7 +96,7 @@ class GrammarChild:
         self._socket.send(message)
 
     def receive(self, timeout_s: float) -> bytes:
-        """Raises OSError when it has ended, or says nothing in time (TimeoutError)."""
+        """Raises OSError when it has ended, or does not answer in time (TimeoutError)."""
         self._socket.settimeout(max(1e-3, timeout_s))
         data = self._socket.recv(MAX_MESSAGE_BYTES)
         if not data:
@@ -104,7 +104,7 @@ class GrammarChild:
         return data
 
     def kill(self) -> None:
-        """Any thread: whoever waits for it is answered by the end of the connection."""
+        """Any thread: the end of the connection ends every wait for it."""
         with self._lock:
             if self._is_open:
                 with suppress(ProcessLookupError):

@@ -1,5 +1,5 @@
-"""What a grammar's own process does with llguidance: compile, follow texts, compute masks. Nobody else imports it, but
-to see whether a tokenizer serves."""
+"""What a grammar's own process does with llguidance: compile, follow texts, compute masks. No other process imports it,
+but to see whether a tokenizer serves."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +107,11 @@ def _source(grammar: Grammar) -> str:
     """The grammar in the library's terms. Raises InvalidRequestError for a schema that is not JSON."""
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
-    return LLMatcher.grammar_from_json_schema(schema_of(grammar), defaults={"whitespace_pattern": JSON_WHITESPACE})
+    schema = schema_of(grammar)
+    options = schema.get("x-guidance")
+    allows_none = isinstance(options, dict) and options.get("whitespace_flexible") is False  # a pattern would beat it
+    return LLMatcher.grammar_from_json_schema(schema, defaults={} if allows_none else {
+        "whitespace_pattern": JSON_WHITESPACE})
 
 
 def _has_bit(packed: bytes, token_id: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a grammar's process and its owner say to each other, over a socket that keeps messages apart.
+"""The messages between a grammar's process and its owner, over a socket that keeps messages apart.
 
     owner                                       grammar
     compile  limits, kind, text      ──▶

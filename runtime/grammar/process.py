@@ -1,7 +1,7 @@
-"""Grammars' processes from their owner's side: they are asked here, and ended here.
+"""Grammars' processes from their owner's side: they are called here, and ended here.
 
-Each has a thread that talks to it, so that whoever needs masks asks before a forward, and collects behind it. A
-process that does not answer in time is killed; the text that it was computing for fails, others go on with a new
+Each has a thread that exchanges messages with it, so that masks are requested before a forward and collected after it.
+A process that does not answer in time is killed; the text that it was computing for fails, others go on with a new
 process from the tokens that are known of them.
 """
 
@@ -40,7 +40,7 @@ from runtime.grammar.messages import (
 
 Masks = dict[tuple[int, ...], bytes]  # a bit per token, by the tokens after the text's end
 
-COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing says nothing
+COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing is no measure
 MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
 # Of one text: what it may save up, what a step adds to it, and what a step adds to all of its texts at most.
@@ -95,10 +95,10 @@ class GrammarProcess:
         self._jobs: queue.Queue[MaskJob | TextCall | None] = queue.Queue(MAX_JOBS)
         self._child: GrammarChild | None = None
         self._known: dict[int, list[int]] = {}  # tokens by text
-        self._begun: set[int] = set()  # texts that the present process knows
+        self._begun: set[int] = set()  # texts that the present process has
         self.num_texts = 0  # open ones
         self.compiled: Future[None] = Future()
-        self.compiled.set_running_or_notify_cancel()  # nobody who waits can cancel it
+        self.compiled.set_running_or_notify_cancel()  # a waiter cannot cancel it
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
         self._thread.start()
 
@@ -119,7 +119,7 @@ class GrammarProcess:
         except BatonError as error:
             self._stays = False
             self.compiled.set_exception(error)
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: the waiter must get it
             self._stays = False
             self.compiled.set_exception(InternalError(f"a grammar's process could not be used: {error!r}"))
         else:
@@ -163,7 +163,7 @@ class GrammarProcess:
                     self._child.send(pack_call(job), ANSWER_S)
             return
         if job.done.is_set():
-            return  # nobody waits any more
+            return  # not waited for any more
         try:
             if self._child is None:
                 self._compile()
@@ -222,7 +222,7 @@ class GuidedText:
             tree_parents: Sequence[int] = (), *, share: float = 1.0) -> MaskJob:
         """Begin to compute what may follow when the first `kept` tokens stay and `token_ids` follow them; with a tree,
         whose node 0 is the last of them, also at its further nodes, as far as that is quick. `share`: this text's part
-        of all that are asked in a step.
+        of all that are called in a step.
 
         Raises:
             InvalidRequestError: the text has taken more computing than it may.

@@ -22,6 +22,7 @@ from typer.core import TyperGroup, TyperOption
 
 from baton.cli import app
 from baton.cluster import demo_model
+from baton.gateway import app as gateway_app
 from tests.support.cluster.one_process import cluster_in_process
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,6 +84,8 @@ async def test_blocks_of_commands_and_code_run(tmp_path: Path) -> None:
     assert re.search(r" (stop|length) \[-\d.*\]\n$", collected)
     assert re.fullmatch(r"\[('.*'(, )?){3}\]\n", several)
     assert any(output.startswith("sampling.temperature") for output in said["docs/client.md"])
+    assert re.fullmatch(r"Usage\(prompt_tokens=\d+, completion_tokens=\d+\)\n", said["docs/client.md"][-1]), (
+        "one of two routers is not there")
     assert " 3 5 7 9 11" in said["README.md"][0]
     assert " % met TTFT <= 500 ms and TPOT <= 50 ms" in said["docs/load.md"][0]
     assert (tmp_path / "run.png").stat().st_size
@@ -117,7 +120,7 @@ def test_commands_in_the_pages_have_the_flags_they_are_given(page: str, line: st
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     words = shlex.split(line)
-    command = group.commands[words[1]]
+    command = typer.main.get_command(gateway_app) if words[1] == "gateway" else group.commands[words[1]]
     known = {opt for option in command.params if isinstance(option, TyperOption) for opt in option.opts}
     assert {word for word in words[2:] if word.startswith("--")} <= known, f"{page}: {line}"
 

@@ -19,6 +19,7 @@ import jsonschema
 import openai
 import pytest
 import pytest_asyncio
+import yaml
 from google.protobuf.message import Message
 from openai.types.chat import (
     ChatCompletionMessageParam,
@@ -237,6 +238,16 @@ async def test_the_line_that_is_printed_to_be_tried_works(running: RunningCluste
     async with httpx2.AsyncClient(timeout=120) as http:
         said = await http.post(url, headers={name: value}, content=flags[3])
     assert said.json()["choices"][0]["message"]["content"] == (await greedy_chat(running)).text
+
+
+async def test_what_is_written_for_prometheus_finds_every_process(running: RunningCluster) -> None:
+    jobs = yaml.safe_load(running.cluster.write_scrape_config().read_text())["scrape_configs"]
+    found = {entry["labels"]["process"]: entry["targets"][0] for job in jobs for entry in job["static_configs"]}
+    assert found.keys() == running.cluster.processes.keys()
+    async with httpx2.AsyncClient(timeout=120) as http:
+        said = {name: (await http.get(f"http://{target}/metrics")).text for name, target in found.items()}
+    assert {name for name, text in said.items() if "baton_build_info" in text} == found.keys() - {"gateway"}
+    assert "smg_" in said["gateway"]
 
 
 async def test_nobody_adds_routers_over_http(running: RunningCluster) -> None:

@@ -166,6 +166,20 @@ async def test_s4_7_a_failed_step_frees(pools: Arrivals) -> None:
     await assert_gone(pools, session_id)
 
 
+async def test_requests_that_one_error_ends_end_each_with_its_own(pools: Arrivals) -> None:
+    """The frames of an error are cleared where it becomes a status; those of other requests must not be among them."""
+    streams = [await to_committed(pools) for _ in range(2)]
+    call(pools.loop, lambda: pools.scheduler.on_pipeline_lost([], PeerLostError("stage 1 of the pool died")))
+    errors = []
+    for stream, _ in streams:
+        with pytest.raises(PeerLostError, match="stage 1 of the pool died") as caught:
+            await stream.ended()
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+    for _, session_id in streams:
+        await assert_gone(pools, session_id)
+
+
 @pytest.mark.parametrize("how", ["length", "stop token"])
 async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(pools: Arrivals, how: str) -> None:
     stream, destination = await pools.open(max_tokens=1) if how == "length" else await pools.open(stop_token_ids=[7])

@@ -46,6 +46,16 @@ class PodKind:
             values[item["name"]] = text
         return values
 
+    @property
+    def arguments(self) -> list[str]:
+        """What the process is started with, its variables expanded by the kubelet."""
+        expanded = []
+        for argument in self.container["args"]:
+            for name, value in self.environment.items():
+                argument = argument.replace(f"$({name})", value)
+            expanded.append(argument)
+        return expanded
+
 
 def load(overlay: str) -> list[Document]:
     """The overlay's manifests, the caller's to change."""

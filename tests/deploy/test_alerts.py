@@ -13,6 +13,8 @@ from tests.deploy.manifests import DEPLOY, load, of_kind
 
 ALERTS = DEPLOY / "alerts"
 
+RUNBOOKS = "https://baton.example.org/docs/runbooks.md"
+
 
 def _exported() -> dict[str, set[str]]:
     """Labels by the name of the series, over all roles."""
@@ -70,7 +72,7 @@ def test_every_alert_has_an_entry_for_who_is_on_call() -> None:
     page = (DEPLOY.parent / "docs" / "runbooks.md").read_text()
     assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == _alerts()
     for rule in (rule for rule in _rules() if "alert" in rule):
-        assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == f"{RUNBOOKS}#{rule['alert'].lower()}"
         entry = page.split(f"## {rule['alert']}\n")[1].split("\n## ")[0]
         assert re.search(r"^1\. ", entry, re.MULTILINE), f"{rule['alert']}: what to do first"
 

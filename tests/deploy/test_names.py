@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import typer
 
+from baton.gateway import GatewayConfig
+from baton.gateway import app as gateway_app
 from decode.worker import DecodeRole
 from pool.main import worker_command
 from pool.pipeline.follower import GOODBYE_S
@@ -25,7 +27,11 @@ from runtime.security import ClientCertificates
 from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
 from tests.deploy.test_network_policies import UCX
 
-SettingsOf = Callable[[PodKind], RouterConfig | WorkerConfig]
+Settings = RouterConfig | WorkerConfig | GatewayConfig
+SettingsOf = Callable[[PodKind], Settings]
+GATEWAY = "baton.gateway"  # the module; of the other roles it is their name
+APPS = {"router": router_app, GATEWAY: gateway_app}
+SERVICE_VARIABLES = {"PREFILL_SERVICE", "DECODE_SERVICE", "ROUTER_SERVICE"}  # expanded in arguments
 UCX_VARIABLES = {"UCX_TLS"}  # read by UCX itself
 STOPPING_S = 5  # from the end of the drain to the end of the process
 
@@ -42,15 +48,17 @@ def settings_of(documents: list[Document], tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "baton.toml"
     file.write_text(config_map["data"]["baton.toml"])
 
-    def settings(pod: PodKind) -> RouterConfig | WorkerConfig:
-        role, *arguments = pod.container["args"]
-        app = router_app if role == "router" else worker_command(role, lambda flags, path: 0)
+    def settings(pod: PodKind) -> Settings:
+        role, *arguments = pod.arguments
+        app = APPS[role] if role in APPS else worker_command(role, lambda flags, path: 0)
         with monkeypatch.context() as patch:
             for name, value in pod.environment.items():
                 patch.setenv(name, value)
             flags = dict(typer.main.get_command(app).make_context(role, arguments).params)
-        assert flags.pop("config") == Path("/etc/baton/baton.toml")
         given = {name: value or None for name, value in flags.items() if value not in ([], ())}
+        if role == GATEWAY:
+            return load_config(GatewayConfig, section="gateway", flags={**given, "stored_responses": 0})
+        assert given.pop("config") == Path("/etc/baton/baton.toml")
         if role == "router":
             return load_config(RouterConfig, section=role, flags=given, file=file)
         given["rank"] = flags["rank"]
@@ -63,9 +71,10 @@ def settings_of(documents: list[Document], tmp_path: Path, monkeypatch: pytest.M
 def test_arguments_and_settings_are_those_of_the_roles(documents: list[Document], settings_of: SettingsOf) -> None:
     for pod in pod_kinds(documents):
         settings = settings_of(pod)
-        assert pod.container["args"][0] == pod.role
-        assert str(settings.model).startswith("/models/")
-        assert settings.model_name
+        assert pod.container["args"][0] == (GATEWAY if pod.role == "gateway" else pod.role)
+        if not isinstance(settings, GatewayConfig):
+            assert str(settings.model).startswith("/models/")
+            assert settings.model_name
         volumes = {volume["name"] for volume in pod.spec["volumes"]}
         assert {mount["name"] for mount in pod.container["volumeMounts"]} == volumes
 
@@ -80,7 +89,8 @@ def test_stages_know_their_place(documents: list[Document], settings_of: Setting
 
 
 def test_all_workers_and_routers_serve_one_model(documents: list[Document], settings_of: SettingsOf) -> None:
-    assert len({(settings_of(pod).model, settings_of(pod).model_name) for pod in pod_kinds(documents)}) == 1
+    all_settings = [settings_of(pod) for pod in pod_kinds(documents)]
+    assert len({(each.model, each.model_name) for each in all_settings if not isinstance(each, GatewayConfig)}) == 1
 
 
 def test_every_key_of_the_settings_file_is_a_flag() -> None:
@@ -93,18 +103,21 @@ def test_every_key_of_the_settings_file_is_a_flag() -> None:
 def test_ports_are_the_ones_listened_on(documents: list[Document], settings_of: SettingsOf) -> None:
     for pod in pod_kinds(documents):
         settings, container = settings_of(pod), pod.container
-        grpc_port = parse_address(settings.listen).port
-        expected = {"grpc": grpc_port, "metrics": settings.metrics_port}
-        if settings.health_listen is not None:
+        own_port = parse_address(settings.listen).port
+        protocol = "http" if isinstance(settings, GatewayConfig) else "grpc"
+        expected = {protocol: own_port, "metrics": settings.metrics_port}
+        if not isinstance(settings, GatewayConfig) and settings.health_listen is not None:
             health = parse_address(settings.health_listen)
             assert health.host == "0.0.0.0"
             expected["health"] = health.port
         assert {port["name"]: port["containerPort"] for port in container["ports"]} == expected
         assert parse_address(settings.listen).host == settings.metrics_host == "0.0.0.0"
-        probes = [container[f"{name}Probe"]["grpc"]["port"] for name in ("startup", "liveness", "readiness")]
-        assert probes == [expected.get("health", grpc_port)] * 3
+        asks = "httpGet" if protocol == "http" else "grpc"
+        probes = [container[f"{name}Probe"][asks]["port"] for name in ("startup", "liveness", "readiness")]
+        assert probes == [expected.get("health", own_port)] * 3
     for service in of_kind(documents, "Service"):
-        assert [port["targetPort"] for port in service["spec"]["ports"]] == ["grpc"]
+        expected_port = "http" if service["metadata"]["name"] == "gateway" else "grpc"
+        assert [port["targetPort"] for port in service["spec"]["ports"]] == [expected_port]
     for monitor in of_kind(documents, "PodMonitor"):
         assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
 
@@ -114,6 +127,8 @@ def test_every_pod_has_the_certificate_of_its_role_or_none_has(documents: list[D
     secured = set()
     for pod in pod_kinds(documents):
         settings, mounts = settings_of(pod), {m["name"]: m["mountPath"] for m in pod.container["volumeMounts"]}
+        if isinstance(settings, GatewayConfig):
+            continue
         secrets = {v["name"]: v["secret"] for v in pod.spec["volumes"] if "secret" in v}
         files = (settings.tls_cert, settings.tls_key, settings.tls_ca)
         secured.add(files != (None, None, None))
@@ -128,8 +143,10 @@ def test_every_pod_has_the_certificate_of_its_role_or_none_has(documents: list[D
             assert settings.token_file == Path(mounts["tokens"]) / "tokens"
             assert settings.client_certificates is ClientCertificates.NONE, "tokens say who a client is"
     assert len(secured) == 1
-    assert {port["appProtocol"] for service in of_kind(documents, "Service") for port in service["spec"]["ports"]} == {
-        "https" if secured == {True} else "kubernetes.io/h2c"}
+    if any(pod.role == "gateway" for pod in pod_kinds(documents)):
+        assert secured == {False}, "a gateway shows routers neither a certificate nor a token"
+    protocols = {port["appProtocol"] for service in of_kind(documents, "Service") for port in service["spec"]["ports"]}
+    assert protocols - {"http"} == {"https" if secured == {True} else "kubernetes.io/h2c"}
 
 
 def test_ucx_is_bound_to_the_ports_that_are_open(documents: list[Document], settings_of: SettingsOf) -> None:
@@ -143,6 +160,10 @@ def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) 
     expected = {"router": ROUTER_SERVICE, "prefill": PrefillRole().service, "decode-leader": DecodeRole().service,
                 "decode-worker": PIPELINE_SERVICE}
     for pod in pod_kinds(documents):
+        if pod.role == "gateway":
+            paths = [pod.container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")]
+            assert paths == ["/liveness", "/liveness", "/readiness"]
+            continue
         assert pod.container["readinessProbe"]["grpc"]["service"] == expected[pod.name]
         assert "service" not in pod.container["livenessProbe"]["grpc"], "alive is the process, not its pool"
 
@@ -150,7 +171,7 @@ def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) 
 def test_variables_are_read_by_the_roles_or_by_ucx(documents: list[Document]) -> None:
     launcher = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     for pod in pod_kinds(documents):
-        assert set(pod.environment) <= UCX_VARIABLES | (launcher if pod.role == "decode" else set())
+        assert set(pod.environment) <= UCX_VARIABLES | SERVICE_VARIABLES | (launcher if pod.role == "decode" else set())
         assert not re.search(r"\$\(", " ".join(pod.environment.values())), "a reference that nobody expands"
 
 
@@ -194,6 +215,18 @@ def test_routers_find_the_leaders_of_every_pool(documents: list[Document], setti
                 if selects({"matchLabels": service["selector"]}, pod.labels)} == {leader}
 
 
+def test_gateways_call_the_service_of_routers_that_know_their_contract(documents: list[Document],
+                                                                       settings_of: SettingsOf) -> None:
+    services = {document["metadata"]["name"]: document["spec"] for document in of_kind(documents, "Service")}
+    all_settings = [settings_of(pod) for pod in pod_kinds(documents)]
+    for gateway in [settings for settings in all_settings if isinstance(settings, GatewayConfig)]:
+        (address,) = map(parse_address, gateway.router)
+        assert {port["port"] for port in services[address.host]["ports"]} == {address.port}
+        (router,) = [settings for settings in all_settings if isinstance(settings, RouterConfig)]
+        assert router.vllm_engine
+        assert router.max_connection_age_s is not None, "else each gateway stays with the router that it found first"
+
+
 def test_routers_may_read_endpoints_and_nobody_may_do_anything_else(documents: list[Document],
                                                                     settings_of: SettingsOf) -> None:
     (role,), (binding,) = of_kind(documents, "Role"), of_kind(documents, "RoleBinding")
@@ -232,12 +265,28 @@ def test_pods_are_confined(documents: list[Document]) -> None:
 def test_the_image_is_what_the_manifests_expect(documents: list[Document]) -> None:
     dockerfile = (DEPLOY / "images" / "Dockerfile").read_text()
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
-    (extras,) = re.findall(r"pip install .*'\.\[([\w,]+)\]'", dockerfile)
-    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    extras = re.findall(r"EXTRAS=([\w,]+)", dockerfile)
+    assert extras
+    for named in extras:
+        assert {"ucx", "http", "otel", "vllm"} <= set(named.split(",")) <= project["optional-dependencies"].keys()
     assert 'ENTRYPOINT ["python", "-m"]' in dockerfile
     for pod in pod_kinds(documents):
         context: dict[str, Any] = pod.spec["securityContext"]
         assert f"USER {context['runAsUser']}:{context['runAsGroup']}" in dockerfile
-        assert pod.container["image"] in (f"baton:{project['version']}", f"baton:{project['version']}-rdma")
+        assert pod.container["image"] in {f"baton:{project['version']}{kind}" for kind in ("", "-rdma", "-gpu")}
         if "/models/demo" in pod.container["args"]:
             assert "COPY demo/model /models/demo" in dockerfile
+
+
+def test_compiled_kernels_are_kept_on_a_volume(documents: list[Document]) -> None:
+    """The root file system is read-only; without a place to keep them every start would compile them again."""
+    dockerfile = (DEPLOY / "images" / "Dockerfile").read_text()
+    places = re.findall(r"(?:NUMBA_CACHE_DIR|TRITON_CACHE_DIR|FLASHINFER_WORKSPACE_BASE)=(\S+)", dockerfile)
+    assert len(places) == 3
+    for pod in pod_kinds(documents):
+        if pod.role in ("prefill", "decode"):
+            (mount,) = [mount for mount in pod.container["volumeMounts"] if mount["name"] == "kernels"]
+            (volume,) = [volume for volume in pod.spec["volumes"] if volume["name"] == "kernels"]
+            assert all(Path(place).is_relative_to(mount["mountPath"]) for place in places)
+            assert "emptyDir" in volume
+            assert not mount.get("readOnly")

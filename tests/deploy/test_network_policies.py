@@ -7,7 +7,7 @@ import yaml
 
 from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
 
-GRPC, METRICS, UCX = (7000, 7000), (9090, 9090), (7300, 7363)
+GRPC, METRICS, UCX, HTTP = (7000, 7000), (9090, 9090), (7300, 7363), (8000, 8000)
 Edge = tuple[str, str, tuple[int, int]]
 
 EDGES: set[Edge] = {
@@ -19,8 +19,14 @@ EDGES: set[Edge] = {
     ("decode-leader", "decode-leader", UCX), ("decode-worker", "decode-worker", UCX),
 }
 
+GATEWAY_EDGES: set[Edge] = {("gateway", "router", GRPC)}
 
-def _allowed(policies: list[Document], pod: PodKind, peer: PodKind, direction: str) -> set[tuple[int, int]]:
+
+def _has_gateway(documents: list[Document]) -> bool:
+    return any(pod.role == "gateway" for pod in pod_kinds(documents))
+
+
+def allowed(policies: list[Document], pod: PodKind, peer: PodKind, direction: str) -> set[tuple[int, int]]:
     """Port ranges that `pod`'s policies of one direction open towards `peer`."""
     rules = [rule for policy in policies if selects(policy["spec"]["podSelector"], pod.labels)
              for rule in policy["spec"].get(direction, [])]
@@ -36,12 +42,12 @@ def test_exactly_these_edges_are_open_between_pods(overlay: str) -> None:
     documents = load(overlay)
     pods, policies = pod_kinds(documents), of_kind(documents, "NetworkPolicy")
     edges = {(source.name, target.name, ports) for source in pods for target in pods
-             for ports in _allowed(policies, source, target, "egress") & _allowed(policies, target, source, "ingress")}
-    assert edges == EDGES
+             for ports in allowed(policies, source, target, "egress") & allowed(policies, target, source, "ingress")}
+    assert edges == EDGES | (GATEWAY_EDGES if _has_gateway(documents) else set())
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_only_routers_reach_the_api_server_and_only_stages_dns(overlay: str) -> None:
+def test_only_routers_reach_the_api_server_and_only_some_dns(overlay: str) -> None:
     documents = load(overlay)
     policies = of_kind(documents, "NetworkPolicy")
     outward = {(pod.name, port["port"])
@@ -49,7 +55,8 @@ def test_only_routers_reach_the_api_server_and_only_stages_dns(overlay: str) -> 
                if selects(policy["spec"]["podSelector"], pod.labels)
                for rule in policy["spec"].get("egress", []) for port in rule["ports"]
                if any("ipBlock" in peer or "namespaceSelector" in peer for peer in rule["to"])}
-    assert outward == {("router", 443), ("router", 6443), ("decode-leader", 53), ("decode-worker", 53)}
+    asks_dns = {"decode-leader", "decode-worker"} | ({"gateway"} if _has_gateway(documents) else set())
+    assert outward == {("router", 443), ("router", 6443)} | {(name, 53) for name in asks_dns}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -69,7 +76,8 @@ def test_the_outside_reaches_routers_and_metrics_only(overlay: str) -> None:
                for rule in policy["spec"].get("ingress", []) for port in rule["ports"]
                if any("namespaceSelector" in peer for peer in rule["from"])}
     scraped = {(pod.name, METRICS[0]) for pod in pod_kinds(documents)} if of_kind(documents, "PodMonitor") else set()
-    assert outside == {("router", GRPC[0])} | scraped
+    served = {("gateway", HTTP[0])} if _has_gateway(documents) else set()
+    assert outside == {("router", GRPC[0])} | scraped | served
 
 
 # What is no pod: NodeLocal DNSCache's own address, and an API server by either family.
@@ -91,7 +99,7 @@ def test_a_dns_cache_on_the_node_is_reached_by_whoever_looks_up_names(overlay: s
     documents = load(overlay)
     policies = of_kind(documents, "NetworkPolicy")
     assert {pod.name for pod in pod_kinds(documents) if _reaches(policies, pod, NODE_LOCAL_DNS, 53)} \
-        == {"decode-leader", "decode-worker"}
+        == {"decode-leader", "decode-worker"} | ({"gateway"} if _has_gateway(documents) else set())
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -1,14 +1,15 @@
 """Workers that restart where they were while requests are on their way to them."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 
 from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.request.worker_stream import Ended, Received, WorkerStream
 from router.workers.worker import Worker, WorkerRole
-from runtime.errors import PeerLostError
-from tests.router.harness import FACTS, eventually, running_router, token_request, worker_info
+from runtime.errors import PeerLostError, UnavailableError
+from tests.router.harness import FACTS, FLOW_LIMITS, NO_GRACE, eventually, running_router, token_request, worker_info
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PROMPT = [1, 2, 3]
@@ -90,3 +91,35 @@ async def test_the_only_pool_restarts_while_its_request_queues() -> None:
         assert (await answer).token_ids == expected_tokens(PROMPT, 5)
         assert not router.directory.pair_problem(), "the new incarnation is not blamed for the old one"
         await router.assert_nothing_left()
+
+
+async def test_patience_with_a_lost_worker_is_as_long_as_its_start_was() -> None:
+    """Much longer than the setting says: who arrives meanwhile waits, and so does what it worked on."""
+    fabric, journal = Fabric(), Journal()
+    prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    pool.token_pause_s = 0.05
+    for worker in (prefill, pool):
+        worker.start_s = 20.0
+    async with running_router(prefill, pool, flow=replace(FLOW_LIMITS, peer_wait_s=0.1), admission=NO_GRACE,
+                              longest_comeback_s=60.0) as router:
+        for worker in (prefill, pool):
+            held = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=40)))
+            await eventually(lambda: pool.open_requests, "the request")
+            await worker.die()
+            await eventually(router.directory.pair_problem, "the dead worker")
+            new = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
+            await asyncio.sleep(1.0)
+            await worker.start()
+            assert (await held).token_ids == expected_tokens(PROMPT, 40)
+            assert (await new).token_ids == expected_tokens(PROMPT, 5)
+        await router.assert_nothing_left()
+
+
+async def test_patience_has_an_end_whatever_workers_say() -> None:
+    fabric, journal = Fabric(), Journal()
+    prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    pool.start_s = 1e6
+    async with running_router(prefill, pool, admission=NO_GRACE, longest_comeback_s=0.5) as router:
+        await pool.die()
+        await eventually(router.directory.pair_problem, "the dead worker")
+        assert isinstance(await router.failure(token_request(PROMPT)), UnavailableError)

@@ -2,9 +2,14 @@ import urllib.request
 
 import pytest
 
-from runtime.errors import ConfigError
+from router.request.migration import MoveReason
+from router.workers.worker import WorkerRole
+from runtime import errors
+from runtime.errors import BatonError, ConfigError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import (
+    FAILURES,
+    SESSION_FAILURES,
     ArrivalMetrics,
     HandoffMetrics,
     LeaderMetrics,
@@ -40,3 +45,29 @@ def test_a_worker_can_hold_all_its_sets_in_one_registry() -> None:
             kind.create(registry)
         names = [family.name for family in registry.collect() if not family.name.startswith(("process", "python"))]
         assert all(name.startswith("baton_") for name in names)
+
+
+def test_failures_stand_at_zero_before_the_first() -> None:
+    """A series that appears with its first failure has no increase that an alert could see."""
+    registry = new_registry(role="router", version="1")
+    for kind in (RouterMetrics, HandoffMetrics, ArrivalMetrics):
+        kind.create(registry)
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            if family.name.startswith("baton_") and sample.name.endswith("_total") and sample.labels:
+                assert sample.value == 0
+                found.setdefault(family.name, set()).add(tuple(sample.labels.values()))
+    sessions = {(reason,) for reason in SESSION_FAILURES}
+    assert found["baton_kv_transfer_failures"] == sessions | {("source_replaced",)}
+    assert found["baton_handshake_failures"] == sessions
+    assert found["baton_router_retries"] == {(role.value, reason) for role in WorkerRole for reason in FAILURES}
+    assert found["baton_migrations"] == {(move.value, end) for move in MoveReason for end in ("resumed", "failed")}
+    assert found["baton_discovery_errors"] == {("dns",), ("kubernetes",)}
+    assert found["baton_local_prefill"] == {("preempted",)}
+    assert registry.get_sample_value("baton_e2e_seconds_count", {"outcome": "failed"}) == 0
+
+
+def test_failures_have_reasons_of_errors() -> None:
+    reasons = {kind.reason for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BatonError)}
+    assert set(FAILURES) <= reasons

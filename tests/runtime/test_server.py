@@ -5,6 +5,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from prometheus_client import CollectorRegistry
 
@@ -56,6 +57,38 @@ async def test_errors_of_a_stream_reach_the_client_typed(echo: tuple[EchoGenerat
     assert isinstance(bug, errors.InternalError)
     assert "r7" in str(bug)
     assert "secret" not in str(bug)
+
+
+class EndingTogether(EchoGeneration):
+    """Streams that end with one and the same error, as the requests of a pool do that breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waiting, self.broke, self.error = 0, asyncio.Event(), errors.PeerLostError("stage 1 died")
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any],
+                       ) -> AsyncIterator[pb.GenerateResponse]:
+        self.num_waiting += 1
+        await self.broke.wait()
+        raise self.error
+        yield
+
+
+async def test_an_error_that_many_calls_end_with_reaches_all_of_them() -> None:
+    """The first to end used to clear the frames of the others, which then ended with UNKNOWN."""
+    servicer = EndingTogether()
+    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
+                        metrics=RpcMetrics.create(CollectorRegistry()))
+    generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.grpc)
+    address = await server.start()
+    try:
+        calls = [asyncio.create_task(fail(address, text="x")) for _ in range(6)]
+        await eventually(lambda: servicer.num_waiting == 6, "all calls")
+        servicer.broke.set()
+        ends = await asyncio.gather(*calls)
+        assert [type(error) for error in ends] == [errors.PeerLostError] * 6, ends
+    finally:
+        await server.drain(grace_s=0)
 
 
 async def test_oversize_message_names_the_limit(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
@@ -179,6 +212,25 @@ async def test_reflection_lists_the_services(echo: tuple[EchoGeneration, GrpcSer
             return set(ProtoReflectionDescriptorDatabase(channel).get_services())
 
     assert {SERVICE, "grpc.health.v1.Health"} <= await asyncio.to_thread(names)
+
+
+async def test_reflection_is_the_same_under_both_of_its_names(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    """Newer clients ask version 1 only; its messages are those of v1alpha."""
+    asked = [reflection_pb2.ServerReflectionRequest(list_services=""),
+             reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)]
+    answers = []
+    async with open_channel(echo[2]) as channel:
+        for version in ("v1", "v1alpha"):
+            call: grpc.aio.StreamStreamCall[Any, Any] = channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                reflection_pb2.ServerReflectionRequest.SerializeToString,
+                reflection_pb2.ServerReflectionResponse.FromString)(iter(asked))
+            answers.append([answer async for answer in call])
+    first, second = answers
+    assert first == second
+    listed = {service.name for service in first[0].list_services_response.service}
+    assert {SERVICE, "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"} <= listed
+    assert first[1].file_descriptor_response.file_descriptor_proto
 
 
 async def test_port_in_use_is_one_clear_error(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:

@@ -37,7 +37,7 @@ from transfer.transport.protocol import Operation, Transport
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
-DEVICE_WAIT_S = 200e-6  # while layers wait for the device, whose events wake nobody
+DEVICE_WAIT_S = 200e-6  # while layers wait for the device, whose events wake no thread
 START_S = 60.0  # a CUDA context may take seconds
 
 
@@ -68,9 +68,8 @@ class AgentStats:
 class TransferAgent:
     """Sends and receives for one stage.
 
-    Which stage of a `SourceTerms` or `DestinationTerms` this is,
-    is told by `incarnation`: terms made for another process (an
-    earlier life of this one) are refused with a FAILED report.
+    `incarnation` finds this stage in a `SourceTerms` or `DestinationTerms`: terms made for another process (an earlier
+    life of this one) are refused with a FAILED report.
     """
 
     def __init__(self, *, memory: PoolMemory, transport: Transport, clock: Clock, incarnation: str,
@@ -137,10 +136,10 @@ class TransferAgent:
         self._submit(lambda: self._transfers.open(self._receiver(source, destination)))
 
     def expect_send(self, request_key: int, num_tokens: int | None = None) -> None:
-        """Remember `layer_done` of this request from now on; call before its first forward.
+        """Keep `layer_done` of this request from now on; call before its first forward.
 
-        `num_tokens` of its prompt is checked against the terms where it is known (a later stage hears of a request
-        chunk by chunk and learns its length from the terms).
+        `num_tokens` of its prompt is checked against the terms where it is known (a later stage gets a request
+        chunk by chunk and reads its length from the terms).
         """
         self._submit(lambda: self._expect_send(request_key, num_tokens))
 
@@ -161,16 +160,16 @@ class TransferAgent:
         self._submit(lambda: self._close(session_id))
 
     def close_request(self, request_key: int) -> None:
-        """Close the request's session, if one was opened, and forget its progress. Idempotent. What is said of it
+        """Close the request's session, if one was opened, and drop its progress. Idempotent. What is reported of it
         later, by a batch that was on its way, is ignored."""
         self._submit(lambda: self._prompts.close(request_key))
 
     def close_all(self) -> Future[None]:
-        """Close every session and forget every request: the pool has lost its leader, and the next one's request keys
+        """Close every session and drop every request: the pool has lost its leader, and the next one's request keys
         begin anew. The future is done when all have drained and nothing was opened meanwhile: from then on nothing of
         the time before can read or write the pools."""
         drained: Future[None] = Future()
-        drained.set_running_or_notify_cancel()  # nobody who waits can cancel it
+        drained.set_running_or_notify_cancel()  # a waiter cannot cancel it
         self._submit(lambda: self._close_all(drained))
         return drained
 
@@ -204,7 +203,7 @@ class TransferAgent:
             while not self._is_abandoned and (not self._is_stopping or self._commands
                                               or self._transfers.num_unfinished):
                 self._turn()
-        except BaseException as error:  # the edge of the thread: report, so that nobody waits for us
+        except BaseException as error:  # the edge of the thread: report, so that nothing waits for it
             self._failure = error
             self._transfers.fail_all(InternalError(f"the transfer agent has failed: {error!r}"))
             raise
@@ -223,7 +222,7 @@ class TransferAgent:
         return self._failure is None
 
     def _close_transport(self) -> None:
-        """DRAINED is never said of memory that something may still touch."""
+        """DRAINED is never reported of memory that something may still touch."""
         try:
             self._transport.close()
         except BatonError as error:

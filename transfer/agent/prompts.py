@@ -148,8 +148,8 @@ class Prompt:
 class Prompts:
     """For the agent's thread.
 
-    A cancelled request is closed here while batches with it may still be computed; what these say of it comes too late
-    and must not bring it back. Keys are one leader's own: the next one's begin anew, after `clear`.
+    A cancelled request is closed here while batches with it may still be computed; what these report of it comes too
+    late and must not bring it back. Keys are one leader's own: the next one's begin anew, after `clear`.
     """
 
     def __init__(self, transfers: TransferTable, clock: Clock, *, max_waiting: int, layer_s: float) -> None:
@@ -160,7 +160,7 @@ class Prompts:
 
     @property
     def num_open(self) -> int:
-        """Requests that are remembered."""
+        """Requests that are followed."""
         return len(self._by_key)
 
     @property
@@ -169,7 +169,7 @@ class Prompts:
         return self._gate.num_waiting
 
     def expect(self, request_key: int, num_tokens: int | None) -> Prompt:
-        """The request's, made if it is new. Of a closed request: one with an error, which nobody remembers."""
+        """The request's, made if it is new. Of a closed request: one with an error, which is not kept."""
         if self.is_closed(request_key):
             return Prompt(num_tokens, error=HandoffError(f"request {request_key} is over"))
         return self._by_key.setdefault(request_key, Prompt(num_tokens))
@@ -204,7 +204,7 @@ class Prompts:
             prompt.transfers = [transfer for transfer in prompt.transfers if transfer.session_id != session_id]
 
     def close(self, request_key: int) -> None:
-        """Close the request's transfers and forget it, for good."""
+        """Close the request's transfers and drop it, for good."""
         self._closed.add(request_key)
         self._gate.forget(request_key)
         prompt = self._by_key.pop(request_key, None)

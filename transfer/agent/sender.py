@@ -68,7 +68,7 @@ class _ReadyMessage:
 class Sender(StageTransfer):
     """COMPLETE when every byte of every lane has left. `window` decides when a ready message is sent.
 
-    An item is digested when its bytes have just left, not before: whoever sent them has pulled them into this core's
+    An item is digested when its bytes have just left, not before: the send has pulled them into this core's
     cache, so memory is read once, and the first byte leaves without waiting for a digest.
     """
 
@@ -156,7 +156,7 @@ class Sender(StageTransfer):
 
 
 class SendWindow:
-    """Ready messages by peer, in order; a peer that does not take its bytes holds up nobody else.
+    """Ready messages by peer, in order; a peer that does not take its bytes holds up no other.
 
     At most `window_bytes` (and at least one message) are under way to a peer: enough to keep the connection busy, few
     enough that an abort drains quickly.

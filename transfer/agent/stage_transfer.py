@@ -24,8 +24,8 @@ class PoolMemory(Protocol):
 
 
 class StageTransfer(ABC):
-    """Belongs to the agent's thread. `state` is OPEN, COMPLETE or FAILED (then `error` says why); whether it is drained
-    is a separate question: after `stop`, when `num_outstanding` is zero."""
+    """Belongs to the agent's thread. `state` is OPEN, COMPLETE or FAILED (then `error` is the cause); whether it is
+    drained is a separate question: after `stop`, when `num_outstanding` is zero."""
 
     def __init__(self, source: SourceTerms, destination: DestinationTerms, transport: Transport) -> None:
         self.session_id = destination.session_id
@@ -95,7 +95,7 @@ class StageTransfer(ABC):
         self.state = StageSessionState.COMPLETE
 
     def stop(self) -> None:
-        """Start nothing more, cancel what nobody has matched. Idempotent."""
+        """Start nothing more, cancel what is not matched. Idempotent."""
         self.is_stopped = True
         for operation in self.outstanding:
             self._transport.cancel_receive(operation)

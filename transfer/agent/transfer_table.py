@@ -50,7 +50,7 @@ class TransferTable:
 
     @property
     def num_unfinished(self) -> int:
-        """Transfers that still owe a DRAINED report."""
+        """Transfers whose DRAINED report is still to come."""
         return self.num_open + self.num_draining
 
     def open(self, transfer: StageTransfer) -> None:
@@ -96,7 +96,7 @@ class TransferTable:
         self._owners[operation] = transfer
 
     def ended(self, operation: Operation) -> None:
-        """Tell the operation's transfer, and everybody what became of it."""
+        """Pass it to its transfer, and report what became of that."""
         transfer = self._owners.pop(operation)
         try:
             transfer.on_operation(operation)
@@ -164,7 +164,7 @@ class TransferTable:
             self._transport.close_peer(peer)
 
     def _is_drained(self, transfer: StageTransfer) -> bool:
-        """Nor is an older epoch under way, even if this one never started: the last report speaks for the session."""
+        """Nor is an older epoch under way, even if this one never started: the last report stands for the session."""
         return transfer.num_outstanding == 0 and not any(
             closing.transfer.num_outstanding and closing.transfer.epoch < transfer.epoch
             and self._conflicts(closing.transfer, transfer)

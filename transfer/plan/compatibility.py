@@ -24,7 +24,7 @@ class Compatibility:
 def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, numerics: str = "exact",
                   arithmetic: str = "any", max_context: str = "the model's", draft_revision: str = "") -> Compatibility:
     """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model; caches that
-    do not travel are a pool's own affair. `arithmetic` names the kernels and the class of instructions that bits depend
+    do not travel are not compared. `arithmetic` names the kernels and the class of instructions that bits depend
     on, where bits are promised; `max_context` the limit that an operator set: a request that one pool of a pair admits
     must have a place to go on in every other."""
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))

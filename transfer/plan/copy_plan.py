@@ -80,7 +80,7 @@ class _Run(NamedTuple):
 
 
 class CopyPlan:
-    """All lanes of one handoff, each made when asked for."""
+    """All lanes of one handoff, each made when it is requested."""
 
     def __init__(self, source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> None:
         """`specs` covers the whole model; the plan is made for those that travel (see `travelling`).
@@ -223,8 +223,8 @@ def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce:
                      with_draft: bool = False) -> DestinationTerms:
     """The destination's answer to `source`.
 
-    `nonce` is random, 32 bits, drawn once per session; with the epoch it makes the tags nobody else uses. `page_ids`
-    are the prompt's pages only (growth is not handed over). `specs` covers the whole model.
+    `nonce` is random, 32 bits, drawn once per session; with the epoch it makes tags that no other session uses.
+    `page_ids` are the prompt's pages only (growth is not handed over). `specs` covers the whole model.
 
     Raises:
         IncompatiblePeerError: the two sides do not fit together.

@@ -40,7 +40,7 @@ class Loan(Protocol):
 
     @property
     def content(self) -> memoryview:
-        """As many bytes as were asked for."""
+        """As many bytes as were requested."""
         ...
 
     def fetch(self, source: Buffer) -> None:
@@ -195,7 +195,7 @@ class DeviceTransport:
 
     def wait(self, timeout_s: float) -> None:
         if self._fetching or self._storing:
-            time.sleep(min(timeout_s, COPY_POLL_S))  # a copy's end wakes nobody
+            time.sleep(min(timeout_s, COPY_POLL_S))  # a copy's end wakes no thread
         elif not self._ended:
             self._inner.wait(timeout_s)
 

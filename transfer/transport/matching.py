@@ -14,7 +14,7 @@ HOLD_S = 30.0
 
 
 class MessageMatcher(Generic[M]):
-    """Posted receives by tag, messages nobody waits for yet, and prefixes whose messages are thrown away.
+    """Posted receives by tag, messages that no receive waits for yet, and prefixes whose messages are thrown away.
 
     A message that comes before its receive is held for at most `HOLD_S` seconds and with at most `MAX_HELD_MESSAGES`
     others, so a peer that sends garbage costs bounded memory. Whatever a method returns as messages is to be discarded
@@ -64,7 +64,7 @@ class MessageMatcher(Generic[M]):
         return pairs
 
     def cancel(self, operation: Operation) -> bool:
-        """True if the receive was still waiting, for its message or for memory; it is forgotten."""
+        """True if the receive was still waiting, for its message or for memory; it is dropped."""
         for pair in self._starved:
             if pair[0] is operation:
                 self._starved.remove(pair)
@@ -79,7 +79,7 @@ class MessageMatcher(Generic[M]):
         return True
 
     def cancel_peer(self, peer: Peer) -> list[Operation]:
-        """Forget every waiting receive of this peer and return them."""
+        """Drop every waiting receive of this peer and return them."""
         lost = [operation for operation in self._waiting() if operation.peer is peer]
         for operation in lost:
             self.cancel(operation)
@@ -101,7 +101,7 @@ class MessageMatcher(Generic[M]):
         return self._take_held([arrival for arrival, (_, until, _) in self._held.items() if until <= now])
 
     def clear(self) -> tuple[list[Operation], list[M]]:
-        """Forget everything; for closing."""
+        """Drop everything; for closing."""
         operations, starving = self._waiting(), [message for _, message in self._starved]
         self._posted.clear()
         self._starved.clear()

@@ -1,9 +1,9 @@
 """What moves bytes between two processes. One protocol, one contract suite (tests/transfer/contract.py).
 
 A message has a 64-bit tag. Its low `TAG_OFFSET_BITS` number the messages of one session's epoch; the rest, its
-*prefix*, says which. The receiving side matches a message only after it has seen its length, so a message of the wrong
-size never writes a byte, and a receive that was cancelled before it was matched is over at once: nobody knows its
-memory any more. A matched receive ends with its message, or when the peer's connection is closed.
+*prefix*, is the epoch's. The receiving side matches a message only after it has seen its length, so a message of the
+wrong size never writes a byte, and a receive that was cancelled before it was matched is over at once: nothing refers
+to its memory any more. A matched receive ends with its message, or when the peer's connection is closed.
 
 Buffers are host bytes; a transport for a device's memory (see `device.py`) takes that as well. `Wakeup` is how another
 thread ends the wait of a transport's owner.
@@ -39,7 +39,7 @@ def host_bytes(buffer: Buffer) -> memoryview:
 class OperationState(StrEnum):
     PENDING = "pending"
     DONE = "done"  # a send: the buffer may be reused; a receive: all bytes are there
-    FAILED = "failed"  # `error` says why
+    FAILED = "failed"  # `error` is the cause
     CANCELLED = "cancelled"  # by `cancel_receive`, before any byte was written
 
 
@@ -56,8 +56,8 @@ class Peer(Protocol):
 
 
 class Berth:
-    """Memory for one incoming message, borrowed only once the message is there. `borrow` says None while none is free;
-    whoever made the berth gives the memory back when the receive has ended."""
+    """Memory for one incoming message, borrowed only once the message is there. `borrow` returns None while none is
+    free; the maker of the berth gives the memory back when the receive has ended."""
 
     def __init__(self, num_bytes: int, borrow: Callable[[], memoryview | None]) -> None:
         self.nbytes = num_bytes
@@ -143,7 +143,8 @@ class Transport(Protocol):
         ...
 
     def retire(self, prefix: int) -> None:
-        """Throw away every message with this tag prefix that is here or still to come. Remembered within a bound."""
+        """Throw away every message with this tag prefix that is here or still to come. Prefixes are kept within a
+        bound."""
         ...
 
     def close_peer(self, peer: Peer) -> None:

@@ -1,4 +1,4 @@
-"""UCX worker addresses with a checksum: UCX trusts the bytes of an address blindly."""
+"""UCX worker addresses with a checksum: UCX does not check the bytes of an address."""
 
 import xxhash
 

@@ -120,7 +120,7 @@ class UcxLibrary:
         return tag
 
     def array(self, buffer: Buffer | bytearray | bytes) -> object:
-        """A view of the buffer as UCXX wants it: host bytes, or a device's memory by `__cuda_array_interface__`. Keeps
+        """A view of the buffer as UCXX takes it: host bytes, or a device's memory by `__cuda_array_interface__`. Keeps
         the buffer alive."""
         array: object = self._array(buffer)
         return array

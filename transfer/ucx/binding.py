@@ -1,4 +1,4 @@
-"""Where UCX listens: on which network devices and in which TCP ports. Checked before UCX hears of it.
+"""Where UCX listens: on which network devices and in which TCP ports. Checked before UCX gets it.
 
 UCX does not end its search when every port of its range is taken, it searches on for ever; and an unknown device only
 shows as "no transport". So both are looked at first, and refused with the setting's name.
@@ -71,7 +71,7 @@ def no_free_port(ports: tuple[int, int]) -> ConfigError:
 
 
 def _is_free(port: int) -> bool:
-    """As UCX binds: without SO_REUSEADDR, so a port that remembers old connections is taken."""
+    """As UCX binds: without SO_REUSEADDR, so a port with old connections still closing is taken."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))

@@ -16,7 +16,8 @@ _BESIDE_WAIT_S = 2e-4  # shared memory does not report that a full queue has roo
 @dataclass
 class PendingSend:
     """`request` needs `frame` until it is completed. At `deadline_s` of the monotonic clock the receiver counts as
-    lost, which has then not taken the whole frame for `timeout_s`. Nobody asks how a send ends that `is_abandoned`."""
+    lost, which has then not taken the whole frame for `timeout_s`. The end of a send that `is_abandoned` is not looked
+    at."""
 
     rank: int
     request: UcxRequest
@@ -27,7 +28,7 @@ class PendingSend:
 
 
 class PendingSends:
-    """At most `max_bytes` of them, or one. Whoever holds `using` may use the worker, and has to progress it; everything
+    """At most `max_bytes` of them, or one. The holder of `using` may use the worker, and has to progress it; everything
     but `close` is for the holder."""
 
     def __init__(self, worker: UcxWorker, *, max_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """How UCX is set up: three profiles, tried out, and what each turned out to be; and one for GPUs, not tried out.
 
 Common to all. Endpoint error handling is always on (without it some requests to a dead peer never end). A keepalive
-of one second makes shared memory notice a killed process within about one second (the default is twenty); a stopped one
-is noticed by nobody, there the connection has to be cut. UCX's ports know no authentication, and over TCP a peer names
+of one second makes shared memory detect a killed process within about one second (the default is twenty); a stopped one
+is not detected, there the connection has to be cut. UCX's ports have no authentication, and over TCP a peer names
 the address it writes to: only the pools may be able to reach them.
 """
 
@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 _COMMON = {
     "KEEPALIVE_INTERVAL": "1s",
+    "TCP_CONN_NB": "y",  # else whoever connects waits in the kernel, for minutes where packets are lost
     "TCP_TX_SEG_SIZE": "1m",
     "TCP_RX_SEG_SIZE": "1m",
     "POSIX_ERROR_HANDLING": "y",
 }
-HANDOFF_OPTIONS = {"RNDV_THRESH": "8192", "MAX_RNDV_RAILS": "1"}
+RENDEZVOUS_BYTES = 8192
+HANDOFF_OPTIONS = {"RNDV_THRESH": str(RENDEZVOUS_BYTES), "MAX_RNDV_RAILS": "1"}
 """Rendezvous for all but the smallest items: the source's bytes go straight to where they belong."""
 STAGE_CHANNEL_OPTIONS = {"RNDV_THRESH": "inf", "POSIX_FIFO_SIZE": "512"}
 """Never rendezvous (it needs the sender's thread while it computes), and room for a few MiB on their way."""
@@ -88,8 +90,8 @@ def create_worker(ucx: UcxLibrary, profile: TransportProfile, purpose: str,
 
 
 def _open_worker(ucx: UcxLibrary, context: UcxContext, binding: UcxBinding) -> UcxWorker:
-    """Where ports are given, in a thread that can be left behind: somebody else may have taken the last free one since
-    they were checked, and UCX then searches until one is free again. Workers may be used from any thread."""
+    """Where ports are given, in a thread that can be left behind: another process may have taken the last free one
+    since they were checked, and UCX then searches until one is free again. Workers may be used from any thread."""
     if binding.ports is None:
         return ucx.worker(context)
     made: Future[UcxWorker] = Future()
@@ -97,7 +99,7 @@ def _open_worker(ucx: UcxLibrary, context: UcxContext, binding: UcxBinding) -> U
     def make() -> None:
         try:
             made.set_result(ucx.worker(context))
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+        except Exception as error:  # noqa: BLE001 - the waiter gets it
             made.set_exception(error)
 
     threading.Thread(target=make, name="ucx-worker", daemon=True).start()

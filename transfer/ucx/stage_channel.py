@@ -7,8 +7,8 @@ the queues between the two goes on beside (`pending_sends.py`); only when many l
 A frame is waited for awake as long as such waits have recently been short: batches are in flight then, and to be woken
 costs more than the wait. A stage that waits for longer sleeps.
 
-Tags carry the pool epoch and the sender's rank. Frames of an older epoch are thrown away; those of a newer one (a peer
-was told of it earlier) wait until this stage is told, too.
+Tags carry the pool epoch and the sender's rank. Frames of an older epoch are thrown away; those of a newer one (it
+reached a peer earlier) wait until it reaches this stage, too.
 """
 
 import os
@@ -43,7 +43,7 @@ class UcxStageChannel:
     def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile,
                  binding: UcxBinding = ANYWHERE,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """`on_sent` hears of the bytes of each frame that left. Raises ConfigError when UCX cannot work here."""
+        """`on_sent` is given the bytes of each frame that left. Raises ConfigError when UCX cannot work here."""
         self._rank = rank
         self._on_sent = on_sent
         self._max_frame_bytes = max_frame_bytes
@@ -100,7 +100,7 @@ class UcxStageChannel:
     def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
         """Takes the frame over: it must not be changed any more. Raises PeerLostError when the peer is gone,
         InternalError for a frame over the limit; DeadlineError, now or in a later call, when the peer did not take a
-        frame within its `timeout_s` (the connection is cut then, so that nobody reads the frame any more)."""
+        frame within its `timeout_s` (the connection is cut then, so that the frame is not read any more)."""
         if len(frame) > self._max_frame_bytes:
             raise InternalError(f"a frame of {len(frame)} bytes to stage {rank}; the limit is {self._max_frame_bytes}")
         deadline_s = time.monotonic() + timeout_s
@@ -163,7 +163,7 @@ class UcxStageChannel:
         self._wakeup.set()
 
     def fail(self, rank: int, reason: str) -> None:
-        """The membership says this stage is gone: its owner's waits end with PeerLostError. From any thread."""
+        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any thread."""
         with self._lost_lock:
             self._lost.setdefault(rank, reason)
         self._wakeup.set()

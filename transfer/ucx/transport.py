@@ -2,7 +2,7 @@
 
 Receives are not posted to UCX ahead of time. Every message shows up as unexpected first; it is probed, its length
 compared, and only then received straight into the caller's memory. Messages above 8 KiB are rendezvous, so nothing has
-been copied when the probe sees them. This gives what UCX's posted receives cannot: a receive nobody has matched can be
+been copied when the probe sees them. This gives what UCX's posted receives cannot: a receive that is not matched can be
 given up at once, and a late or foreign message is refused with not a byte written while its sender still completes.
 
 Measured (UCX 1.21, host memory, SIGKILL or SIGSTOP of the source in mid-message, shared memory and TCP): closing the
@@ -12,6 +12,7 @@ end them. Without a close, a killed source ends its receives at once over TCP an
 memory (keepalive; the process must have been reaped by its parent).
 """
 
+import logging
 import os
 import time
 
@@ -23,12 +24,16 @@ from transfer.transport.protocol import Berth, Operation, OperationState, Peer, 
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding
-from transfer.ucx.settings import HANDOFF_OPTIONS, TransportProfile, close_endpoint, create_worker
+from transfer.ucx.settings import HANDOFF_OPTIONS, RENDEZVOUS_BYTES, TransportProfile, close_endpoint, create_worker
+from transfer.ucx.silence import PEER_SILENCE_S, SilentPeers
+from transfer.ucx.sockets import SocketLimits
+
+logger = logging.getLogger(__name__)
 
 SPIN_S = 50e-6
 SHARED_CORE_S = 30e-6
 ACTIVE_WAIT_S = 1e-3  # shared memory does not report that a full queue has room again
-PEER_CHECK_S = 0.02
+PEER_CHECK_S, SOCKET_CHECK_S = 0.02, 1.0
 MAX_PROGRESS_STEPS = 64
 
 
@@ -69,6 +74,10 @@ class UcxTransport:
         self._ended: list[Operation] = []
         self._num_pending = 0
         self._next_peer_check_s = 0.0
+        self._next_socket_check_s = 0.0
+        self._sockets = SocketLimits()
+        self._moved: set[Peer] = set()  # peers of which a message has ended since the last check
+        self._silent: SilentPeers[Peer] = SilentPeers(clock)
         self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
         self._scratch = self._ucx.array(bytearray(1))
         self._wakeup = Wakeup()
@@ -147,9 +156,22 @@ class UcxTransport:
             self._discard(self._matcher.expire())
             for peer in [peer for peer in self._peers.values() if not peer.alive]:
                 self.close_peer(peer)
+            self._cut_off_silent_peers()
+        if now >= self._next_socket_check_s:
+            self._next_socket_check_s = now + SOCKET_CHECK_S
+            self._sockets.apply()
         ended, self._ended = self._ended, []
         self._num_pending -= len(ended)
         return ended
+
+    def _cut_off_silent_peers(self) -> None:
+        """So that what is under way ends, and goes on elsewhere."""
+        moved, self._moved = self._moved, set()
+        for peer in self._silent.over_limit({operation.peer for operation, _ in self._active if operation.peer.alive},
+                                            moved):
+            logger.warning("a peer has moved no byte for %g s though messages are under way: it is cut off",
+                           PEER_SILENCE_S)
+            self.close_peer(peer)
 
     def wait(self, timeout_s: float) -> None:
         if self._ended or self._wakeup.is_set:
@@ -171,8 +193,8 @@ class UcxTransport:
             os.sched_yield()  # the peer may need this very core to go on
             yielded_at_s, now = now, self._clock.now()
             if now - yielded_at_s > SHARED_CORE_S:
-                # Somebody else works on this core, likely the peer. Schedulers leave two that only yield to each other
-                # where they are, but wake a sleeper on an idle core.
+                # Another process works on this core, likely the peer. Schedulers leave two that only yield to each
+                # other where they are, but wake a sleeper on an idle core.
                 time.sleep(SHARED_CORE_S)
         return False
 
@@ -198,7 +220,7 @@ class UcxTransport:
         self._active.append((operation, request))
 
     def _discard(self, messages: list[UcxProbe]) -> None:
-        # Into one byte: UCX drops what does not fit, and tells a rendezvous sender that it is done.
+        # Into one byte: UCX drops what does not fit, and reports to a rendezvous sender that it is done.
         self._discards += [self._worker.tag_recv_with_handle(self._scratch, message) for message in messages]
 
     def _collect(self) -> None:
@@ -214,6 +236,8 @@ class UcxTransport:
             self._discards = [request for request in self._discards if not request.completed]
 
     def _finish(self, operation: Operation, request: UcxRequest) -> None:
+        if operation.num_bytes >= RENDEZVOUS_BYTES:  # what is smaller may have got no further than into a queue
+            self._moved.add(operation.peer)
         try:
             request.check_error()
         except self._ucx.error as error:

@@ -1,11 +1,11 @@
 """Paged attention by FlashInfer, one wrapper plan per batch, held to the batch by its marker.
 
 A wrapper keeps the schedule of its last `plan`; a second plan silently replaces it, and running the first batch then
-reads the wrong keys. So every wrapper counts its plans, a batch's plan remembers the count, and `run` compares. Each
+reads the wrong keys. So every wrapper counts its plans, a batch's plan keeps the count, and `run` compares. Each
 kind of wrapper exists twice, because the next batch is planned while the one before still runs.
 
 Captured forwards have a wrapper per bucket. A replay runs on whatever its buffers hold, without asking, so
-`check_current` asks before it.
+`check_current` checks that before it.
 """
 
 import itertools
@@ -246,7 +246,7 @@ def _visible(batch: ForwardBatch) -> tuple[Tensor, ...]:
 
 
 def _flat_mask(visible: tuple[Tensor, ...], rows: tuple[int, ...], batch: ForwardBatch) -> Tensor:
-    """[sum of queries * keys] bool: keys before those a row's mask speaks about are committed and seen by all."""
+    """[sum of queries * keys] bool: keys before those a row's mask covers are committed and seen by all."""
     masks = []
     for row in rows:
         num_before = batch.context_lens[row] + batch.query_lens[row] - visible[row].shape[1]

@@ -1,6 +1,6 @@
 """MLA and DSA on a device: causal order by FlashInfer, trees and chosen keys by a kernel of our own.
 
-FlashInfer's wrapper for compressed keys knows no mask and no choice of keys. Where a token sees other keys than all
+FlashInfer's wrapper for compressed keys has no masks and no choice of keys. Where a token sees other keys than all
 before it, its keys are listed and the kernel attends to the list. As with paged attention (`flashinfer.py`) a wrapper
 keeps its last plan only: plans are counted, and each wrapper exists twice.
 """
@@ -189,13 +189,13 @@ def _slots(tables: Tensor, token_rows: Tensor, positions: Tensor, page_size: int
 
 
 def _visible(batch: ForwardBatch, masks: tuple[Tensor, ...], positions: Tensor, num_keys: int) -> Tensor:
-    """[T, num_keys] bool on the device of `positions` [T], which says where each token is stored. Only the masks
+    """[T, num_keys] bool on the device of `positions` [T], where each token is stored. Only the masks
     themselves are brought there."""
     device, key_ids = positions.device, torch.arange(num_keys, device=positions.device)
     if not masks:
         return key_ids <= positions[:, None]
     width = max(mask.shape[1] for mask in masks)
-    firsts = []  # of the keys that a token's row of a mask speaks about
+    firsts = []  # of the keys that a token's row of a mask covers
     for query_len, context_len in zip(batch.query_lens, batch.context_lens, strict=True):
         firsts += [context_len] * query_len
     spoken = torch.cat([F.pad(mask, (0, width - mask.shape[1])) for mask in masks]).to(device)

@@ -14,7 +14,7 @@ _HINT = "install the extra `gpu`, or run with device cpu"
 
 
 class LatentWrapper(Protocol):
-    """FlashInfer's BatchMLAPagedAttentionWrapper: rows of any number of queries, causal or not. It knows no masks."""
+    """FlashInfer's BatchMLAPagedAttentionWrapper: rows of any number of queries, causal or not. It has no masks."""
 
     def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor, num_heads: int,
              head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,  # noqa: FBT001

@@ -106,7 +106,7 @@ class WrapperFactory(Protocol):
 
 
 class LseWrapperFactory(Protocol):
-    """As `WrapperFactory`, where it also tells sums."""
+    """As `WrapperFactory`, where the wrapper returns sums, too."""
 
     def with_lse(self, graph: GraphSizes | None = None) -> LseWrapper: ...
 

@@ -64,7 +64,7 @@ def conv_prefill(x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, fresh
     stops = lengths.cumsum(0)
     starts = stops - lengths
     blocks = triton.cdiv(x.shape[1], _CHANNELS)
-    # Told how long the result is, nobody waits for the device to say so.
+    # With the length of the result given, nothing waits for the device to compute it.
     spread = [torch.repeat_interleave(values, lengths, output_size=len(x))
               for values in (slots[chosen], fresh[chosen], starts)]
     conv_prefill_kernel[len(x), blocks](x, weight, states, *spread, out, x.shape[1], KERNEL=weight.shape[1],

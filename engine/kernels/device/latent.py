@@ -1,7 +1,7 @@
 """Attention of each token to a list of cache entries of its own, over compressed keys (MLA), and the scores by which a
 layer chooses them (DSA).
 
-FlashInfer's wrapper for compressed keys knows neither masks nor choices; this covers both: a node of a draft tree
+FlashInfer's wrapper for compressed keys has neither masks nor choices; this covers both: a node of a draft tree
 lists the committed keys, its ancestors and itself; a layer that chooses lists what it chose.
 """
 

@@ -61,7 +61,7 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
         return None
 
 
-STORED_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}  # numba knows no bf16, only its bits
+STORED_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}  # numba has no bf16, only its bits
 NUMBERS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}  # NaN stays NaN
 # Functions that kernels call become part of them. A called one would be a symbol that a process which has just compiled
 # it, and one that has loaded the kernel, resolve to code of different bits.
@@ -76,7 +76,7 @@ PATIENCE_S = 120.0
 
 
 def has_kernels(*dtypes: torch.dtype) -> bool:
-    """Whether host kernels know all of these types."""
+    """Whether host kernels take all of these types."""
     return all(dtype in STORED_AS for dtype in dtypes)
 
 
@@ -88,7 +88,7 @@ def dense_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def record(*integers: str, **others: type) -> np.dtype:
-    """The arguments of a kernel: `next`, the first item that nobody has taken; `done`, how many are finished;
+    """The arguments of a kernel: `next`, the first item that no thread has taken; `done`, how many are finished;
     `num_items`; then the kernel's own, of which these are integers."""
     return np.dtype([*((name, np.int64) for name in ("next", "done", "num_items", *integers)), *others.items()])
 
@@ -103,7 +103,7 @@ def filled(kind: np.dtype, /, **values: torch.Tensor | float) -> np.ndarray:
 
 
 def load_numba() -> None:
-    """What numba loads before its first kernel: a third of a second, which no request need wait for."""
+    """What numba loads before its first kernel: a third of a second, and no request has to wait for it."""
     cfunc(types.int64(types.int64))(lambda number: number)
 
 

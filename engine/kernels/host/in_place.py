@@ -263,7 +263,7 @@ def _find(a, found, nothing, row, token, kv_head, start, num_keys):
 
 @njit(**STRICT_PART)
 def _fill_keys(a, room, found, num_keys):
-    """A block's keys as `dot.py` wants them. Groups of 16 without any key are left out. The values come next."""
+    """A block's keys as `dot.py` takes them. Groups of 16 without any key are left out. The values come next."""
     key_bytes = a.head_dim * a.itemsize
     behind = a.num_kv_heads * a.page_size * key_bytes
     whole = key_bytes // VECTOR_BYTES * VECTOR_BYTES

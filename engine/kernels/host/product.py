@@ -10,6 +10,8 @@ What follows the product is done before it is rounded, once: bias, silu(gate) * 
 An element's bits depend on its row of x and of the residual and on its column of the weights, on nothing else.
 """
 
+from array import array
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -43,8 +45,9 @@ from runtime.errors import InternalError
 REVISION = 2  # of sums and roundings: another number, other bits
 
 _ARGUMENTS = record("tile_rows", "chunk_rows", "num_groups", "group_blocks", "num_shares", "share_rows", "num_rows",
-                    "num_matrices", "num_columns", "num_blocks", "segment_steps", "x", "x_row_bytes", "x_matrix_bytes",
-                    "w", "w_up", "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out")
+                    "out_columns", "num_columns", "num_blocks", "segment_steps", "x", "x_row_bytes", "x_matrix_bytes",
+                    "shares", "w", "w_up", "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out")
+_SHARE_FIELDS = 4  # of a matrix that has rows of its own: its address, the second's, the first row, their number
 _GROUP_BLOCKS = 4
 _GROUP_COLUMNS = _GROUP_BLOCKS * LANES
 _SUM_ROW_BYTES = _GROUP_COLUMNS * 4
@@ -112,10 +115,50 @@ class PackedWeight:
         w_up, bias_up = (0, 0) if up is None else up.addresses
         shares = _share_out(num_rows, count, num_blocks, self.segments.multiple > 1, torch.get_num_threads())
         launch_integers(_compiled_for(self.dtype, out_dtype), (
-            *shares, num_rows, count, columns, num_blocks, self.segments.steps,
-            x.data_ptr(), x.stride(0) * item_bytes, x.stride(1) * item_bytes if headwise else 0,
+            *shares, num_rows, count * columns, columns, num_blocks, self.segments.steps,
+            x.data_ptr(), x.stride(0) * item_bytes, x.stride(1) * item_bytes if headwise else 0, 0,
             self.addresses[0], w_up, SEGMENTS * self.segments.steps * BLOCK_STEP_BYTES, self.addresses[1], bias_up,
             residual_at, residual_stride, out.data_ptr()), self._team)
+        return out
+
+
+class PackedGroup:
+    """Matrices of one shape without biases, of which each multiplies rows of its own (experts), in one launch."""
+
+    def __init__(self, weights: Sequence[PackedWeight], ups: Sequence[PackedWeight], team: Team) -> None:
+        """`ups`: for each of the weights W one U of its shape, for silu(x W^T) * (x U^T); or none."""
+        self._first = weights[0]
+        if {(weight.shape, weight.dtype) for weight in (*weights, *ups)} != {(self._first.shape, self._first.dtype)}:
+            raise InternalError("the matrices of a group have one shape and type")
+        if any(weight.bias is not None for weight in (*weights, *ups)):
+            raise InternalError("the matrices of a group have no biases")
+        self._team = team
+        self._kept = *weights, *ups  # the kernel has their addresses only
+        self._addresses = [weight.addresses[0] for weight in weights]
+        self._ups = [up.addresses[0] for up in ups] or [0] * len(weights)
+
+    def multiply(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """x: [M, K]; counts[i] of its rows, which follow those of i - 1, are the i-th matrix's. Returns [M, N] in the
+        weights' dtype, each row with the bits that its matrix alone would give it."""
+        first, num_rows = self._first, len(x)
+        _, columns, terms = first.shape
+        if x.dtype is not first.dtype or x.shape[1] != terms or sum(counts) != num_rows:
+            raise InternalError(f"x {tuple(x.shape)} {x.dtype} for {sum(counts)} rows of weights {first.shape}")
+        out = torch.empty(num_rows, columns, dtype=first.dtype)
+        if not num_rows:
+            return out
+        table, start = array("q"), 0
+        for address, up, count in zip(self._addresses, self._ups, counts, strict=True):
+            if count:
+                table.extend((address, up, start, count))
+                start += count
+        x, num_blocks = first.segments.arranged(x), first.blocks.shape[1]
+        shares = _share_out(max(counts), len(table) // _SHARE_FIELDS, num_blocks, first.segments.multiple > 1,
+                            torch.get_num_threads())
+        launch_integers(_compiled_for(first.dtype, first.dtype), (
+            *shares, num_rows, columns, columns, num_blocks, first.segments.steps, x.data_ptr(),
+            x.stride(0) * first.dtype.itemsize, 0, table.buffer_info()[0], self._addresses[0], self._ups[0],
+            SEGMENTS * first.segments.steps * BLOCK_STEP_BYTES, 0, 0, 0, 0, out.data_ptr()), self._team)
         return out
 
 
@@ -167,18 +210,26 @@ def _take_items(pointer, stored, stored_out):
         matrix, first_block = panel_of_all // a.num_groups, panel_of_all % a.num_groups * a.group_blocks
         num_blocks = min(a.group_blocks, a.num_blocks - first_block)
         num_columns = min(num_blocks * LANES, a.num_columns - first_block * LANES)
-        column = matrix * a.num_columns + first_block * LANES
-        w_offset = (matrix * a.num_blocks + first_block) * a.w_block_bytes
-        for row in range(first_row, min(first_row + a.share_rows, a.num_rows), a.chunk_rows):
-            rows, x = min(a.chunk_rows, a.num_rows - row), a.x + row * a.x_row_bytes + matrix * a.x_matrix_bytes
+        weights, ups, start, num_rows, column, x_at = a.w, a.w_up, 0, a.num_rows, matrix * a.num_columns, a.x
+        if a.shares:
+            share = carray(pointer_to(a.shares + matrix * _SHARE_FIELDS * 8, np.int64), _SHARE_FIELDS)
+            weights, ups, start, num_rows, column = share[0], share[1], share[2], share[3], 0
+        else:
+            weights += matrix * a.num_blocks * a.w_block_bytes
+            ups += matrix * a.num_blocks * a.w_block_bytes
+            x_at += matrix * a.x_matrix_bytes
+        column += first_block * LANES
+        for row in range(first_row, min(first_row + a.share_rows, num_rows), a.chunk_rows):
+            rows, x = min(a.chunk_rows, num_rows - row), x_at + (start + row) * a.x_row_bytes
             make_tiles(stored, rows, layout)
             for panel in range(num_panels):
-                w, bias = (a.w_up, a.bias_up) if panel else (a.w, a.bias)
-                _multiply(a, x, rows, w + w_offset, num_blocks, sums[panel].ctypes.data, stored)
+                w, bias = (ups, a.bias_up) if panel else (weights, a.bias)
+                w += first_block * a.w_block_bytes
+                _multiply(a, x, rows, w, num_blocks, sums[panel].ctypes.data, stored)
                 _add_up(sums[panel], rows, num_columns, bias, column)
-            if a.w_up:
+            if num_panels == 2:
                 _gate(sums[0, 0], sums[1, 0], rows, num_columns)
-            _store(a, sums[0, 0], row, rows, column, num_columns, stored, stored_out)
+            _store(a, sums[0, 0], start + row, rows, column, num_columns, stored, stored_out)
         count_up(pointer, DONE)
 
 
@@ -227,7 +278,7 @@ def _gate(gate, up, rows, num_columns):
 @njit(**STRICT_PART)
 def _store(a, totals, first_row, rows, column, num_columns, stored, stored_out):
     residual = carray(pointer_to(a.residual, stored), a.num_rows * a.residual_stride)
-    out = carray(pointer_to(a.out, stored_out), (a.num_rows, a.num_matrices * a.num_columns))
+    out = carray(pointer_to(a.out, stored_out), (a.num_rows, a.out_columns))
     for r in range(rows):
         if a.residual:
             start = (first_row + r) * a.residual_stride + column

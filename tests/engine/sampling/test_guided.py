@@ -76,6 +76,11 @@ def test_whitespace_of_json_has_an_end(grammars: Grammars, folder: Path) -> None
     text.close()
 
 
+def test_a_schema_can_do_without_whitespace(grammars: Grammars) -> None:
+    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"const": [1], "x-guidance": {"whitespace_flexible": false}}')
+    assert [after(grammars, schema, text) for text in ("", "[", "[1", "[1]")] == ["[", "1", "]", "$"]
+
+
 @pytest.mark.parametrize("path", [("aab", "ab1", "", "b2"), ("ab12", "ab1", "ab12"), ("b2", "", "b2", "aab1", "aab2")])
 def test_a_text_that_stood_elsewhere_says_the_same(grammars: Grammars, path: tuple[str, ...]) -> None:
     """Back and forth, as when drafted tokens were not accepted or a request is replayed."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.blocks.linear import GatedLinear, HeadwiseLinear, Linear
+from models.blocks.linear import GatedLinear, GroupedLinear, HeadwiseLinear, Linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # of the last, plain torch
 
@@ -115,3 +115,18 @@ def test_logits_are_not_rounded_to_the_weights_type() -> None:
     assert logits.dtype is torch.float32
     assert torch.allclose(logits.double(), exact, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(exact.bfloat16().double(), exact, rtol=1e-4), "what is rounded is further away"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [(3, 0, 1, 40), (0, 0, 0, 1), (70, 1, 1, 1), (0, 0, 0, 0)])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_grouped_layers_give_each_row_the_bits_of_its_own_layer(threads: int, gated: bool, counts: tuple[int, ...],  # noqa: FBT001
+                                                                dtype: torch.dtype) -> None:
+    weights = [[Linear(draw(35, 40, dtype=dtype, seed=2 * index + half)) for half in range(2)]
+               for index in range(len(counts))]
+    layers: list[Linear | GatedLinear] = [GatedLinear(gate, up) if gated else gate for gate, up in weights]
+    x = draw(sum(counts), 40, dtype=dtype, seed=99)
+    alone = [layer(part) for layer, part in zip(layers, torch.split(x, list(counts)), strict=True)]
+    grouped = GroupedLinear(layers)(x, counts)
+    assert torch.equal(grouped, torch.cat(alone))
+    assert (grouped.shape, grouped.dtype) == ((sum(counts), 35), dtype)

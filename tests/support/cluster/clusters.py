@@ -15,7 +15,7 @@ import psutil
 
 from baton.client import AsyncBatonClient
 from baton.cluster import ClusterConfig, LocalCluster
-from baton.nursery import Nursery
+from baton.nursery import HERE, Nursery, ProcessPlaces
 from baton.values import ClusterStatus, WorkerStatus
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
@@ -84,17 +84,17 @@ def is_clean(status: ClusterStatus) -> bool:
 @asynccontextmanager
 async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, prefill_pp: int = 1, decode_pp: int = 1,
                           prefill_partition: str = "", decode_partition: str = "", worker_flags: tuple[str, ...] = (),
-                          router_flags: tuple[str, ...] = (), http: str = "",
+                          router_flags: tuple[str, ...] = (), http: str = "", places: ProcessPlaces = HERE,
                           security: ChannelSecurity = PLAIN_CHANNEL,
-                          client_security: ChannelSecurity = PLAIN_CHANNEL,
+                          client_security: ChannelSecurity = PLAIN_CHANNEL, routers: int = 1,
                           ready_timeout_s: float = READY_TIMEOUT_S) -> AsyncIterator[RunningCluster]:
-    """Up and ready inside the block, gone after it."""
+    """Up and ready inside the block, gone after it. The client is that of the first router."""
     lines: deque[str] = deque(maxlen=2000)
     config = ClusterConfig(
         model=model, prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0",
+        prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0", routers=routers,
         worker_flags=worker_flags, router_flags=router_flags, http=http, ready_timeout_s=ready_timeout_s,
-        stop_grace_s=5, security=security, nursery=shared_nursery())
+        stop_grace_s=5, security=security, nursery=shared_nursery(), places=places)
     try:
         async with (LocalCluster(config, sink=lambda name, line: lines.append(f"{name:12} {line}")) as cluster,
                     AsyncBatonClient(cluster.address, security=client_security) as client):

@@ -106,6 +106,7 @@ class FakeWorker:
         self.tokenizer_digest = ""
         self.serving = True
         self.queued_tokens = 0  # what it says that waits
+        self.start_s = 0.0  # how long it says that it took to start
         self.reports = True  # whether the watch stream says anything after its facts
         self.open_requests: list[str] = []
         self.refused: dict[str, int] = defaultdict(int)
@@ -195,7 +196,7 @@ class FakeWorker:
                 yield worker_pb2.WatchResponse(load=worker_pb2.WorkerLoad(
                     serving=self.serving, reason="" if self.serving else "draining",
                     queued_tokens=self.queued_tokens, running_requests=len(self.open_requests),
-                    pages_free=self.num_pages))
+                    pages_free=self.num_pages, start_s=self.start_s))
             await asyncio.sleep(request.interval_s)
 
 

@@ -16,6 +16,7 @@ from tests.support.transfer.transfer_child import CHILD_FILL, SendingChild
 from tests.transfer.contract import PREFIX, Pair, TransportContract, pattern, poisoned
 from transfer.transport.protocol import Operation, OperationState, Transport
 from transfer.ucx.settings import TransportProfile, live_devices, ucx_options
+from transfer.ucx.sockets import UNACKNOWLEDGED_S
 from transfer.ucx.transport import UcxTransport
 
 PROFILES = [TransportProfile.SHM, TransportProfile.TCP]
@@ -114,6 +115,17 @@ def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
     assert all(target == b"\xee" * NUM_BYTES for target in targets)
 
 
+def test_a_source_that_hangs_in_mid_message_is_cut_off(receiver: UcxTransport, child: SendingChild) -> None:
+    """As one behind a network that loses every packet: no error ever comes of it."""
+    operations, _ = start_receiving(receiver, child)
+    child.process.send_signal(signal.SIGSTOP)
+    progress_until_ended(receiver, operations)
+    lost = [operation for operation in operations if operation.state is OperationState.FAILED]
+    assert lost
+    assert all(isinstance(operation.error, PeerLostError) for operation in lost)
+    assert not operations[0].peer.alive
+
+
 def test_a_live_source_delivers_everything(receiver: UcxTransport, child: SendingChild) -> None:
     operations, targets = start_receiving(receiver, child)
     progress_until_ended(receiver, operations)
@@ -133,6 +145,34 @@ def listening_addresses() -> set[tuple[str, int]]:
                 host, _, port = fields[1].partition(":")
                 addresses.add((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
     return addresses
+
+
+def unacknowledged_limits_ms() -> list[int]:
+    """Of the TCP sockets of this process."""
+    limits = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM:
+                limits.append(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return limits
+
+
+def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
+    """Also on connections that the other side has opened, which nobody here has a handle for."""
+    with socket.socket(socket.AF_INET) as with_a_limit, socket.socket(socket.AF_UNIX):
+        with_a_limit.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2500)
+        before = len(unacknowledged_limits_ms())
+        pair = Pair(*(UcxTransport(profile=TransportProfile.TCP, clock=SystemClock()) for _ in range(2)))
+        pair.finish(pair.right.post_receive(pair.to_left, PREFIX, poisoned(100_000)),
+                    pair.left.send(pair.to_right, PREFIX, pattern(100_000)))
+        deadline = time.monotonic() + 60
+        while 0 in unacknowledged_limits_ms():
+            pair.settle(0.1)
+            assert time.monotonic() < deadline, unacknowledged_limits_ms()
+        assert len(unacknowledged_limits_ms()) > before
+        assert set(unacknowledged_limits_ms()) == {2500, round(UNACKNOWLEDGED_S * 1e3)}
+        pair.left.close()
+        pair.right.close()
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, bytes(range(256)) * 1024, b""])

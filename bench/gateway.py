@@ -1,0 +1,166 @@
+"""`python -m bench.gateway`: what the OpenAI gateway adds to a request, and how soon a client that leaves is forgotten.
+
+A local cluster with the gateway before it. The same greedy chat goes to the router over gRPC and to the gateway over
+HTTP, in turns; streams of a fixed length then show what a chunk costs the gateway's process and the router's; at last
+clients close their connection in the middle of a stream, and the decode pool tells when all its pages are free again.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+
+import httpx2
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.values import ChatMessage, Chunk, Query, Sampling, Stop
+from bench.report import Value, render
+from protos import worker_pb2, worker_pb2_grpc
+from runtime.client import open_channel
+from runtime.errors import BatonError
+
+QUESTION = "Count from 3 by 2."
+TIMEOUT_S = 120.0
+WATCHERS = 5  # a report every 10 ms
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time that a process has used, in user and system mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def body(model: str, max_tokens: int, *, is_endless: bool) -> dict[str, object]:
+    return {"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "stream": True,
+            "max_tokens": max_tokens, "ignore_eos": is_endless}
+
+
+async def pieces(http: httpx2.AsyncClient, request: dict[str, object]) -> AsyncGenerator[str, None]:
+    """The text of each chunk of a streamed chat that has some."""
+    async with http.stream("POST", "/v1/chat/completions", json=request) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    if text := choice["delta"].get("content"):
+                        yield text
+
+
+async def first_s(stream: AsyncIterator[object]) -> float:
+    """Seconds to the first item; the rest is read, too."""
+    started = time.perf_counter()
+    first = None
+    async for _ in stream:
+        first = time.perf_counter() - started if first is None else first
+    if first is None:
+        raise BatonError("a stream without a token")
+    return first
+
+
+async def chunks(client: AsyncBatonClient, query: Query) -> AsyncIterator[Chunk]:
+    async with contextlib.aclosing(client.generate(query, timeout_s=TIMEOUT_S)) as events:
+        async for event in events:
+            if isinstance(event, Chunk) and event.text:
+                yield event
+
+
+class Held:
+    """How many pages a decode pool has free, as it reports to several watchers in turns: one is told every 50 ms."""
+
+    def __init__(self) -> None:
+        self.pages_free = 0
+        self.pages_total = 0
+        self._news = asyncio.Event()
+
+    async def watch(self, address: str, *, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        async with open_channel(address) as channel:
+            async for response in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(interval_s=0.05)):
+                if response.HasField("info"):
+                    self.pages_total = response.info.pages_total
+                else:
+                    self.pages_free = response.load.pages_free
+                    self._news.set()
+
+    async def until(self, *, is_free: bool) -> None:
+        """Pages are held, or none is. The first report after the call counts."""
+        self._news.clear()
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                if (self.pages_free == self.pages_total) is is_free:
+                    return
+
+
+async def forgotten_s(http: httpx2.AsyncClient, model: str, held: Held) -> float:
+    """From the moment a client closes its connection to the first report of decode that all pages are free."""
+    stream = pieces(http, body(model, 1900, is_endless=True))
+    await anext(stream)
+    await held.until(is_free=False)
+    started = time.perf_counter()
+    await stream.aclose()
+    await held.until(is_free=True)
+    return time.perf_counter() - started
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    config = ClusterConfig(model=flags.model, listen="127.0.0.1:0", http="127.0.0.1:0", log_level="warning")
+    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
+                AsyncBatonClient(cluster.address) as client,
+                httpx2.AsyncClient(base_url=f"http://{cluster.http_address}", timeout=TIMEOUT_S) as http):
+        model = (await client.model_info()).model
+        query = Query((ChatMessage("user", QUESTION),), Sampling(temperature=0), Stop(max_tokens=8))
+        grpc_s, http_s = [], []
+        for _ in range(flags.requests):
+            grpc_s.append(await first_s(chunks(client, query)))
+            http_s.append(await first_s(pieces(http, body(model, 8, is_endless=False))))
+        pids = {name: cluster.processes[name].pid or 0 for name in ("gateway", "router")}
+        before = {name: cpu_s(pid) for name, pid in pids.items()}
+        await asyncio.gather(*(first_s(pieces(http, body(model, flags.tokens, is_endless=True)))
+                               for _ in range(flags.streams)))
+        spent = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+        announcement = cluster.processes["decode-0"].announcement
+        assert announcement is not None
+        held = Held()
+        watching = [asyncio.create_task(held.watch(announcement.address, after_s=index * 0.01))
+                    for index in range(WATCHERS)]
+        gone_s = [await forgotten_s(http, model, held) for _ in range(flags.leavers)]
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+    num_chunks = flags.streams * flags.tokens
+    return {"requests": flags.requests, "ttft_grpc_ms": statistics.median(grpc_s) * 1e3,
+            "ttft_http_ms": statistics.median(http_s) * 1e3,
+            "ttft_added_ms": (statistics.median(http_s) - statistics.median(grpc_s)) * 1e3,
+            "chunks": num_chunks, "gateway_cpu_per_chunk_us": spent["gateway"] / num_chunks * 1e6,
+            "router_cpu_per_chunk_us": spent["router"] / num_chunks * 1e6, "leavers": flags.leavers,
+            "forgotten_median_ms": statistics.median(gone_s) * 1e3, "forgotten_max_ms": max(gone_s) * 1e3}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    for name, default in (("requests", 100), ("streams", 8), ("tokens", 400), ("leavers", 20)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    flags = parser.parse_args()
+    try:
+        values = asyncio.run(measure(flags))
+    except BatonError as error:
+        print(f"bench.gateway: {error}", file=sys.stderr)
+        return 1
+    print(render("gateway", values, as_json=flags.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

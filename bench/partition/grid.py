@@ -1,0 +1,152 @@
+"""Edges of a cluster, cut one after the other under load, each for some seconds, and mended."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster
+from baton.nursery import ProcessPlaces
+from baton.retry import NO_RETRY
+from baton.values import Query
+from bench.partition.network import Network
+from bench.storm import leaks, truth
+from bench.storm.traffic import Shares, Traffic, make_questions, plan
+from bench.storm.verdict import Answer, Counts, Fate, stalls
+
+PROCESSES = ("router", "prefill-0", "prefill-1", "decode-0.0", "decode-0.1", "decode-1.0", "decode-1.1")
+NUM_QUESTIONS = 16
+LEAD_S, TAIL_S = 1.0, 2.0  # of load before a cut and after it is mended
+SETTLE_S = 60.0
+WORKER_FLAGS = ("--transport", "tcp", "--transport-interface", "eth0", "--drain-s", "2")
+ROUTER_FLAGS = ("--drain-s", "2")
+
+
+class Edge(StrEnum):
+    """Between which processes; of two of each role, it is always the first that is cut off."""
+
+    ROUTER_PREFILL = "router-prefill"
+    ROUTER_DECODE = "router-decode"
+    PREFILL_DECODE = "prefill-decode"
+    STAGE_STAGE = "stage-stage"
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """From the one end to the other."""
+        return {Edge.ROUTER_PREFILL: (("router", "prefill-0"),),
+                Edge.ROUTER_DECODE: (("router", "decode-0.0"),),
+                Edge.PREFILL_DECODE: (("prefill-0", "decode-0.0"), ("prefill-0", "decode-0.1")),
+                Edge.STAGE_STAGE: (("decode-0.0", "decode-0.1"),)}[self]
+
+
+class Way(StrEnum):
+    """Which packets are lost; back, of an edge of the router's, are a worker's reports."""
+
+    BOTH = "both"
+    THERE = "there"
+    BACK = "back"
+
+    def of(self, pair: tuple[str, str]) -> list[tuple[str, str]]:
+        there, back = pair, (pair[1], pair[0])
+        return {Way.BOTH: [there, back], Way.THERE: [there], Way.BACK: [back]}[self]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cut."""
+
+    edge: Edge
+    way: Way
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """`longest_wait_s` is the longest that any client waited for its next message, `settled_s` the time from the end
+    of the last request until every worker serves and holds nothing."""
+
+    cell: Cell
+    counts: Counts
+    longest_wait_s: float
+    settled_s: float
+    held: leaks.StillHeld
+    num_restarts: int  # processes that ended; none should for want of a connection
+    failures: tuple[str, ...]
+
+    @property
+    def num_failed(self) -> int:
+        """Requests without a right answer."""
+        return sum(count for fate, count in self.counts.fates.items() if fate is not Fate.RIGHT)
+
+
+class Apart(ProcessPlaces):
+    """Each process on a host of its own."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def host(self, name: str) -> str:
+        return self._network.host(name)
+
+    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+        return "bench.partition.child", (name, module, *arguments)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A running cluster whose edges can be cut."""
+
+    network: Network
+    client: AsyncBatonClient
+    cluster: LocalCluster
+    questions: Sequence[Query]
+    truths: Sequence[Answer]
+    rate: float
+    timeout_s: float
+
+    async def run(self, cell: Cell, *, seed: int) -> CellResult:
+        """Returns when all requests have ended and the cluster is clean, or `SETTLE_S` later."""
+        starts = self._num_starts
+        traffic = Traffic(self.client, self.questions, self.timeout_s)
+        planned = plan(LEAD_S + cell.seconds + TAIL_S, self.rate, len(self.questions), Shares(0.0, 0.0, 0.0), seed=seed)
+        load = asyncio.create_task(traffic.run(planned, time.monotonic()))
+        try:
+            await asyncio.sleep(LEAD_S)
+            for pair in cell.edge.pairs:
+                for source, destination in cell.way.of(pair):
+                    self.network.cut(source, destination)
+            await asyncio.sleep(cell.seconds)
+        finally:
+            self.network.mend()
+            await load
+        ended_s = time.monotonic()
+        held = await leaks.settled([self.client], SETTLE_S)
+        waits = [end - begin for seen in traffic.seen for begin, end in stalls(seen)]
+        failures = tuple(f"{seen.error}: {seen.text}" for seen in traffic.seen if seen.error is not None)
+        return CellResult(cell, Counts.of(traffic.seen, self.truths), max(waits, default=0.0),
+                          time.monotonic() - ended_s, held, self._num_starts - starts, failures)
+
+    @property
+    def _num_starts(self) -> int:
+        return sum(process.num_starts for process in self.cluster.processes.values())
+
+
+@asynccontextmanager
+async def grid(model: Path, *, rate: float, timeout_s: float, seed: int,
+               sink: Callable[[str, str], None]) -> AsyncIterator[Grid]:
+    """Two prefill workers, two decode pools of two stages and a router, each process on a host of its own."""
+    with Network(PROCESSES) as network:
+        places = Apart(network)
+        config = ClusterConfig(model=model, prefill=2, decode=2, decode_pp=2, listen=f"{places.host('router')}:0",
+                               worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS, stop_grace_s=5, places=places)
+        async with (LocalCluster(config, sink=sink) as cluster,
+                    AsyncBatonClient(cluster.address, retry=NO_RETRY) as client):
+            questions = make_questions(await client.model_info(), NUM_QUESTIONS, seed=seed)
+            truths = await asyncio.to_thread(truth.answers, model, questions)
+            await asyncio.gather(*(client.complete(question, timeout_s=60) for question in questions))
+            yield Grid(network, client, cluster, questions, truths, rate, timeout_s)
+

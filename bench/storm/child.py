@@ -1,0 +1,79 @@
+"""`python -m bench.storm.child CONTROL MODULE ARG...`: become a role whose bytes and clock a storm can damage.
+
+The product has no switch for this: what is damaged is replaced here, in the process, before its module runs. Wall
+clock times that gRPC reads stay right, because its core, which is not Python, compares them with the true clock.
+"""
+
+import runpy
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from bench.storm.control import Control
+from runtime.errors import InternalError
+
+
+def damaged(buffer: bytes | bytearray | memoryview) -> memoryview:
+    """A copy with one bit in the middle changed."""
+    copy = bytearray(buffer)
+    if not copy:
+        raise InternalError("there is nothing to damage")
+    copy[len(copy) // 2] ^= 1 << 4
+    return memoryview(copy)
+
+
+def shift_clock(control: Control) -> None:
+    """From now on `time.time` is off by what the control says, for all but gRPC, also its part that is compiled."""
+    true_time, true_clock = time.time, ModuleType("time")
+    vars(true_clock).update(vars(time))
+    vars(cygrpc)["time"] = true_clock
+
+    def shifted() -> float:
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - nothing else says who asks
+        return true_time() + (0.0 if caller.startswith("grpc") else control.clock_shift_s)
+
+    time.time = shifted
+
+
+def damage_messages(control: Control) -> None:
+    """Items of handoffs and frames between stages, after their digests were made."""
+    from engine.memory.layout import Buffer
+    from pool.pipeline import stage_channel as channel_module
+    from pool.stage import stage as stage_module
+    from transfer.transport.protocol import Operation, Peer
+    from transfer.ucx.stage_channel import UcxStageChannel
+    from transfer.ucx.transport import UcxTransport
+
+    class DamagedItems(UcxTransport):
+        """The sender digests what it gave away, not what became of it."""
+
+        def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+            if not isinstance(buffer, memoryview) or not control.takes_item():
+                return super().send(peer, tag, buffer)
+            operation = super().send(peer, tag, damaged(buffer))
+            operation.content = buffer
+            return operation
+
+    class DamagedFrames(UcxStageChannel):
+        def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
+            super().send(rank, damaged(frame) if control.takes_frame() else frame, timeout_s=timeout_s)
+
+    stage_module.UcxTransport = DamagedItems  # type: ignore[attr-defined]
+    channel_module.UcxStageChannel = DamagedFrames  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    path, module, *arguments = sys.argv[1:]
+    control = Control.open(Path(path))
+    shift_clock(control)
+    if module != "router":
+        damage_messages(control)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

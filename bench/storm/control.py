@@ -1,0 +1,77 @@
+"""What a storm may do to a process from outside: a few numbers in a file that both have mapped.
+
+    control = Control.create(path)          # the storm
+    control.flip_items(1)                   # the next item that the process hands over has one bit wrong
+
+    Control.open(path)                      # the process, through `bench.storm.child`
+"""
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Self
+
+_FIELDS = struct.Struct("<QQd")  # frames and items still to damage, seconds the clock is off
+_FRAMES, _ITEMS, _CLOCK = struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<d")
+_ITEMS_AT, _CLOCK_AT = 8, 16
+
+
+class Control:
+    """Each number has one writer at a time, so that nothing needs a lock."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        """`create` and `open` make one."""
+        self._memory = memory
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """A new file in which nothing is asked."""
+        path.write_bytes(bytes(_FIELDS.size))
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        with path.open("r+b") as file:
+            return cls(mmap.mmap(file.fileno(), _FIELDS.size))
+
+    def reset(self) -> None:
+        """Nothing is asked any more."""
+        self._memory[:] = bytes(_FIELDS.size)
+
+    def flip_frames(self, count: int) -> None:
+        """Damage the next `count` frames to another stage."""
+        _FRAMES.pack_into(self._memory, 0, count)
+
+    def flip_items(self, count: int) -> None:
+        """Damage the next `count` items of a handoff."""
+        _ITEMS.pack_into(self._memory, _ITEMS_AT, count)
+
+    def shift_clock(self, seconds: float) -> None:
+        """The wall clock of the process is off by so much from now on."""
+        _CLOCK.pack_into(self._memory, _CLOCK_AT, seconds)
+
+    @property
+    def clock_shift_s(self) -> float:
+        return float(_CLOCK.unpack_from(self._memory, _CLOCK_AT)[0])
+
+    @property
+    def frames_to_flip(self) -> int:
+        return int(_FRAMES.unpack_from(self._memory, 0)[0])
+
+    @property
+    def items_to_flip(self) -> int:
+        return int(_ITEMS.unpack_from(self._memory, _ITEMS_AT)[0])
+
+    def takes_frame(self) -> bool:
+        """Whether this frame is to be damaged; counts it."""
+        left = self.frames_to_flip
+        if left:
+            self.flip_frames(left - 1)
+        return left > 0
+
+    def takes_item(self) -> bool:
+        """The same of an item."""
+        left = self.items_to_flip
+        if left:
+            self.flip_items(left - 1)
+        return left > 0

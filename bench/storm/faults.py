@@ -1,0 +1,131 @@
+"""Does to the processes of a cluster what a storm's schedule says."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from baton.cluster import LocalCluster
+from baton.nursery import ProcessPlaces
+from bench.storm.control import Control
+from bench.storm.schedule import FaultKind, StormFault
+
+DISK_BYTES = 1 << 20
+_BLOCK = bytes(4096)
+
+
+class StormPlaces(ProcessPlaces):
+    """Each process on this machine's loopback, within `bench.storm.child`, with a control of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.controls: dict[str, Control] = {}
+
+    def host(self, name: str) -> str:
+        return "127.0.0.1"
+
+    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+        path = self._folder / f"{name}.control"
+        if name not in self.controls:
+            self.controls[name] = Control.create(path)
+        self.controls[name].reset()  # a new process has a clock that is right
+        return "bench.storm.child", (str(path), module, *arguments)
+
+
+class SmallDisk:
+    """A file system of a megabyte that can be filled. Needs the right to mount; `is_there` says whether it could."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.is_there = False
+        self._filler = folder / "filler"
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "baton-storm", str(self.folder)]
+        try:
+            self.is_there = subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+        except FileNotFoundError:
+            self.is_there = False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self.is_there:
+            subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, timeout=30, check=False)
+
+    def fill(self) -> None:
+        with suppress(OSError), self._filler.open("ab", buffering=0) as file:
+            while file.write(_BLOCK):
+                pass
+
+    def empty(self) -> None:
+        self._filler.unlink(missing_ok=True)
+
+
+class Injector:
+    """Carries faults out; `heal` ends all that goes on."""
+
+    def __init__(self, cluster: LocalCluster, places: StormPlaces, disk: SmallDisk) -> None:
+        self._cluster = cluster
+        self._places = places
+        self._disk = disk
+        self._stopped: set[int] = set()
+        self.done: Counter[FaultKind] = Counter()
+
+    async def run(self, faults: Sequence[StormFault], start_s: float) -> None:
+        await asyncio.gather(*(self._one(fault, start_s) for fault in faults))
+
+    async def _one(self, fault: StormFault, start_s: float) -> None:
+        await asyncio.sleep(max(start_s + fault.at_s - time.monotonic(), 0.0))
+        self.done[fault.kind] += 1
+        control = self._places.controls[fault.victim]
+        match fault.kind:
+            case FaultKind.KILL:
+                self._kill(fault.victim)
+            case FaultKind.STOP:
+                await self._stop(fault)
+            case FaultKind.FRAME:
+                control.flip_frames(1)
+            case FaultKind.ITEM:
+                control.flip_items(1)
+            case FaultKind.CLOCK:
+                control.shift_clock(fault.amount)
+            case FaultKind.DISK:
+                self._disk.fill()
+                self._kill(fault.victim)
+                await asyncio.sleep(fault.amount)
+                self._disk.empty()
+
+    def _kill(self, name: str) -> None:
+        pid = self._cluster.processes[name].pid
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    async def _stop(self, fault: StormFault) -> None:
+        pid = self._cluster.processes[fault.victim].pid
+        if pid is None:
+            return
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            self._stopped.add(pid)
+            await asyncio.sleep(fault.amount)
+            os.kill(pid, signal.SIGCONT)
+        self._stopped.discard(pid)
+
+    def heal(self) -> None:
+        for pid in self._stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+        self._disk.empty()
+        for control in self._places.controls.values():
+            control.reset()

@@ -1,0 +1,82 @@
+"""What happens when in a storm: the same seed gives the same storm."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class FaultKind(StrEnum):
+    KILL = "kill"  # SIGKILL
+    STOP = "stop"  # SIGSTOP, later SIGCONT
+    FRAME = "frame"  # one bit of a frame between stages
+    ITEM = "item"  # one bit of what is handed over
+    DISK = "disk"  # nothing can be written for a while; a process is killed meanwhile
+    CLOCK = "clock"  # the wall clock jumps
+
+
+PROCESS_FAULTS = (FaultKind.KILL, FaultKind.STOP)
+STOP_S = (0.5, 8.0)  # a silent peer is noticed after four
+DISK_S = 2.0
+CLOCK_JUMPS_S = (-86400.0, -60.0, 3600.0)
+
+
+@dataclass(frozen=True)
+class StormFault:
+    """`amount`: seconds that it lasts, or those by which a clock jumps; 0 where neither means anything."""
+
+    at_s: float
+    kind: FaultKind
+    victim: str
+    amount: float = 0.0
+
+
+@dataclass(frozen=True)
+class Weather:
+    """`kill_every_s` and `other_every_s` are the pauses between two kills, and two faults of the other kinds, which
+    take turns. The first and last `calm_s` have none."""
+
+    seconds: float
+    kinds: frozenset[FaultKind]
+    kill_every_s: float = 10.0
+    other_every_s: float = 7.0
+    calm_s: float = 4.0
+
+
+def forecast(weather: Weather, processes: Sequence[str], *, seed: int) -> list[StormFault]:
+    """In order of time. Every process is killed as often as any other, give or take one."""
+    rng = random.Random(seed)
+    faults = [StormFault(at_s, FaultKind.KILL, victim) for at_s, victim in zip(
+        _times(weather, weather.kill_every_s), _turns(processes, rng), strict=False)]
+    if FaultKind.KILL not in weather.kinds:
+        faults = []
+    others = [kind for kind in FaultKind if kind in weather.kinds and kind is not FaultKind.KILL]
+    if others:
+        turns = _turns(others, rng)
+        faults += [_fault(at_s, next(turns), processes, rng) for at_s in _times(weather, weather.other_every_s)]
+    return sorted(faults, key=lambda fault: fault.at_s)
+
+
+def _times(weather: Weather, every_s: float) -> list[float]:
+    last_s = weather.seconds - weather.calm_s
+    count = int((last_s - weather.calm_s) / every_s) + 1 if last_s > weather.calm_s else 0
+    return [weather.calm_s + index * every_s for index in range(count)]
+
+
+def _turns(items: Sequence[T], rng: random.Random) -> Iterator[T]:
+    """All of them in any order, again and again."""
+    while True:
+        yield from rng.sample(items, len(items))
+
+
+def _fault(at_s: float, kind: FaultKind, processes: Sequence[str], rng: random.Random) -> StormFault:
+    workers = [name for name in processes if not name.startswith("router")]
+    senders = {FaultKind.FRAME: [name for name in workers if "." in name],
+               FaultKind.ITEM: [name for name in workers if name.startswith("prefill")],
+               FaultKind.DISK: workers}
+    victim = rng.choice(senders.get(kind, list(processes)))
+    amounts = {FaultKind.STOP: rng.uniform(*STOP_S), FaultKind.DISK: DISK_S, FaultKind.CLOCK: rng.choice(CLOCK_JUMPS_S)}
+    return StormFault(at_s, kind, victim, amounts.get(kind, 0.0))

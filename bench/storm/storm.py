@@ -1,0 +1,158 @@
+"""One storm: a cluster of two of each role, load, faults, and what is left afterwards."""
+
+import asyncio
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.client import AsyncBatonClient
+from baton.cluster import ClusterConfig, LocalCluster
+from baton.retry import Retry
+from bench.storm import leaks, truth
+from bench.storm.faults import Injector, SmallDisk, StormPlaces
+from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
+from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
+from bench.storm.verdict import Answer, Counts, Pace, recoveries
+
+NUM_QUESTIONS = 24
+SETTLE_S = 60.0
+WARM_UP = 8  # requests before it begins
+PATIENT = Retry(attempts=40, resumptions=40, lost=4, last_pause_s=1.0)  # as long as its deadline allows
+ENDED_S = 5.0  # for the processes of a cluster that has ended
+WORKER_FLAGS = ("--drain-s", "2")
+ROUTER_FLAGS = ("--drain-s", "2")
+SETTINGS = "[router]\nclient_stall_s = 5\n"  # so that clients that do not read are met within a storm
+
+
+@dataclass(frozen=True)
+class StormConfig:
+    """What to run. `timeout_s` is the deadline of each request, `draft` the directory of a draft model, `sink` takes
+    the processes' lines."""
+
+    weather: Weather
+    seed: int
+    model: Path
+    draft: Path | None
+    shares: Shares
+    rate: float = 8.0
+    timeout_s: float = 30.0
+    sink: Callable[[str, str], None] = lambda name, line: None
+
+    def cluster(self, places: StormPlaces, settings: Path) -> ClusterConfig:
+        draft = () if self.draft is None else ("--draft", str(self.draft))
+        return ClusterConfig(model=self.model, prefill=2, decode=2, decode_pp=2, routers=2, listen="127.0.0.1:0",
+                             worker_flags=(*WORKER_FLAGS, *draft), router_flags=ROUTER_FLAGS, config_file=settings,
+                             stop_grace_s=5, places=places)
+
+
+@dataclass
+class Storm:
+    """What came of it; times as of `time.monotonic`. `untried` are kinds of faults that this machine does not allow."""
+
+    faults: list[StormFault] = field(default_factory=list)
+    untried: frozenset[FaultKind] = frozenset()
+    requests: list[Seen] = field(default_factory=list)
+    truths: Sequence[Answer] = ()
+    start_s: float = 0.0
+    end_s: float = 0.0
+    held: leaks.StillHeld = leaks.UNKNOWN
+    settled_s: float = 0.0
+    num_descriptors: int = 0
+    num_processes: int = 0
+
+    @property
+    def counts(self) -> Counts:
+        return Counts.of(self.requests, self.truths)
+
+    @property
+    def calm_share(self) -> float:
+        """Of the requests under way, how many went on at pace before the first fault."""
+        first_s = min([fault.at_s for fault in self.faults], default=self.end_s - self.start_s)
+        return Pace(self.requests).mean(self.start_s, self.start_s + first_s)
+
+    @property
+    def recoveries_s(self) -> list[float]:
+        """Of each fault."""
+        return recoveries(Pace(self.requests), self.faults, self.start_s, self.end_s)
+
+    @property
+    def num_leaked(self) -> int:
+        """Pages, slots, sessions, requests, workers that are not back, descriptors and processes."""
+        return self.held.total + self.num_descriptors + self.num_processes
+
+
+async def run_storm(config: StormConfig) -> Storm:
+    """Raises BatonError when the cluster does not start, or does not answer before it begins."""
+    storm, mark = Storm(), uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="storm-") as name, SmallDisk(Path(name) / "disk") as disk:
+        with _environment(**{leaks.MARK: mark}), _temporary_files_in(disk.folder):
+            (settings := Path(name) / "settings.toml").write_text(SETTINGS)
+            places = StormPlaces(Path(name))
+            await _run(config, storm, config.cluster(places, settings), places, disk)
+        storm.num_processes = await _left_running(mark)
+    return storm
+
+
+async def _run(config: StormConfig, storm: Storm, what: ClusterConfig, places: StormPlaces, disk: SmallDisk) -> None:
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(LocalCluster(what, sink=config.sink))
+        asker = await stack.enter_async_context(AsyncBatonClient(*cluster.addresses, retry=PATIENT))
+        clients = [await stack.enter_async_context(AsyncBatonClient(address)) for address in cluster.addresses]
+        questions = make_questions(await clients[0].model_info(), NUM_QUESTIONS, seed=config.seed)
+        storm.truths = await asyncio.to_thread(truth.answers, config.model, questions)
+        for question in questions[:WARM_UP]:
+            await asyncio.gather(*(client.complete(question, timeout_s=60) for client in clients))
+        before = leaks.descriptors(cluster)
+        storm.untried = frozenset() if disk.is_there else config.weather.kinds & {FaultKind.DISK}
+        storm.faults = [fault for fault in forecast(config.weather, sorted(cluster.processes), seed=config.seed)
+                        if fault.kind not in storm.untried]
+        traffic = Traffic(asker, questions, config.timeout_s)
+        storm.requests, storm.start_s = traffic.seen, time.monotonic()
+        injector = Injector(cluster, places, disk)
+        planned = plan(config.weather.seconds, config.rate, len(questions), config.shares, seed=config.seed)
+        faults = asyncio.create_task(injector.run(storm.faults, storm.start_s))
+        try:
+            await asyncio.gather(traffic.run(planned, storm.start_s), faults)
+        finally:
+            faults.cancel()
+            injector.heal()
+        storm.end_s = time.monotonic()
+        storm.held = await leaks.settled(clients, SETTLE_S)
+        storm.settled_s = time.monotonic() - storm.end_s
+        storm.num_descriptors = leaks.grown(before, leaks.descriptors(cluster))
+
+
+async def _left_running(mark: str) -> int:
+    """Processes that outlive their cluster."""
+    until_s = time.monotonic() + ENDED_S
+    while (left := leaks.marked(mark)) and time.monotonic() < until_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    return len(left)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """For processes that start within the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """For this process and those it starts."""
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        with _environment(TMPDIR=str(folder)):
+            yield
+    finally:
+        tempfile.tempdir = before

@@ -1,0 +1,157 @@
+"""The load of a storm: requests arrive when they arrive, and not all of their clients behave."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Protocol
+
+from baton.values import Chunk, Event, Finish, ModelInfo, Query, Sampling, Stop, StructuredOutput
+from runtime.errors import BatonError
+
+HUNG_S = 10.0  # beyond its deadline: who waits so long waits for ever
+UNREAD_TOKENS, UNREAD_LOGPROBS = 700, 20  # more than the windows of a connection hold
+UNREAD_S = 20.0  # how long a client that does not read stays
+
+
+class Manner(StrEnum):
+    """How a client behaves."""
+
+    PATIENT = "patient"  # reads to the end
+    ABORTING = "aborting"  # goes away within a second
+    UNREAD = "unread"  # stays and stops reading
+    HOSTILE = "hostile"  # sends a schema that is made to hurt
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of all arrivals; the rest is patient."""
+
+    aborting: float = 0.6
+    unread: float = 0.02
+    hostile: float = 0.02
+
+    def draw(self, rng: random.Random) -> Manner:
+        weights = (1 - self.aborting - self.unread - self.hostile, self.aborting, self.unread, self.hostile)
+        return rng.choices(list(Manner), weights)[0]
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A request that is to arrive; `patience_s` is when an aborting client leaves."""
+
+    at_s: float
+    question: int
+    manner: Manner
+    patience_s: float
+
+
+@dataclass
+class Seen:
+    """What a client saw of its request; times are those of `time.monotonic`. `error` is the reason of what ended it,
+    None where it finished or its client left."""
+
+    coming: Coming
+    sent_s: float = 0.0
+    ended_s: float | None = None
+    message_s: list[float] = field(default_factory=list)
+    tokens: list[tuple[int, float]] = field(default_factory=list)
+    has_finished: bool = False
+    is_hung: bool = False
+    error: str | None = None
+    text: str = ""
+
+
+def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
+    """Prompts of random ordinary tokens; every other one sampled with penalties, the rest greedy. Logprobs always."""
+    rng = random.Random(seed)
+    ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
+    greedy = Sampling(temperature=0.0)
+    return [Query(tuple(rng.choices(ordinary, k=rng.randint(8, 160))),
+                  replace(greedy, temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1,
+                          seed=rng.randrange(2**63)) if index % 2 else greedy,
+                  Stop(max_tokens=rng.randint(24, 72), ignore_eos=True), num_top_logprobs=0, skip_text=True)
+            for index in range(count)]
+
+
+def plan(seconds: float, rate: float, num_questions: int, shares: Shares, *, seed: int) -> list[Coming]:
+    """Evenly spaced, so that what clients get changes with faults and not with arrivals."""
+    rng = random.Random(seed)
+    return [Coming(index / rate, rng.randrange(num_questions), shares.draw(rng), rng.random())
+            for index in range(int(seconds * rate))]
+
+
+def hostile_schemas() -> list[str]:
+    """Short texts that cost a compiler minutes, or each mask of a draw seconds, where nothing limits them."""
+    primes = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]}
+    names = [f"d{number}" for number in range(60)]
+    lists = {name: {"type": "array", "items": {"anyOf": [
+        {"$ref": f"#/$defs/{other}"} for other in names[at % 7::7]]}} for at, name in enumerate(names)}
+    deep: dict[str, object] = {"type": "integer"}
+    for _ in range(200):
+        deep = {"type": "array", "items": deep}
+    return [json.dumps(schema) for schema in (
+        primes, deep, {"$defs": lists, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]})]
+
+
+class Asker(Protocol):
+    """Whom requests are sent through: an `AsyncBatonClient`."""
+
+    def generate(self, query: Query, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]: ...
+
+
+class Traffic:
+    """Sends what is planned through `asker`, each request with `timeout_s`; `seen` fills as they go."""
+
+    def __init__(self, asker: Asker, questions: Sequence[Query], timeout_s: float) -> None:
+        self._asker = asker
+        self._questions = questions
+        self._timeout_s = timeout_s
+        self.seen: list[Seen] = []
+
+    async def run(self, planned: Sequence[Coming], start_s: float) -> None:
+        """Returns when all have ended."""
+        await asyncio.gather(*(self._one(index, coming, start_s) for index, coming in enumerate(planned)))
+
+    async def _one(self, index: int, coming: Coming, start_s: float) -> None:
+        await asyncio.sleep(max(start_s + coming.at_s - time.monotonic(), 0.0))
+        seen = Seen(coming, sent_s=time.monotonic())
+        self.seen.append(seen)
+        limit_s = {Manner.ABORTING: coming.patience_s, Manner.UNREAD: UNREAD_S}.get(
+            coming.manner, self._timeout_s + HUNG_S)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._read(seen, self._query(index, coming))
+        except TimeoutError:
+            seen.is_hung = coming.manner in (Manner.PATIENT, Manner.HOSTILE)
+        except BatonError as error:
+            seen.error, seen.text = error.reason, str(error)
+        seen.ended_s = time.monotonic()
+
+    def _query(self, index: int, coming: Coming) -> Query:
+        query = replace(self._questions[coming.question], request_id=f"storm-{index}")
+        match coming.manner:
+            case Manner.UNREAD:
+                return replace(query, stop=Stop(max_tokens=UNREAD_TOKENS, ignore_eos=True),
+                               num_top_logprobs=UNREAD_LOGPROBS)
+            case Manner.HOSTILE:
+                schemas = hostile_schemas()
+                return replace(query, structured_output=StructuredOutput(schemas[coming.question % len(schemas)]),
+                               stop=Stop(max_tokens=24))
+        return query
+
+    async def _read(self, seen: Seen, query: Query) -> None:
+        async with aclosing(self._asker.generate(query, timeout_s=self._timeout_s)) as events:
+            async for event in events:
+                seen.message_s.append(time.monotonic())
+                if isinstance(event, Finish):
+                    seen.has_finished = True
+                elif isinstance(event, Chunk):
+                    seen.tokens += [(token, logprobs.logprob) for token, logprobs in zip(
+                        event.token_ids, event.logprobs, strict=True)]
+                if seen.coming.manner is Manner.UNREAD:
+                    await asyncio.sleep(UNREAD_S + 1)  # the time limit ends it

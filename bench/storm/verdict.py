@@ -1,0 +1,115 @@
+"""What became of a storm's requests, by what a single process answers to the same questions."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bench.storm.schedule import StormFault
+from bench.storm.traffic import Manner, Seen
+
+Answer = Sequence[tuple[int, float]]  # token id, logprob as the wire has it
+
+# A client that is refused so knows that nothing was served, and that it may come again.
+REFUSALS = frozenset({"UNAVAILABLE", "DRAINING", "OUT_OF_CAPACITY"})
+DAMAGE = "DIGEST_MISMATCH"
+PACE_S = 0.5  # a request that gets nothing for longer is stalled all the while
+HOLD_S = 1.0  # for so long all must be well before it counts as back
+BACK_SHARE = 0.95
+_TICK_S = 0.05
+
+
+class Fate(StrEnum):
+    RIGHT = "right"
+    REFUSED = "refused"  # with a status that says so, and nothing before it
+    DAMAGED = "damaged"  # DATA_LOSS: a bit was wrong on its way, and nobody pretends otherwise
+    LOST = "lost"
+    WRONG = "wrong"
+    HUNG = "hung"
+
+
+def fate(seen: Seen, truth: Answer) -> Fate:
+    """Of a patient client's request."""
+    if not is_prefix(seen.tokens, truth):
+        return Fate.WRONG
+    if seen.is_hung:
+        return Fate.HUNG
+    if seen.has_finished:
+        return Fate.RIGHT if len(seen.tokens) == len(truth) else Fate.WRONG
+    if seen.error == DAMAGE:
+        return Fate.DAMAGED
+    return Fate.REFUSED if seen.error in REFUSALS and not seen.tokens else Fate.LOST
+
+
+def is_prefix(tokens: Answer, truth: Answer) -> bool:
+    return list(tokens) == list(truth[:len(tokens)])
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of all requests: those that must be right, and what the other clients saw."""
+
+    fates: Counter[Fate]
+    num_requests: int
+    num_wrong: int  # of any manner
+    num_hung: int
+    hostile: Counter[str]
+
+    @classmethod
+    def of(cls, requests: Sequence[Seen], truths: Sequence[Answer]) -> "Counts":
+        """`truths` by question."""
+        fates = Counter(fate(seen, truths[seen.coming.question]) for seen in requests
+                        if seen.coming.manner is Manner.PATIENT)
+        wrong = sum(seen.coming.manner is Manner.ABORTING and not is_prefix(seen.tokens, truths[seen.coming.question])
+                    for seen in requests)
+        hostile = [seen for seen in requests if seen.coming.manner is Manner.HOSTILE]
+        return cls(fates, len(requests), fates[Fate.WRONG] + wrong,
+                   fates[Fate.HUNG] + sum(seen.is_hung for seen in hostile),
+                   Counter(seen.error or "finished" for seen in hostile))
+
+
+def stalls(seen: Seen) -> list[tuple[float, float]]:
+    """The gaps in which a client waited for longer than `PACE_S`."""
+    times = [seen.sent_s, *seen.message_s]
+    if seen.ended_s is not None and not seen.has_finished:
+        times.append(seen.ended_s)
+    return [(begin, end) for begin, end in itertools.pairwise(times) if end - begin > PACE_S]
+
+
+class Pace:
+    """How many of the requests under way went on at pace, at any time of a storm."""
+
+    def __init__(self, requests: Sequence[Seen]) -> None:
+        patient = [seen for seen in requests if seen.coming.manner is Manner.PATIENT and seen.ended_s is not None]
+        self._spans = [(seen.sent_s, seen.ended_s or seen.sent_s) for seen in patient]
+        self._stalls = [gap for seen in patient for gap in stalls(seen)]
+
+    def served(self, at_s: float) -> float:
+        """The share of the requests under way that were not stalled; 1 where there was none."""
+        under_way = sum(begin <= at_s < end for begin, end in self._spans)
+        stalled = sum(begin <= at_s < end for begin, end in self._stalls)
+        return 1 - stalled / under_way if under_way else 1.0
+
+    def mean(self, begin_s: float, end_s: float) -> float:
+        ticks = max(1, round((end_s - begin_s) / _TICK_S))
+        return sum(self.served(begin_s + tick * _TICK_S) for tick in range(ticks)) / ticks
+
+    def recovery_s(self, fault_s: float, until_s: float) -> float:
+        """From a fault until, for `HOLD_S`, the share served is `BACK_SHARE` of what it was in the two seconds before;
+        all the time to `until_s` where it never was."""
+        wanted = BACK_SHARE * self.mean(fault_s - 2.0, fault_s)
+        since_s = at_s = fault_s
+        while at_s < until_s:
+            if self.served(at_s) < wanted:
+                since_s = at_s + _TICK_S
+            elif at_s - since_s >= HOLD_S:
+                break
+            at_s += _TICK_S
+        return since_s - fault_s
+
+
+def recoveries(pace: Pace, faults: Sequence[StormFault], start_s: float, end_s: float) -> list[float]:
+    """Of each fault, by its place in `faults`. What comes of the next fault is counted with the next."""
+    times = [start_s + fault.at_s for fault in faults]
+    return [pace.recovery_s(at_s, min([other for other in times if other > at_s] + [end_s])) for at_s in times]

@@ -1,0 +1,81 @@
+"""A storm and a partition of real clusters, as they are run by hand, but short; the long ones by `make test-long`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REFUSED = 77
+ROOT = Path(__file__).parents[2]
+
+
+def figures(module: str, *flags: str, timeout_s: float) -> dict[str, float]:
+    """Of a run that ended well; what it says of each fault and failure is shown otherwise. Skips where it says that
+    this machine refuses what it needs."""
+    done = subprocess.run([sys.executable, "-m", module, *flags, "--json"], cwd=ROOT, capture_output=True, text=True,
+                          timeout=timeout_s)
+    if done.returncode == REFUSED:
+        pytest.skip(done.stderr)
+    assert done.stdout, done.stderr
+    values: dict[str, float] = json.loads(done.stdout)
+    assert done.returncode == 0, f"{values}\n{done.stderr}"
+    return values
+
+
+def assert_bars(values: dict[str, float]) -> None:
+    assert {name: values[name] for name in ("wrong", "hung", "leaked", "lost")} == {
+        "wrong": 0, "hung": 0, "leaked": 0, "lost": 0}
+
+
+def test_a_short_storm_of_every_kind_leaves_nothing_behind() -> None:
+    """Deadlines are for a machine that others use, too."""
+    values = figures("bench.storm", "--seconds", "14", "--seed", "7", "--rate", "5", "--kill-every", "3",
+                     "--other-every", "1", "--timeout", "120", timeout_s=280)
+    assert_bars(values)
+    assert values["faults"] >= 9
+    assert values["patient"] > 15
+
+
+def test_a_cut_between_two_hosts_is_survived() -> None:
+    values = figures("bench.partition", "--seconds", "1", "--edges", "prefill-decode,stage-stage", "--ways",
+                     "both", "--timeout", "120", timeout_s=280)
+    assert (values["cells"], values["failed"], values["leaked"]) == (2, 0, 0)
+
+
+def test_connecting_to_a_host_that_no_packet_reaches_holds_nobody_up() -> None:
+    """UCX would wait in connect(2), for two minutes, and the transfer agent's thread with it."""
+    done = subprocess.run([sys.executable, "-m", "tests.support.transfer.unreachable"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=200)
+    if done.returncode == REFUSED:
+        pytest.skip(done.stderr)
+    assert (done.returncode, done.stdout.split()) == (0, ["connected"]), done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kill_every", ["10", "5"])
+def test_a_storm_with_all_clients_and_faults_loses_nothing(kill_every: str) -> None:
+    values = figures("bench.storm", "--seconds", "90", "--seed", kill_every, "--kill-every", kill_every, "--timeout",
+                     "120", timeout_s=800)
+    assert_bars(values)
+    assert values["kill_faults"] >= 8
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_what_a_storm_with_a_kill_every_two_seconds_cannot_serve_it_refuses() -> None:
+    values = figures("bench.storm", "--seconds", "60", "--seed", "2", "--kill-every", "2", "--faults", "kill,aborts",
+                     "--min-right", "0.95", timeout_s=800)
+    assert_bars(values)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_no_cut_of_any_edge_is_noticed_for_longer_than_its_limit() -> None:
+    """By hand `python -m bench.partition` cuts for 30 s one way, too."""
+    values = figures("bench.partition", "--seconds", "1,5", "--timeout", "120", timeout_s=1000)
+    assert (values["cells"], values["failed"], values["leaked"]) == (24, 0, 0)
+    values = figures("bench.partition", "--seconds", "30", "--ways", "both", "--timeout", "120", timeout_s=1000)
+    assert (values["cells"], values["failed"], values["leaked"]) == (4, 0, 0)

@@ -1,0 +1,22 @@
+"""A decode worker that flips one bit of one of the frames that it sends to another stage: FRAME BIT, then its flags."""
+
+import sys
+from itertools import count
+
+from decode.__main__ import main
+from transfer.ucx.stage_channel import UcxStageChannel
+
+frame_number, bit = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+send, numbers = UcxStageChannel.send, count()
+
+
+def flip(channel: UcxStageChannel, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
+    """Behind the digest, as a faulty network card would."""
+    if next(numbers) == frame_number:
+        frame = bytearray(frame)
+        frame[bit // 8 % len(frame)] ^= 1 << bit % 8
+    send(channel, rank, frame, timeout_s=timeout_s)
+
+
+UcxStageChannel.send = flip  # type: ignore[method-assign,assignment]
+main()
