@@ -3,8 +3,9 @@
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3))
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Touched when the install has succeeded: a warm run does not call pip.
+# Touched when an install has succeeded: a warm run does not call pip. The demo needs the product alone.
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 PROTOS := $(wildcard protos/*.proto)
 STUBS := $(PROTOS:.proto=_pb2.py) $(PROTOS:.proto=_pb2.pyi) $(PROTOS:.proto=_pb2_grpc.py) $(PROTOS:.proto=_pb2_grpc.pyi)
 # One compute thread per process: a local cluster gives each process a core of its own.
@@ -24,9 +25,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,ucx]'
+	touch $@ $(DEMO_STAMP)
+
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (a minute or two the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ucx]'
 	touch $@
 
-demo: venv ## start a whole local cluster, ask the shipped model a question, show the timings
+demo: $(DEMO_STAMP) ## start a whole local cluster, ask the shipped model a question, show the timings
 	$(BIN)/baton demo
 
 test: venv ## all tests that need no GPU, but for the long ones; about a quarter of an hour on two cores

@@ -6,13 +6,13 @@ Done here, between fork and exec, because code that runs inside a fork of a thre
 import os
 import sys
 
-from runtime.tied import tie_to_parent
+from runtime.tied import program, tie_to_parent
 
 
 def main() -> None:
     parent, core, module, *arguments = sys.argv[1:]
     tie_to_parent(int(parent), core)
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    os.execv(sys.executable, program(module, *arguments))
 
 
 if __name__ == "__main__":

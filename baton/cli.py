@@ -32,6 +32,7 @@ from runtime.errors import BatonError, ConfigError, RequestAborted, UnavailableE
 from runtime.log import human_line
 from runtime.security import PeerRole
 from runtime.supervision import StopSignal, interruptible, run_process
+from runtime.tied import program
 from runtime.version import VERSION
 
 app = typer.Typer(
@@ -217,7 +218,7 @@ def decode(context: typer.Context) -> None:
 
 
 def _become(role: str, arguments: list[str]) -> NoReturn:
-    os.execv(sys.executable, [sys.executable, "-m", role, *arguments])
+    os.execv(sys.executable, program(role, *arguments))
 
 
 @app.command()

@@ -45,7 +45,7 @@ from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import human_line
 from runtime.model_folder import check_model_folder
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
-from runtime.tokenizer_files import make_tokenizer
+from runtime.tokenizer_files import find_tokenizer, make_tokenizer
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
 _GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"
@@ -111,7 +111,7 @@ class ClusterConfig:
         for shape in self.shapes:
             check_partition(shape, self.model)
         if self.http:
-            check_can_serve(self.http, self.model, self.security)
+            check_can_serve(self.http, self.security)
 
 
 def demo_model() -> Path:
@@ -255,6 +255,8 @@ class LocalCluster:
         if self._config.forks_workers:
             self._link = await self._connect_nursery()
         await asyncio.to_thread(make_tokenizer, self._config.model)  # once, for all of them
+        if self._config.http and find_tokenizer(self._config.model) is None:
+            raise ConfigError(f"--http needs a tokenizer: {self._config.model} has none", field="http")
         num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
         self._say(f"starting {num_processes} processes with {self._config.model}")
         for pool in self._pools:

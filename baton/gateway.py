@@ -78,12 +78,10 @@ class GatewayConfig(Config):
             raise ConfigError("tls_cert and tls_key must be given together", field="tls_cert")
 
 
-def check_can_serve(listen: str, model: Path, security: ChannelSecurity) -> None:
-    """Raises ConfigError where no gateway can be put before the routers of `model`, which require `security`."""
+def check_can_serve(listen: str, security: ChannelSecurity) -> None:
+    """Raises ConfigError where no gateway can be put before routers, which require `security`."""
     parse_address(listen, field="http")
     check_installed()
-    if not (model / "tokenizer.json").is_file():
-        raise ConfigError(f"--http needs a tokenizer: {model} has no tokenizer.json", field="http")
     if security != PLAIN_CHANNEL:
         raise ConfigError("--http cannot be used with TLS or tokens between the processes: the gateway shows routers "
                           "neither", field="http")

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +20,7 @@ from typing import Protocol, Self
 
 from runtime.errors import PeerLostError, UnavailableError
 from runtime.orders import Order, OrderAnswer, open_socket, receive_answer, send_order
-from runtime.tied import ALL_CORES
+from runtime.tied import ALL_CORES, program
 
 LINE_LIMIT = 1 << 20
 _LISTEN_S = 30.0  # for a new interpreter, on a busy machine
@@ -84,7 +83,7 @@ async def spawn(module: str, arguments: Sequence[str], *, core: str, environment
 
 
 def _command(module: str, arguments: Sequence[str], core: str) -> list[str]:
-    return [sys.executable, "-m", "baton.child", str(os.getpid()), core, module, *arguments]
+    return program("baton.child", str(os.getpid()), core, module, *arguments)
 
 
 class Nursery:

@@ -124,7 +124,6 @@ def become(order: Order) -> None:
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)
-    sys.path[0] = order.folder
     sys.argv = [order.module, *order.arguments]
     runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 

@@ -1,12 +1,20 @@
-"""A process that does not outlive its parent, and keeps to one core."""
+"""A process of ours: it imports nothing from where it was started, does not outlive its parent, keeps to one core."""
 
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 ALL_CORES = "all"
+
+
+def program(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of ours. A file of that name in the working directory is not taken for it, unless
+    that is where we are ourselves: in a checkout that was not installed."""
+    unless_ours = [] if Path.cwd() == Path(__file__).resolve().parents[1] else ["-P"]
+    return [sys.executable, *unless_ours, "-m", module, *arguments]
 
 
 def tie_to_parent(parent: int, core: str) -> None:

@@ -11,11 +11,11 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.tied import program
 
 # How a file was saved to cut and pad; servers do neither (`router.text.tokenise`).
 _NOT_READ = ("truncation", "padding")
@@ -74,7 +74,7 @@ def _make(model_dir: Path, made: Path) -> str:
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         draft = made.with_name(f".{made.name}.{os.getpid()}")
-        done = subprocess.run([sys.executable, "-m", "runtime.tokenizer_conversion", str(model_dir), str(draft)],
+        done = subprocess.run(program("runtime.tokenizer_conversion", str(model_dir), str(draft)),
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MAKE_S, check=False)
         if done.returncode:
             return (done.stderr.strip().splitlines() or ["no reason was given"])[-1]

@@ -73,7 +73,7 @@ class CellResult:
     counts: Counts
     longest_wait_s: float
     settled_s: float
-    held: leaks.Held
+    held: leaks.StillHeld
     num_restarts: int  # processes that ended; none should for want of a connection
     failures: tuple[str, ...]
 

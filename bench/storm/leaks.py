@@ -17,7 +17,7 @@ MARK = "BATON_STORM"  # in the environment of all processes of a storm
 
 
 @dataclass(frozen=True)
-class Held:
+class StillHeld:
     """What workers hold with nothing to do, as a router sees it; counts summed over all workers."""
 
     pages: int
@@ -35,7 +35,7 @@ class Held:
         return self.total == 0
 
     @classmethod
-    def of(cls, status: ClusterStatus) -> "Held":
+    def of(cls, status: ClusterStatus) -> "StillHeld":
         workers = status.workers
         return cls(sum(worker.pages_total - worker.pages_free for worker in workers),
                    sum(worker.slots_total - worker.slots_free for worker in workers),
@@ -45,10 +45,10 @@ class Held:
                    sum(not worker.serving for worker in workers))
 
 
-UNKNOWN = Held(0, 0, 0, 0, 1)  # what cannot be asked is away
+UNKNOWN = StillHeld(0, 0, 0, 0, 1)  # what cannot be asked is away
 
 
-async def settled(clients: Sequence[AsyncBatonClient], timeout_s: float) -> Held:
+async def settled(clients: Sequence[AsyncBatonClient], timeout_s: float) -> StillHeld:
     """What is held when every router sees all given back, or what is still held then."""
     held = UNKNOWN
     with suppress(TimeoutError):
@@ -57,7 +57,7 @@ async def settled(clients: Sequence[AsyncBatonClient], timeout_s: float) -> Held
                 seen = []
                 for client in clients:
                     with suppress(BatonError):
-                        seen.append(Held.of(await client.cluster_status()))
+                        seen.append(StillHeld.of(await client.cluster_status()))
                 held = next((one for one in seen if not one.is_clean), held)
                 if len(seen) == len(clients) and all(one.is_clean for one in seen):
                     return seen[0]

@@ -60,7 +60,7 @@ class Storm:
     truths: Sequence[Answer] = ()
     start_s: float = 0.0
     end_s: float = 0.0
-    held: leaks.Held = leaks.UNKNOWN
+    held: leaks.StillHeld = leaks.UNKNOWN
     settled_s: float = 0.0
     num_descriptors: int = 0
     num_processes: int = 0

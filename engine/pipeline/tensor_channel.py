@@ -4,6 +4,7 @@ The frame goes first and lists what is on its way beside it. Whatever is waited 
 the neighbour still live? That channel is notified of a death, a device never is.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core.time_limits import FrameLimit
 from engine.pipeline import frames as wire
 from engine.pipeline.channel import FrameChannel, Packet
 from engine.pipeline.frames import Frame, TensorRoute, TensorSpec
 from engine.pipeline.links import MESSAGE_TIMEOUT_S, OPEN_TIMEOUT_S, P2PLinks, PendingLink, Transfer
 from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_UNDER_WAY = 16
 _LOOK_S = 0.05  # between looks at the neighbour's health
@@ -28,10 +32,11 @@ class TensorChannel:
     def __init__(self, frames: FrameChannel, *, max_bytes: int, message_timeout_s: float = MESSAGE_TIMEOUT_S,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
         """A packet may have `max_bytes`; `frames` must take as much. Tensors are waited for `message_timeout_s` once
-        their frame is here. `on_sent` is given the bytes of each message that went beside its frame."""
+        their frame is here, or longer where such waits are long by nature (`FrameLimit`): a device sends them when it
+        has computed them. `on_sent` is given the bytes of each message that went beside its frame."""
         self._frames = frames
         self._max_bytes = max_bytes
-        self._message_timeout_s = message_timeout_s
+        self._message_limit = FrameLimit(message_timeout_s)
         self._on_sent = on_sent
         self._links: P2PLinks | None = None
         self._under_way: deque[Transfer] = deque()
@@ -105,9 +110,10 @@ class TensorChannel:
             raise InternalError(f"stage {rank} announced {num_bytes} bytes of tensors where none can come")
         try:
             self._wait(rank, pending, pending.wait, time.monotonic() + OPEN_TIMEOUT_S)
-            deadline_s = time.monotonic() + self._message_timeout_s
+            began_s = time.monotonic()
             flat, transfer = pending.link.receive(num_bytes)
-            self._wait(rank, pending, transfer.wait, deadline_s)
+            self._wait(rank, pending, transfer.wait, began_s + self._message_limit.seconds)
+            self._message_limit.measured(time.monotonic() - began_s)
         except DeadlineError as error:
             raise PeerLostError(str(error)) from error
         return flat
@@ -128,7 +134,8 @@ class TensorChannel:
                     raise DeadlineError(f"tensors to or from stage {rank} did not get across")
         except (RuntimeError, PeerLostError, DeadlineError) as error:
             pending.abort()
-            self._frames.fail(rank, f"the link to or from stage {rank} failed: {error}")
+            logger.warning("the link to or from stage %d failed: %s", rank, error)  # which names addresses
+            self._frames.fail(rank, f"the link to or from stage {rank} failed")
             if isinstance(error, DeadlineError):
                 raise
             self._frames.check(rank)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from engine.pipeline.channel import Packet
-from engine.pipeline.links import LinkBackend, P2PLinks
+from engine.pipeline.links import MESSAGE_TIMEOUT_S, LinkBackend, P2PLinks
 from engine.pipeline.rendezvous import Rendezvous, RendezvousHost
 from engine.pipeline.tensor_channel import TensorChannel
 from pool.stage.config import WorkerConfig
@@ -113,7 +113,7 @@ class PoolChannel:
 
     def __init__(self, frames: UcxStageChannel, *, rank: int, max_bytes: int, backend: LinkBackend | None = None,
                  why: str = "", is_demanded: bool = False, leader_host: str = "127.0.0.1",
-                 ports: tuple[int, int] | None = None,
+                 ports: tuple[int, int] | None = None, message_timeout_s: float = MESSAGE_TIMEOUT_S,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
         """`backend` makes links; without one `why` is the reason. Stage 0 listens at `leader_host` for those that open
         links, the others find it there. Raises ConfigError when it cannot listen."""
@@ -121,7 +121,8 @@ class PoolChannel:
         self._rank = rank
         self._backend = backend
         self._leader_host = leader_host
-        self._channel = TensorChannel(frames, max_bytes=max_bytes, on_sent=on_sent)
+        self._channel = TensorChannel(frames, max_bytes=max_bytes, message_timeout_s=message_timeout_s,
+                                      on_sent=on_sent)
         self._rendezvous = RendezvousHost(leader_host, ports) if backend is not None and rank == 0 else None
         address = StageAddress(rank, frames.address, why=why, is_demanded=is_demanded)
         if backend is not None:
@@ -181,6 +182,7 @@ def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: 
     host = parse_address(config.listen if config.rank == 0 else config.leader).host
     return PoolChannel(frames, rank=config.rank, max_bytes=max_bytes, backend=backend, why=why,
                        is_demanded=config.stage_channel == "nccl", leader_host=host, ports=config.binding.ports,
+                       message_timeout_s=max(MESSAGE_TIMEOUT_S, config.frame_timeout_s),
                        on_sent=on_sent)
 
 

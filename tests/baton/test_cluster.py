@@ -121,12 +121,39 @@ async def test_routers_share_the_workers_and_processes_have_their_places(tmp_pat
     assert all(process.pid is None for process in running.processes.values())
 
 
+async def test_a_gateway_needs_a_model_with_a_tokenizer(tmp_path: Path, log: Log) -> None:
+    with pytest.raises(ConfigError, match="--http needs a tokenizer"):
+        async with LocalCluster(replace(config(tmp_path), http="127.0.0.1:0"), sink=log):
+            pass
+
+
 async def test_processes_may_have_all_cores(tmp_path: Path, log: Log) -> None:
     cores = sorted(os.sched_getaffinity(0))
     async with LocalCluster(replace(config(tmp_path), one_core_each=False), sink=log) as running:
         await eventually(lambda: all(any(line.startswith(f"{name}: ") for line in log.lines)
                                      for name in running.processes))
         assert all(f"on cores {cores} " in log.of(name) for name in running.processes)
+
+
+def take_names(*names: str) -> None:
+    """Files in the working directory that end whoever imports them."""
+    for name in names:
+        Path(f"{name}.py").write_text("raise SystemExit('taken from the working directory')")
+
+
+async def test_files_in_the_working_directory_are_not_taken_for_roles(cluster: LocalCluster) -> None:
+    """Those of the cluster run beside them, and `baton router` does."""
+    take_names("router", "prefill", "decode", "baton", "runtime", "typer")
+    process = cluster.processes["decode-0.1"]
+    await eventually(process.spec.announce.exists)
+    process.kill()
+    await eventually(lambda: process.num_starts == 2)
+    await eventually(process.spec.announce.exists)
+    command = str(Path(sys.executable).with_name("baton"))
+    done = await asyncio.to_thread(subprocess.run, [command, "router", "--help"], capture_output=True, text=True,
+                                   timeout=240, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--prefill" in done.stdout
 
 
 async def test_a_killed_process_comes_back_under_its_address(cluster: LocalCluster) -> None:

@@ -25,12 +25,6 @@ def values_of(arguments: list[str], flag: str) -> list[str]:
     return [arguments[index + 1] for index, argument in enumerate(arguments) if argument == flag]
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    return tmp_path
-
-
 def test_every_router_is_given_and_what_they_do_better_is_off() -> None:
     arguments = arguments_of(settings(router=("a:1", "[::1]:2"), flag=("--tool-call-parser", "qwen")), HERE, 9)
     start = arguments.index("--worker-urls")
@@ -60,27 +54,25 @@ def test_a_file_of_settings_has_a_table_for_it(tmp_path: Path) -> None:
     assert (config.router, config.max_body_bytes, config.drain_s) == (("r:7000",), 4096, 3)
 
 
-def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
 
     def without(name: str) -> ModuleSpec | None:
         return None if name == "smg" else find(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    for refused in (check_installed, lambda: check_can_serve("h:1", model, PLAIN_CHANNEL), lambda: serve(settings())):
+    for refused in (check_installed, lambda: check_can_serve("h:1", PLAIN_CHANNEL), lambda: serve(settings())):
         with pytest.raises(ConfigError, match=r"pip install 'baton\[http\]'"):
             refused()
 
 
-def test_what_it_cannot_stand_before_is_refused(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    check_can_serve("127.0.0.1:0", model, PLAIN_CHANNEL)
+def test_what_it_cannot_stand_before_is_refused(tmp_path: Path) -> None:
+    check_can_serve("127.0.0.1:0", PLAIN_CHANNEL)
     with pytest.raises(ConfigError, match="http must be HOST:PORT"):
-        check_can_serve("8000", model, PLAIN_CHANNEL)
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
-        check_can_serve("127.0.0.1:0", tmp_path_factory.mktemp("bare"), PLAIN_CHANNEL)
-    (model / "token").write_text("0123456789abcdef0123")
+        check_can_serve("8000", PLAIN_CHANNEL)
+    (tmp_path / "token").write_text("0123456789abcdef0123")
     with pytest.raises(ConfigError, match="TLS or tokens"):
-        check_can_serve("127.0.0.1:0", model, ChannelSecurity(token=OwnToken(model / "token")))
+        check_can_serve("127.0.0.1:0", ChannelSecurity(token=OwnToken(tmp_path / "token")))
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -26,18 +26,27 @@ sys.exit(7)
 """
 
 
+def nursery_in(folder: Path) -> Nursery:
+    """One that knows the module."""
+    (folder / "modules").mkdir()
+    (folder / "modules" / "a_worker.py").write_text(_MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder / "modules"), prepend=os.pathsep)
+        return Nursery(folder)
+
+
 @pytest.fixture(scope="module")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    folder = tmp_path_factory.mktemp("nursery")
-    (folder / "a_worker.py").write_text(_MODULE)
-    with Nursery(folder) as nursery:
+    with nursery_in(tmp_path_factory.mktemp("nursery")) as nursery:
         yield nursery
 
 
 @pytest.fixture
 async def link(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory,
                monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NurseryLink]:
-    monkeypatch.chdir(tmp_path_factory.getbasetemp() / "nursery0")  # where the module is found
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "a_worker.py").write_text("raise SystemExit('taken from the working directory')")
+    monkeypatch.chdir(folder)
     link = await nursery.connect()
     yield link
     link.close()
@@ -84,7 +93,7 @@ async def test_forks_outlive_the_connection_but_not_the_nursery(tmp_path: Path,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_worker.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
-    with Nursery(tmp_path) as nursery:
+    with nursery_in(tmp_path) as nursery:
         first, second = await nursery.connect(), await nursery.connect()
         child, other = await start(first, "stay"), await start(second, "stay")
         first.close()

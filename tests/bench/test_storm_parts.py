@@ -163,8 +163,8 @@ def worker(**values: int) -> WorkerStatus:
 
 
 def test_whatever_a_worker_still_holds_is_a_leak() -> None:
-    assert leaks.Held.of(ClusterStatus("m", 0, 0, (worker(), worker()))).is_clean
-    held = leaks.Held.of(ClusterStatus("m", 1, 0, (worker(pages_free=7), worker(slots_free=3, open_sessions=1))))
+    assert leaks.StillHeld.of(ClusterStatus("m", 0, 0, (worker(), worker()))).is_clean
+    held = leaks.StillHeld.of(ClusterStatus("m", 1, 0, (worker(pages_free=7), worker(slots_free=3, open_sessions=1))))
     assert (held.pages, held.slots, held.sessions, held.requests, held.away, held.total) == (2, 1, 1, 1, 0, 5)
 
 

@@ -1,5 +1,6 @@
 """Tensors beside their frames, over a link whose messages end when the test says so; and the bytes of a packet."""
 
+import time
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -38,6 +39,7 @@ class HandLink:
     outcome: bool | RuntimeError = True
     sent: list[Message] = field(default_factory=list)
     is_aborted: bool = False
+    takes_s: float = 0.0
 
     def send(self, flat: Tensor) -> Message:
         self.sent.append(Message(flat, self.outcome))
@@ -45,6 +47,7 @@ class HandLink:
 
     def receive(self, num_bytes: int) -> tuple[Tensor, Message]:
         flat = torch.zeros(num_bytes, dtype=torch.uint8)
+        time.sleep(self.takes_s)
         return flat, Message(flat, self.outcome)
 
     def abort(self) -> None:
@@ -135,6 +138,19 @@ def test_tensors_that_do_not_follow_their_frame_are_a_lost_stage() -> None:
     assert stage.link.is_aborted
 
 
+def test_where_steps_are_long_by_nature_tensors_are_waited_for_longer() -> None:
+    """A device sends them when it has computed them, which the frame does not wait for."""
+    stage = Stage(HandLink(outcome=True, takes_s=0.2), message_timeout_s=0.1)
+    stage.announce(torch.zeros(3))
+    assert stage.channel.receive(0, timeout_s=0.1) is not None
+    stage.link.outcome = False
+    stage.announce(torch.zeros(3))
+    began_s = time.monotonic()
+    with pytest.raises(PeerLostError, match="stage 0 did not get across"):
+        stage.channel.receive(0, timeout_s=0.1)
+    assert time.monotonic() - began_s >= 8 * 0.2
+
+
 def test_a_death_is_heard_while_tensors_are_waited_for() -> None:
     stage = Stage(HandLink(outcome=False), message_timeout_s=30.0)
     stage.announce(torch.zeros(3))
@@ -143,11 +159,19 @@ def test_a_death_is_heard_while_tensors_are_waited_for() -> None:
         stage.channel.receive(0, timeout_s=0.1)
 
 
-def test_a_message_that_fails_is_never_handed_out() -> None:
-    stage = Stage(HandLink(outcome=RuntimeError("connection reset")))
+def test_a_message_that_fails_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(HandLink(outcome=RuntimeError("connection reset by [10.0.0.7]:4711")))
+    reasons, fail = list[str](), stage.frames[1].fail
+
+    def note(rank: int, reason: str) -> None:
+        reasons.append(reason)
+        fail(rank, reason)
+
+    monkeypatch.setattr(stage.frames[1], "fail", note)
     stage.announce(torch.zeros(3))
     with pytest.raises(PeerLostError):
         stage.channel.receive(0, timeout_s=0.1)
+    assert reasons == ["the link to or from stage 0 failed"], "clients read it, who are told no address"
     with pytest.raises(PeerLostError):
         stage.channel.receive(0, timeout_s=0.1)
 
