@@ -120,6 +120,8 @@ def up(
     decode_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each decode pool.")] = 1,
     prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5".')] = "",
     decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
+    routers: Annotated[int, typer.Option(help="Number of routers before them; those after the first take free "
+                                              "ports.")] = 1,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.",
                                                show_default=DEFAULT_TARGET)] = None,
     memory_mb: Annotated[int | None, typer.Option(min=1, help="Cache memory of each worker in MiB; default: a share of "
@@ -148,7 +150,7 @@ def up(
                     *_flag("--draft", None if draft is None else str(draft)), *_flag("--otel-endpoint", otel_endpoint)]
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_partition=prefill_partition, decode_partition=decode_partition, listen=listen,
+        prefill_partition=prefill_partition, decode_partition=decode_partition, routers=routers, listen=listen,
         memory_mb=memory_mb, max_context=max_context, http=http, worker_flags=tuple(worker_flags),
         router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
         config_file=config, one_core_each=device in (None, "cpu"),
@@ -177,7 +179,7 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
             if (where := process.announcement) is not None:
                 sink("baton", human_line(f"{name}: {where.address}, metrics on port {where.metrics_port}"))
         sink("baton", human_line(f"metrics:  prometheus --config.file={cluster.write_scrape_config()}"))
-        target = "" if cluster.address == DEFAULT_TARGET else f" --target {cluster.address}"
+        target = "" if cluster.addresses == (DEFAULT_TARGET,) else f" --target {','.join(cluster.addresses)}"
         served: ModelInfo | None = None
         with suppress(BatonError):  # a client may have to show what this command was not given
             async with AsyncBatonClient(cluster.address, security=settings.security.to(PeerRole.ROUTER)) as client:

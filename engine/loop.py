@@ -147,9 +147,11 @@ class EngineLoop:
                 future.set_exception(error)
 
         self.post(command)
+        answer = asyncio.wrap_future(future, loop=loop)
         try:
-            return await asyncio.shield(asyncio.wrap_future(future, loop=loop))
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
+            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else wants to know
             future.add_done_callback(
                 lambda ended: None if ended.exception() else self.post(lambda: undo(ended.result())))
             raise

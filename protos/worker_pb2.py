@@ -22,7 +22,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x08\x62\x61ton.v1\"\"\n\x0cWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\xff\x02\n\nWorkerInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x15\n\rcompatibility\x18\x06 \x01(\t\x12\x1a\n\x12\x63ompatibility_text\x18\x07 \x01(\t\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\t \x01(\r\x12\x12\n\nnum_layers\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x13\n\x0bpages_total\x18\x0c \x01(\r\x12\x13\n\x0bslots_total\x18\r \x01(\r\x12\x1c\n\x14max_running_requests\x18\x0e \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x0f \x01(\r\x12\x0e\n\x06stages\x18\x10 \x03(\t\x12\x18\n\x10tokenizer_digest\x18\x14 \x01(\t\"\x85\x02\n\nWorkerLoad\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\x12\n\npages_free\x18\x06 \x01(\r\x12\x12\n\nslots_free\x18\x07 \x01(\r\x12\x15\n\ropen_sessions\x18\x08 \x01(\r\x12\x0e\n\x06\x62usy_s\x18\t \x01(\x01\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x15\n\routput_tokens\x18\x0b \x01(\x04\x12\x0f\n\x07start_s\x18\x0c \x01(\x01\"d\n\rWatchResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfoH\x00\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent2D\n\x06Worker\x12:\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x17.baton.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x08\x62\x61ton.v1\"\"\n\x0cWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\x9b\x03\n\nWorkerInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x15\n\rcompatibility\x18\x06 \x01(\t\x12\x1a\n\x12\x63ompatibility_text\x18\x07 \x01(\t\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\t \x01(\r\x12\x12\n\nnum_layers\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x13\n\x0bpages_total\x18\x0c \x01(\r\x12\x13\n\x0bslots_total\x18\r \x01(\r\x12\x1c\n\x14max_running_requests\x18\x0e \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x0f \x01(\r\x12\x0e\n\x06stages\x18\x10 \x03(\t\x12\x18\n\x10tokenizer_digest\x18\x14 \x01(\t\x12\x1a\n\x12max_batch_requests\x18\x15 \x01(\r\"\x85\x02\n\nWorkerLoad\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\x12\n\npages_free\x18\x06 \x01(\r\x12\x12\n\nslots_free\x18\x07 \x01(\r\x12\x15\n\ropen_sessions\x18\x08 \x01(\r\x12\x0e\n\x06\x62usy_s\x18\t \x01(\x01\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x15\n\routput_tokens\x18\x0b \x01(\x04\x12\x0f\n\x07start_s\x18\x0c \x01(\x01\"d\n\rWatchResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfoH\x00\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent2D\n\x06Worker\x12:\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x17.baton.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,11 +32,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREQUEST']._serialized_start=33
   _globals['_WATCHREQUEST']._serialized_end=67
   _globals['_WORKERINFO']._serialized_start=70
-  _globals['_WORKERINFO']._serialized_end=453
-  _globals['_WORKERLOAD']._serialized_start=456
-  _globals['_WORKERLOAD']._serialized_end=717
-  _globals['_WATCHRESPONSE']._serialized_start=719
-  _globals['_WATCHRESPONSE']._serialized_end=819
-  _globals['_WORKER']._serialized_start=821
-  _globals['_WORKER']._serialized_end=889
+  _globals['_WORKERINFO']._serialized_end=481
+  _globals['_WORKERLOAD']._serialized_start=484
+  _globals['_WORKERLOAD']._serialized_end=745
+  _globals['_WATCHRESPONSE']._serialized_start=747
+  _globals['_WATCHRESPONSE']._serialized_end=847
+  _globals['_WORKER']._serialized_start=849
+  _globals['_WORKER']._serialized_end=917
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
 """The loop against a scripted scheduler and pipeline: order, window, failure, commands."""
 
 import asyncio
+import gc
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -272,3 +273,25 @@ async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: lis
         await waiting
     assert await asyncio.to_thread(undone.wait, 30)
     assert taken == ["lease"]
+
+
+async def test_an_error_for_a_caller_that_was_cancelled_is_no_bug_in_the_log(running: list[EngineLoop]) -> None:
+    loop, complaints, gate = start(running, ScriptedScheduler()), list[dict[str, object]](), threading.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    def refuse() -> None:
+        gate.wait(30)
+        raise CapacityError("48 requests hold memory", resource="held requests")
+
+    waiting = asyncio.create_task(loop.submit(refuse))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gate.set()
+    await loop.submit(lambda: None)
+    await asyncio.sleep(0)  # the answer of the call before has come by now
+    del waiting
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
