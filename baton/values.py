@@ -71,6 +71,7 @@ class Query:
     skip_text: bool = False
     speculate: bool | None = None
     resumed: tuple[tuple[int, ...], ...] = ()
+    resumed_from: tuple[str, ...] = ()  # `Chunk.compatibility` of each choice that is resumed
 
 
 class FinishReason(StrEnum):
@@ -127,6 +128,7 @@ class Chunk:
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     index: int = 0  # of the choice
+    compatibility: str = ""  # in the first chunk with tokens: of the workers that draw them
 
 
 @dataclass(frozen=True)
