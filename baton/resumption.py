@@ -27,7 +27,7 @@ class AnswerSoFar:
         return len(self._finished) >= self._num_choices
 
     def query(self) -> Query:
-        """What the next attempt asks for. Text that was held back comes again."""
+        """The query of the next attempt. Text that was held back comes again."""
         self._held.clear()
         if not any(self._token_ids.values()):
             return self._query

@@ -92,8 +92,9 @@ def _put_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
         _put(request.token_ids, "token_ids.", {"ids": prompt})
     elif len(messages) < len(prompt):
         raise InvalidRequestError(FieldViolation("prompt", "must be token ids or chat messages, not both"))
-    for index, said in enumerate(messages):
-        _put(request.chat.messages.add(), f"chat.messages[{index}].", {"role": said.role, "content": said.content})
+    for index, message in enumerate(messages):
+        content = {"role": message.role, "content": message.content}
+        _put(request.chat.messages.add(), f"chat.messages[{index}].", content)
 
 
 def event_of(response: pb.GenerateResponse) -> Event:
