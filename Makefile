@@ -13,7 +13,7 @@ TEST_WORKERS ?= 2
 # Further options of pytest.
 TEST_OPTIONS ?=
 
-.PHONY: help venv demo test test-long check lint types buf stubs manifests-current protos manifests bench clean
+.PHONY: help venv demo test test-long check lint types buf stubs manifests-current protos manifests client bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -70,6 +70,10 @@ manifests: ## render the overlays into deploy/rendered (needs kubectl)
 
 protos: venv ## regenerate the stubs from the .proto files
 	$(BIN)/python -m tools.stubs .
+
+client: venv ## the distribution baton-client, into build/baton-client/dist
+	$(BIN)/python -m tools.client_package build/baton-client >/dev/null
+	$(BIN)/python -m pip wheel --quiet --no-deps -w build/baton-client/dist build/baton-client
 
 bench: venv ## benchmarks, one JSON line each
 	$(BIN)/python -m bench.handoff --json

@@ -1,4 +1,4 @@
-"""`baton load`: what to send, where, and how to tell."""
+"""`baton load`: what to send, where, and how to report."""
 
 import json
 import time

@@ -29,7 +29,7 @@ _TIMING_TEXTS = {
 
 
 def event_json(event: Event) -> str:
-    """One line of JSON; "event" says which kind."""
+    """One line of JSON; "event" is its kind."""
     return json.dumps({"event": type(event).__name__.lower(), **asdict(event)})
 
 
@@ -145,5 +145,5 @@ class QuietPrinter:
             self._console.print(Text(f"  {name}: {line}", "dim"), soft_wrap=True)
 
     def mute(self) -> None:
-        """What processes say while they are being stopped is no news."""
+        """What processes write while they are being stopped is left out."""
         self._is_muted = True

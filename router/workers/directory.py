@@ -147,11 +147,14 @@ class Directory:
         return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
                 f"has {here}, decode has {there}")
 
-    def place(self, prompt_token_ids: Sequence[int], context_tokens: int = 0) -> WorkerPair | None:
+    def place(self, prompt_token_ids: Sequence[int], context_tokens: int = 0,
+              compatibility: str = "") -> WorkerPair | None:
         """Book a compatible pair that could take the request now or soon; None if there is none. `context_tokens`, here
-        and below, is what the request may come to, prompt plus completion: smaller workers are passed over."""
+        and below, is what the request may come to, prompt plus completion: smaller workers are passed over.
+        `compatibility`: what both must fit; "" for any."""
         num_tokens = len(prompt_token_ids)
-        sources, pools = ([worker for worker in self._usable(role, context_tokens)
+        sources, pools = ([worker for worker in (self._fitting(role, compatibility, context_tokens) if compatibility
+                                                 else self._usable(role, context_tokens))
                            if worker.as_candidate(num_tokens, context_tokens).has_room] for role in WorkerRole)
         return self._book_pair(sources, pools, prompt_token_ids, context_tokens)
 

@@ -1,4 +1,4 @@
-"""`python -m tests.support.transfer.unreachable`: connects UCX to a worker on a host that no packet reaches any more.
+"""`python -m tests.bench.unreachable`: connects UCX to a worker on a host that no packet reaches any more.
 
 In a network of its own; prints "connected" when `connect` has returned. Ends with 77 where namespaces are refused.
 """
@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.partition.network import Network, become_private, enter, is_private
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
+from tests.support.network.hosts import Network, become_private, enter, is_private
 from transfer.ucx.binding import UcxBinding
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
-MODULE, REFUSED, MOST_S = "tests.support.transfer.unreachable", 77, 60
+MODULE, REFUSED, MOST_S = "tests.bench.unreachable", 77, 60
 ROOT = Path(__file__).resolve().parents[3]
 
 
