@@ -114,6 +114,8 @@ def _say(conversation: Conversation, text: str) -> None:
     except BatonError as error:
         print(f"baton: {error}", file=sys.stderr)
         return
+    except KeyboardInterrupt:  # right before the answer, or right behind it
+        reason = "interrupted"
     if reason == "length":
         print("(cut off: the limit of tokens is reached; /clear makes room)")
     elif reason == "interrupted":

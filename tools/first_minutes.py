@@ -113,6 +113,7 @@ def levelled(text: str) -> str:
     text = re.sub(r"\d\d:\d\d:\d\d\.\d{3}", "HH:MM:SS", text)
     text = re.sub(r"127\.0\.0\.1:\d+( --target)?|port \d+| --target", "ADDRESS", text)
     text = re.sub(r"\S*/demo/model", "demo/model", text)
+    text = re.sub(r"\S*/baton-\w+/", "FOLDER/", text)
     text = re.sub(r"ADDRESS(?= )|[ ─\n]+", " ", text)
     return re.sub(r"( ADDRESS)+", " ADDRESS", text)
 

@@ -18,6 +18,7 @@ from tests.support.router.generation import EchoGeneration, serve_echo
 
 # Python 3.12 warns of what a pseudo-terminal needs in a process with threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
+AT_PROMPT = "\x1b[?2004h"  # asks the terminal to mark what is pasted
 PASTE, PASTED, ENTER = "\x1b[200~", "\x1b[201~", "\r"
 
 
@@ -98,8 +99,11 @@ async def test_an_interrupt_ends_the_answer_and_not_the_conversation() -> None:
             await person.echo.started.wait()
         person.interrupt()
         await person.reads("(stopped)")
+        await person.reads(AT_PROMPT)
         person.type("go on" + ENTER)
         assert (await person.asked(2))[1][-1] == "go on"
+        await person.reads("go on ")
+        await person.reads(AT_PROMPT)
         person.interrupt()
         await person.reads("Ctrl-D or /exit ends")
         person.type("\x04")
