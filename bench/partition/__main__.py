@@ -65,8 +65,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", default=default, help=f"default {default}")
     for name, number in (("rate", 4.0), ("timeout", 90.0)):
         parser.add_argument(f"--{name}", type=float, default=number, help=f"default {number}")
-    parser.add_argument("--pools", type=int, default=2, help="of each role, default 2; requests may fail where there is "
-                                                             "one")
+    parser.add_argument("--pools", type=int, default=2, help="of each role, default 2; with one requests may fail")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     parser.add_argument("--log", type=Path, help="file for the lines of all processes")

@@ -141,8 +141,9 @@ async def grid(model: Path, *, pools: int, rate: float, timeout_s: float, seed: 
     names = [name for pool in range(pools) for name in (f"prefill-{pool}", f"decode-{pool}.0", f"decode-{pool}.1")]
     with Network(("router", *names)) as network:
         places = Apart(network)
-        config = ClusterConfig(model=model, prefill=pools, decode=pools, decode_pp=2, listen=f"{places.host('router')}:0",
-                               worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS, stop_grace_s=5, places=places)
+        config = ClusterConfig(model=model, prefill=pools, decode=pools, decode_pp=2,
+                               listen=f"{places.host('router')}:0", worker_flags=WORKER_FLAGS,
+                               router_flags=ROUTER_FLAGS, stop_grace_s=5, places=places)
         async with (LocalCluster(config, sink=sink) as cluster,
                     AsyncBatonClient(cluster.address, retry=NO_RETRY) as client):
             questions = make_questions(await client.model_info(), NUM_QUESTIONS, seed=seed)
