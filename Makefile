@@ -6,8 +6,6 @@ BIN := $(VENV)/bin
 # Touched when an install has succeeded: a warm run does not call pip. The demo needs the product alone.
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
-PROTOS := $(wildcard protos/*.proto)
-STUBS := $(PROTOS:.proto=_pb2.py) $(PROTOS:.proto=_pb2.pyi) $(PROTOS:.proto=_pb2_grpc.py) $(PROTOS:.proto=_pb2_grpc.pyi)
 # One compute thread per process: a local cluster gives each process a core of its own.
 export OMP_NUM_THREADS ?= 1
 # Tests that start clusters stay on one worker; see tests/conftest.py.
@@ -15,7 +13,7 @@ TEST_WORKERS ?= 2
 # Further options of pytest.
 TEST_OPTIONS ?=
 
-.PHONY: help venv demo test test-long check lint types buf stubs manifests-current protos manifests bench clean
+.PHONY: help venv demo test test-long check lint types buf stubs manifests-current protos manifests client bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -57,8 +55,8 @@ buf: venv
 # The committed stubs must be what the committed .proto files give.
 stubs: venv
 	@rm -rf build/stubs && mkdir -p build/stubs
-	@$(call protoc,build/stubs)
-	@for f in $(STUBS); do diff -u $$f build/stubs/$$f || { echo "$$f is stale: run make protos"; exit 1; }; done
+	@$(BIN)/python -m tools.stubs build/stubs
+	@cd build/stubs && for f in protos/*; do diff -u $(CURDIR)/$$f $$f || { echo "$$f is stale: run make protos"; exit 1; }; done
 
 # The rendered manifests must be what the overlays give; the tests then need no kubectl.
 manifests-current:
@@ -70,11 +68,12 @@ manifests-current:
 manifests: ## render the overlays into deploy/rendered (needs kubectl)
 	deploy/render.sh
 
-protos: venv ## regenerate the stubs from protos/*.proto
-	$(call protoc,.)
+protos: venv ## regenerate the stubs from the .proto files
+	$(BIN)/python -m tools.stubs .
 
-protoc = $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) \
-	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=$(1) $(PROTOS)
+client: venv ## the distribution baton-client, into build/baton-client/dist
+	$(BIN)/python -m tools.client_package build/baton-client >/dev/null
+	$(BIN)/python -m pip wheel --quiet --no-deps -w build/baton-client/dist build/baton-client
 
 bench: venv ## benchmarks, one JSON line each
 	$(BIN)/python -m bench.handoff --json

@@ -15,7 +15,7 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. None leaves the server's default; 0 means 0. Ranges: protos/types.proto."""
+    """How tokens are drawn. None leaves the server's default; 0 means 0. Ranges: protos/baton/v1/types.proto."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -55,7 +55,8 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 class Query:
     """One request. An empty `request_id` lets the server choose, an empty `model` takes the one that is served.
     `speculate=False` declines drafts, which change its speed and nothing else. `resumed` goes on with an answer of
-    which these tokens are here already, per choice (protos/generation.proto); a client does so for what it began."""
+    which these tokens are here already, per choice (protos/baton/v1/generation.proto); a client does so for what it
+    began."""
 
     prompt: Prompt
     sampling: Sampling = Sampling()
@@ -65,7 +66,7 @@ class Query:
     num_top_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     structured_output: StructuredOutput | None = None
-    n: int | None = None  # choices; each has a seed of its own, see protos/generation.proto
+    n: int | None = None  # choices; each has a seed of its own, see protos/baton/v1/generation.proto
     priority: int = 0
     skip_text: bool = False
     speculate: bool | None = None
@@ -172,7 +173,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the router and its workers are; see GetLoadResponse in protos/generation.proto."""
+    """How busy the router and its workers are; see GetLoadResponse in protos/baton/v1/generation.proto."""
 
     waiting_requests: int
     queued_requests: int

@@ -5,11 +5,11 @@
                               out of pages ─▶ waiting (memory given back; replayed later)
 
 Pages run out in mid-stream: the least urgent, youngest request gives its memory back and waits. It comes back before
-anything new is admitted and is replayed: the prompt in prefill chunks, then its own output one token at a time
-without drawing. That repeats exactly the arithmetic of the first time (which GatedDeltaNet needs: what it read in
-chunks has other bits than what was drawn; attention alone would not), so its stream continues with the same bits; it
-never ends with an error. A request that moves here from another pool joins with what it has drawn there and is
-replayed in the same way. Belongs to the engine thread.
+anything new is admitted and is replayed without drawing: prompt and output in prefill chunks, because in attention a
+token has the same bits read or drawn. Where GatedDeltaNet takes part it has not, so there only the prompt is read, and
+the output computed one token at a time, as it was drawn. Either way the stream continues with the same bits; it never
+ends with an error. A request that moves here from another pool joins with what it has drawn there and is replayed in
+the same way. Belongs to the engine thread.
 """
 
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ class DecodeScheduler:
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         for entry in ready:
             entry.lease_scratch(self.scratch)
-        replays = [entry for entry in ready if entry.computed < len(entry.request.prompt_token_ids)]
+        replays = [entry for entry in ready if entry.computed < self._steps.readable(entry)]
         beginning = [entry for entry in ready if entry.draft.landed and entry.num_left > 1
                      and self._num_draft_tokens(entry)]
         if replays:

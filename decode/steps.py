@@ -32,15 +32,21 @@ class StepBuilder:
             entry.draft.accepted = None
         return build_batch(ForwardMode.DECODE, rows)
 
+    def readable(self, entry: DecodeEntry) -> int:
+        """How many of its first tokens may be read in chunks: the prompt, and what was drawn before the newest token,
+        but where tokens have other bits read than drawn (GatedDeltaNet, whose chunks lie on a grid)."""
+        prompt_len = len(entry.request.prompt_token_ids)
+        return prompt_len if self.limits.grid > 1 else max(prompt_len, entry.num_tokens - 1)
+
     def replay(self, entries: Sequence[DecodeEntry]) -> ForwardBatch | None:
-        """The next chunks of prompts that are to be computed again, as many as one batch takes."""
+        """The next chunks of tokens that are to be computed again, as many as one batch takes."""
         rows: list[Row] = []
         budget = self.limits.chunk_tokens
         for entry in entries:
-            prompt_len = len(entry.request.prompt_token_ids)
-            end = chunk_end(entry.computed, prompt_len, budget, self.limits.grid)
+            total = self.readable(entry)
+            end = chunk_end(entry.computed, total, budget, self.limits.grid)
             if end > entry.computed:
-                draws = end == prompt_len and not entry.outputs
+                draws = end == total and not entry.outputs
                 budget -= end - entry.computed
                 rows.append(self._known_row(entry, end, draws=draws))
         return build_batch(ForwardMode.PREFILL, rows) if rows else None

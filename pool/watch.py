@@ -31,7 +31,8 @@ def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation
         architecture=facts.architecture, vocab_size=facts.vocab_size,
         max_context_tokens=plan.max_context_tokens, num_layers=facts.num_layers, page_size=config.page_size,
         pages_total=plan.geometry.num_pages - 1, slots_total=max(0, plan.geometry.num_slots - 1),
-        max_running_requests=plan.max_held, max_queued_requests=config.max_queued,
+        max_running_requests=plan.max_held, max_batch_requests=config.max_running,
+        max_queued_requests=config.max_queued,
         stages=[str(layers) for layers in plan.ranges], tokenizer_digest=tokenizer_digest(config.model))
 
 

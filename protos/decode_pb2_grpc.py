@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import decode_pb2 as protos_dot_decode__pb2
+from protos import decode_pb2 as baton_dot_v1_dot_decode__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -36,8 +36,8 @@ class DecodeStub:
         """
         self.Generate = channel.stream_stream(
                 '/baton.v1.Decode/Generate',
-                request_serializer=protos_dot_decode__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.DecodeResponse.FromString,
+                request_serializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
 
 
@@ -56,8 +56,8 @@ def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.stream_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_decode__pb2.DecodeRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.DecodeResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -85,8 +85,8 @@ class Decode:
             request_iterator,
             target,
             '/baton.v1.Decode/Generate',
-            protos_dot_decode__pb2.DecodeRequest.SerializeToString,
-            protos_dot_decode__pb2.DecodeResponse.FromString,
+            baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
+            baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

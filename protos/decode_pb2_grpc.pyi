@@ -3,9 +3,9 @@
 isort:skip_file
 Spoken by routers to the leader of a decode pool."""
 
+from protos import decode_pb2 as _decode_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos import decode_pb2 as _decode_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import generation_pb2 as protos_dot_generation__pb2
+from protos import generation_pb2 as baton_dot_v1_dot_generation__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -37,28 +37,28 @@ class GenerationStub:
         """
         self.Generate = channel.unary_stream(
                 '/baton.v1.Generation/Generate',
-                request_serializer=protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.GenerateResponse.FromString,
+                request_serializer=baton_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.Generation/Abort',
-                request_serializer=protos_dot_generation__pb2.AbortRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.AbortResponse.FromString,
+                request_serializer=baton_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generation__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/baton.v1.Generation/GetModelInfo',
-                request_serializer=protos_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.GetModelInfoResponse.FromString,
+                request_serializer=baton_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/baton.v1.Generation/GetLoad',
-                request_serializer=protos_dot_generation__pb2.GetLoadRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.GetLoadResponse.FromString,
+                request_serializer=baton_dot_v1_dot_generation__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generation__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
         self.GetClusterStatus = channel.unary_unary(
                 '/baton.v1.Generation/GetClusterStatus',
-                request_serializer=protos_dot_generation__pb2.GetClusterStatusRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.GetClusterStatusResponse.FromString,
+                request_serializer=baton_dot_v1_dot_generation__pb2.GetClusterStatusRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generation__pb2.GetClusterStatusResponse.FromString,
                 _registered_method=True)
 
 
@@ -108,28 +108,28 @@ def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_generation__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=protos_dot_generation__pb2.AbortRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_generation__pb2.AbortRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_generation__pb2.AbortResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
-                    request_deserializer=protos_dot_generation__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_generation__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
-                    request_deserializer=protos_dot_generation__pb2.GetLoadRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.GetLoadResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_generation__pb2.GetLoadRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_generation__pb2.GetLoadResponse.SerializeToString,
             ),
             'GetClusterStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterStatus,
-                    request_deserializer=protos_dot_generation__pb2.GetClusterStatusRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.GetClusterStatusResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_generation__pb2.GetClusterStatusRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_generation__pb2.GetClusterStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -158,8 +158,8 @@ class Generation:
             request,
             target,
             '/baton.v1.Generation/Generate',
-            protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-            protos_dot_generation__pb2.GenerateResponse.FromString,
+            baton_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            baton_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -185,8 +185,8 @@ class Generation:
             request,
             target,
             '/baton.v1.Generation/Abort',
-            protos_dot_generation__pb2.AbortRequest.SerializeToString,
-            protos_dot_generation__pb2.AbortResponse.FromString,
+            baton_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
+            baton_dot_v1_dot_generation__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -212,8 +212,8 @@ class Generation:
             request,
             target,
             '/baton.v1.Generation/GetModelInfo',
-            protos_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
-            protos_dot_generation__pb2.GetModelInfoResponse.FromString,
+            baton_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
+            baton_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -239,8 +239,8 @@ class Generation:
             request,
             target,
             '/baton.v1.Generation/GetLoad',
-            protos_dot_generation__pb2.GetLoadRequest.SerializeToString,
-            protos_dot_generation__pb2.GetLoadResponse.FromString,
+            baton_dot_v1_dot_generation__pb2.GetLoadRequest.SerializeToString,
+            baton_dot_v1_dot_generation__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -266,8 +266,8 @@ class Generation:
             request,
             target,
             '/baton.v1.Generation/GetClusterStatus',
-            protos_dot_generation__pb2.GetClusterStatusRequest.SerializeToString,
-            protos_dot_generation__pb2.GetClusterStatusResponse.FromString,
+            baton_dot_v1_dot_generation__pb2.GetClusterStatusRequest.SerializeToString,
+            baton_dot_v1_dot_generation__pb2.GetClusterStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

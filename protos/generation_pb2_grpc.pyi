@@ -3,9 +3,9 @@
 isort:skip_file
 The public API of a Baton router."""
 
+from protos import generation_pb2 as _generation_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos import generation_pb2 as _generation_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from protos import orca_load_report_pb2 as protos_dot_orca__load__report__pb2
-from protos import orca_service_pb2 as protos_dot_orca__service__pb2
+from protos import orca_load_report_pb2 as xds_dot_data_dot_orca_dot_v3_dot_orca__load__report__pb2
+from protos import orca_service_pb2 as xds_dot_service_dot_orca_dot_v3_dot_orca__service__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -37,8 +37,8 @@ class OpenRcaServiceStub:
         """
         self.StreamCoreMetrics = channel.unary_stream(
                 '/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics',
-                request_serializer=protos_dot_orca__service__pb2.OrcaLoadReportRequest.SerializeToString,
-                response_deserializer=protos_dot_orca__load__report__pb2.OrcaLoadReport.FromString,
+                request_serializer=xds_dot_service_dot_orca_dot_v3_dot_orca__service__pb2.OrcaLoadReportRequest.SerializeToString,
+                response_deserializer=xds_dot_data_dot_orca_dot_v3_dot_orca__load__report__pb2.OrcaLoadReport.FromString,
                 _registered_method=True)
 
 
@@ -57,8 +57,8 @@ def add_OpenRcaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'StreamCoreMetrics': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamCoreMetrics,
-                    request_deserializer=protos_dot_orca__service__pb2.OrcaLoadReportRequest.FromString,
-                    response_serializer=protos_dot_orca__load__report__pb2.OrcaLoadReport.SerializeToString,
+                    request_deserializer=xds_dot_service_dot_orca_dot_v3_dot_orca__service__pb2.OrcaLoadReportRequest.FromString,
+                    response_serializer=xds_dot_data_dot_orca_dot_v3_dot_orca__load__report__pb2.OrcaLoadReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,8 +86,8 @@ class OpenRcaService:
             request,
             target,
             '/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics',
-            protos_dot_orca__service__pb2.OrcaLoadReportRequest.SerializeToString,
-            protos_dot_orca__load__report__pb2.OrcaLoadReport.FromString,
+            xds_dot_service_dot_orca_dot_v3_dot_orca__service__pb2.OrcaLoadReportRequest.SerializeToString,
+            xds_dot_data_dot_orca_dot_v3_dot_orca__load__report__pb2.OrcaLoadReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import pipeline_pb2 as protos_dot_pipeline__pb2
+from protos import pipeline_pb2 as baton_dot_v1_dot_pipeline__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -36,8 +36,8 @@ class PipelineStub:
         """
         self.Join = channel.stream_stream(
                 '/baton.v1.Pipeline/Join',
-                request_serializer=protos_dot_pipeline__pb2.JoinRequest.SerializeToString,
-                response_deserializer=protos_dot_pipeline__pb2.JoinResponse.FromString,
+                request_serializer=baton_dot_v1_dot_pipeline__pb2.JoinRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_pipeline__pb2.JoinResponse.FromString,
                 _registered_method=True)
 
 
@@ -57,8 +57,8 @@ def add_PipelineServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Join': grpc.stream_stream_rpc_method_handler(
                     servicer.Join,
-                    request_deserializer=protos_dot_pipeline__pb2.JoinRequest.FromString,
-                    response_serializer=protos_dot_pipeline__pb2.JoinResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_pipeline__pb2.JoinRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_pipeline__pb2.JoinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,8 +86,8 @@ class Pipeline:
             request_iterator,
             target,
             '/baton.v1.Pipeline/Join',
-            protos_dot_pipeline__pb2.JoinRequest.SerializeToString,
-            protos_dot_pipeline__pb2.JoinResponse.FromString,
+            baton_dot_v1_dot_pipeline__pb2.JoinRequest.SerializeToString,
+            baton_dot_v1_dot_pipeline__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,9 +3,9 @@
 isort:skip_file
 Spoken inside one pool: stages 1..n-1 to stage 0, the leader."""
 
+from protos import pipeline_pb2 as _pipeline_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos import pipeline_pb2 as _pipeline_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

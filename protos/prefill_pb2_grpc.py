@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import prefill_pb2 as protos_dot_prefill__pb2
+from protos import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -36,8 +36,8 @@ class PrefillStub:
         """
         self.Run = channel.stream_stream(
                 '/baton.v1.Prefill/Run',
-                request_serializer=protos_dot_prefill__pb2.RunRequest.SerializeToString,
-                response_deserializer=protos_dot_prefill__pb2.RunResponse.FromString,
+                request_serializer=baton_dot_v1_dot_prefill__pb2.RunRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_prefill__pb2.RunResponse.FromString,
                 _registered_method=True)
 
 
@@ -57,8 +57,8 @@ def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Run': grpc.stream_stream_rpc_method_handler(
                     servicer.Run,
-                    request_deserializer=protos_dot_prefill__pb2.RunRequest.FromString,
-                    response_serializer=protos_dot_prefill__pb2.RunResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_prefill__pb2.RunRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_prefill__pb2.RunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,8 +86,8 @@ class Prefill:
             request_iterator,
             target,
             '/baton.v1.Prefill/Run',
-            protos_dot_prefill__pb2.RunRequest.SerializeToString,
-            protos_dot_prefill__pb2.RunResponse.FromString,
+            baton_dot_v1_dot_prefill__pb2.RunRequest.SerializeToString,
+            baton_dot_v1_dot_prefill__pb2.RunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import worker_pb2 as protos_dot_worker__pb2
+from protos import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -36,8 +36,8 @@ class WorkerStub:
         """
         self.Watch = channel.unary_stream(
                 '/baton.v1.Worker/Watch',
-                request_serializer=protos_dot_worker__pb2.WatchRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.WatchResponse.FromString,
+                request_serializer=baton_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
 
 
@@ -57,8 +57,8 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=protos_dot_worker__pb2.WatchRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.WatchResponse.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.WatchRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,8 +86,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/Watch',
-            protos_dot_worker__pb2.WatchRequest.SerializeToString,
-            protos_dot_worker__pb2.WatchResponse.FromString,
+            baton_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

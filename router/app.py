@@ -12,8 +12,9 @@ from router.api.generation import GenerationService, RequestLimits
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
 from router.config import RouterConfig
-from router.request.admission import Admission, AdmissionLimits, PrefillRateEstimate, PriorityLimits
+from router.request.admission import Admission, AdmissionLimits, PriorityLimits
 from router.request.flow import Services
+from router.request.outlook import Outlook
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import load_served_model
 from router.workers.directory import Directory, DirectoryOptions
@@ -56,16 +57,17 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
     metrics, clock = RouterMetrics.create(registry), SystemClock()
     discovery = DiscoveryOptions(config.discovery_interval_s, config.kubernetes_api, config.service_account)
     directory = Directory(DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s,
-                                           config.decode_lookahead, ChannelSecurity(certificates), discovery,
+                                           ChannelSecurity(certificates), discovery,
                                            longest_comeback_s=0.0 if config.peer_wait_s else config.max_wait_s),
                           model.facts, metrics, random.Random())
     peer_wait_s = config.peer_wait_s or FlowLimits().peer_wait_s  # what was measured counts where nothing was said
     limits = AdmissionLimits(config.max_waiting, config.max_wait_s, peer_wait_s)
-    admission = Admission(directory, limits, metrics, clock)
+    outlook = Outlook(clock)
+    admission = Admission(directory, limits, metrics, outlook)
     services = Services(admission, directory,
                         FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=peer_wait_s,
                                    capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics,
-                        PrefillRateEstimate(clock))
+                        outlook)
     services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
     server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
                         security=security, background_methods=ORCA_METHODS, also_served=(ORCA_SERVICE,),

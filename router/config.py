@@ -37,9 +37,9 @@ class RouterConfig(TlsConfig):
     otel_endpoint: str = ""
     policy: Policy = Policy.LEAST_LOAD
     watch_interval_s: float = Field(default=0.25, ge=0.05, le=60, description="How often workers report their load.")
-    decode_lookahead: int = Field(default=2, ge=1, description="Requests a full decode pool may have coming.")
-    max_waiting: int = Field(default=1024, ge=0)
-    max_wait_s: float = Field(default=60.0, gt=0, description="How long a request is held back for want of room.")
+    max_waiting: int = Field(default=1024, ge=0, description="Requests held back at most, however short the wait.")
+    max_wait_s: float = Field(default=60.0, gt=0, description="How long a request is held back for want of room; one "
+                                                              "that would wait longer is refused at once.")
     peer_wait_s: float | None = Field(default=None, gt=0, description="How long to wait for a lost worker or its "
                                       "successor; default: half as long again as workers took to start, from 4 to "
                                       "max_wait_s.")

@@ -70,6 +70,8 @@ class RouterMetrics:
     queue_depth: Gauge
     queue_oldest_s: Gauge
     running: Gauge
+    refused: Counter
+    dropped: Counter
     decisions: Counter
     pick_s: Histogram
     retries: Counter
@@ -91,6 +93,12 @@ class RouterMetrics:
             _gauge(registry, "queue_depth", "Requests held back."),
             _gauge(registry, "queue_oldest_seconds", "Age of the request held back longest."),
             _gauge(registry, "router_running", "Requests given to a pair of workers and not ended."),
+            _counter(registry, "router_refused", "Requests refused on arrival, by cause: queue_full, wait (longer than "
+                                                 "the limit), deadline (it would end after it), workers (none).",
+                     "cause"),
+            _counter(registry, "router_dropped", "Requests refused after they had waited, before any worker had them: "
+                                                 "deadline (hopeless by now), wait (the limit), workers (none).",
+                     "cause"),
             _counter(registry, "router_decisions", "Choices of a worker.", "policy", "result"),
             _histogram(registry, "router_pick_seconds", "Time one choice took.", PICK_S),
             _counter(registry, "router_retries", "Requests given to another worker.", "role", "reason",

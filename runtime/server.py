@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import grpc
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from runtime.config import Address, parse_address
 from runtime.errors import BatonError, ConfigError, DrainingError
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_METADATA_BYTES = 16 << 10
 WINDOW_BYTES = 64 << 10
 HANDSHAKE_S = 10.0
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # Pings closer together than this are strikes, and the connection ends with the last one; ours come every keepalive_s.
 MIN_PING_INTERVAL_S, MAX_PING_STRIKES = 0.3, 5
 # Calls gRPC may hold until the event loop takes them.
@@ -134,14 +135,24 @@ class GrpcServer:
         self.grpc: grpc.aio.Server = LastingServer(
             lambda: grpc.aio.server(interceptors=[self._guard], options=options.as_grpc()))
 
+    def _add_reflection(self, services: tuple[str, ...]) -> None:
+        """Under both of its names: version 1 has the messages of v1alpha, field by field."""
+        names = (*services, reflection.SERVICE_NAME, REFLECTION_V1)
+        reflection.enable_server_reflection(names, self.grpc)
+        method = grpc.stream_stream_rpc_method_handler(
+            reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString)
+        self.grpc.add_generic_rpc_handlers((
+            grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": method}),))
+
     async def start(self) -> str:
         """Listen and return the address. Raises ConfigError naming the address when it cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self.grpc)
         if self._options.channelz:
             channelz.add_channelz_servicer(self.grpc)
         if self._options.reflection:
-            names = (*self._services, *self._also_served, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self.grpc)
+            self._add_reflection((*self._services, *self._also_served, health.SERVICE_NAME))
         if self._security.weakness and not self._listen.is_loopback:
             logger.warning("%s is %s", self._listen, self._security.weakness)
         address = await _bind(self.grpc, self._listen, self._security.credentials(), field="listen")

@@ -8,8 +8,8 @@ import loader from "@grpc/proto-loader";
 
 const MAX_ATTEMPTS = 6;
 const targets = (process.argv[2] ?? "127.0.0.1:7000").split(",");
-const options = { includeDirs: ["."], keepCase: true, longs: Number, enums: String, oneofs: true, defaults: true };
-const { baton } = grpc.loadPackageDefinition(loader.loadSync("protos/generation.proto", options));
+const options = { includeDirs: ["protos"], keepCase: true, longs: Number, enums: String, oneofs: true, defaults: true };
+const { baton } = grpc.loadPackageDefinition(loader.loadSync("baton/v1/generation.proto", options));
 const silence = { "grpc.keepalive_time_ms": 1500, "grpc.keepalive_timeout_ms": 2500 };
 const clients = targets.map((target) => new baton.v1.Generation(target, grpc.credentials.createInsecure(), silence));
 

@@ -15,7 +15,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request draws its tokens. Ranges are checked by the router; see protos/types.proto."""
+    """How one request draws its tokens. Ranges are checked by the router; see protos/baton/v1/types.proto."""
 
     temperature: float = 1.0
     top_k: int = 0

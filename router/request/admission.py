@@ -1,37 +1,32 @@
-"""Holds requests back until a pair of workers could take them soon, the most urgent ones first.
+"""Holds requests back until a pair of workers could take them soon, and refuses those that would wait in vain.
 
-The queue is bounded and ordered by priority, then arrival; its head waits for everybody behind it, so nobody starves.
-A request for which no worker that is alive is large enough is passed over. When no pair is left at all, waiting has a
-short grace (a worker that restarts is back within it), then requests are refused at once.
-
-`PriorityLimits` bounds the priority that a client may ask for. `PrefillRateEstimate` finds requests whose time cannot
-suffice: they are refused before they take anybody else's.
+`WaitingLine` is who waits and in which order. The first of it waits for room; a request for which no worker that is
+alive is large enough is passed over. When no pair is left at all, waiting has a short grace (a worker that restarts is
+back within it), then requests are refused at once. `PriorityLimits` bounds the priority that a client may ask for.
 """
 
 import asyncio
-import bisect
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
 from pydantic import AfterValidator
 
+from router.request.outlook import Outlook, Rates
 from router.request.validate import MAX_PRIORITY, AdmissibleRequest
+from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair
-from runtime.clock import Clock
-from runtime.errors import CapacityError, ConfigError, UnavailableError
+from router.workers.worker import SHORT_RATIO, WorkerRole
+from runtime.errors import BatonError, CapacityError, ConfigError, DeadlineError, UnavailableError
 from runtime.metrics import RouterMetrics
 from runtime.security import Caller
 
 EVERYBODY = "*"
 DEFAULT_LIMITS = ("*=0",)
 
-MIN_TOKENS = 64  # shorter prompts measure overheads rather than prefill
-MIN_PROMPTS = 3  # one alone may have met a cold start
-MEMORY_S = 60.0
-REMEMBERED = 64
+SWEEP_S = 0.25  # between two looks for those whose time does not suffice any more
+MIN_AWAY_S, MAX_AWAY_S = 1.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -43,26 +38,30 @@ class AdmissionLimits:
     pairless_grace_s: float = 4.0
 
 
-@dataclass(order=True)
-class _Waiter:
-    priority: int
-    arrival: int
-    since_s: float = field(compare=False)
-    request: AdmissibleRequest = field(compare=False)
-    placed: asyncio.Future[WorkerPair] = field(compare=False)
+@dataclass(frozen=True)
+class _Held:
+    """A request that waits, and what its task waits for."""
+
+    request: AdmissibleRequest
+    placed: "asyncio.Future[WorkerPair]"
 
 
 class Admission:
     """The router's only queue. `run` must run beside it."""
 
-    def __init__(self, directory: Directory, limits: AdmissionLimits, metrics: RouterMetrics, clock: Clock) -> None:
+    def __init__(self, directory: Directory, limits: AdmissionLimits, metrics: RouterMetrics,
+                 outlook: Outlook) -> None:
         self._directory = directory
         self._limits = limits
         self._metrics = metrics
-        self._clock = clock
-        self._waiting: list[_Waiter] = []
-        self._arrivals = 0
-        self._pairless_since_s = clock.now()
+        self._outlook = outlook
+        self._clock = outlook.clock
+        self._line: WaitingLine[_Held] = WaitingLine(WaitingLimits(limits.max_waiting, limits.max_wait_s), outlook)
+        self._pairless_since_s = self._clock.now()
+        self._swept_s = self._clock.now()
+        for cause in Cause:  # shown before the first one
+            metrics.refused.labels(cause)
+            metrics.dropped.labels(cause)
 
     @property
     def _grace_s(self) -> float:
@@ -70,7 +69,22 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
+
+    @property
+    def num_let_in(self) -> int:
+        """Since the start."""
+        return self._line.num_arrived
+
+    def wait_s(self) -> float:
+        """How long somebody who came now, behind everybody, would wait, as far as that was measured."""
+        return self._rates().wait_s(self._line.work)
+
+    def service_s(self, request: AdmissibleRequest) -> float:
+        """How long serving a request takes that has just been given to workers, as far as that was measured."""
+        rates, num_tokens = self._rates(), len(request.engine.prompt_token_ids)
+        before = replace(rates, tokens_ahead=max(0.0, rates.tokens_ahead - num_tokens))
+        return before.service_s(self._outlook.work(num_tokens, request.engine.max_tokens))
 
     async def run(self) -> None:
         """Place waiters whenever something changed; fail them when there has been no pair for too long."""
@@ -89,107 +103,146 @@ class Admission:
                     await self._directory.changed()
 
     @asynccontextmanager
-    async def pair_for(self, request: AdmissibleRequest) -> AsyncIterator[WorkerPair]:
-        """A pair of workers, booked until the block ends.
+    async def pair_for(self, request: AdmissibleRequest, time_left_s: float) -> AsyncIterator[WorkerPair]:
+        """A pair of workers, booked until the block ends. `time_left_s`: to the request's deadline.
 
         Raises:
-            CapacityError: the queue is full, or the wait was too long.
+            CapacityError: it would wait for too long, or end too late, behind those that go before it.
+            DeadlineError: even alone it could not end in time.
             UnavailableError: there is no pair, and there was none for a while.
         """
-        pair = await self._wait(request)
+        pair = await self._wait(request, self._clock.now() + time_left_s)
         try:
             yield pair
         finally:
             pair.release()
 
-    async def _wait(self, request: AdmissibleRequest) -> WorkerPair:
-        waiter = self._enter(request)
+    async def _wait(self, request: AdmissibleRequest, ends_at_s: float) -> WorkerPair:
+        waiter = self._enter(request, ends_at_s)
+        placed = waiter.item.placed
         self._pump()
         pair: WorkerPair | None = None
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
-                pair = await waiter.placed
+                pair = await placed
             return pair
         except TimeoutError:
             if not self._directory.can_hold(request.context_tokens):
-                raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable") from None
-            raise CapacityError(f"no pair of workers had room for {self._limits.max_wait_s:g} s",
-                                resource="workers") from None
+                raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable",
+                                       retry_after_s=self._away_s()) from None
+            raise self._dropped(Refusal(Cause.WAIT, self.wait_s())) from None
         finally:
             if pair is None:
                 self._abandon(waiter)
             self._note_depth()
 
-    def _abandon(self, waiter: _Waiter) -> None:
-        if waiter in self._waiting:
-            self._waiting.remove(waiter)
+    def _abandon(self, waiter: Waiter[_Held]) -> None:
+        self._line.leave(waiter)
         # Placed in the very moment it gave up: nobody else would release that.
-        placed = waiter.placed
+        placed = waiter.item.placed
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             placed.result().release()
 
-    def _enter(self, request: AdmissibleRequest) -> _Waiter:
+    def _enter(self, request: AdmissibleRequest, ends_at_s: float) -> Waiter[_Held]:
         problem = self._directory.refusal()
         if problem and self._clock.now() - self._pairless_since_s >= self._grace_s:
-            raise UnavailableError(problem)
-        if len(self._waiting) >= self._limits.max_waiting:
-            raise CapacityError(f"{self._limits.max_waiting} requests are waiting, which is the limit",
-                                resource="router queue")
-        self._arrivals += 1
-        waiter = _Waiter(request.engine.priority, self._arrivals, self._clock.now(), request,
-                         asyncio.get_running_loop().create_future())
-        bisect.insort(self._waiting, waiter)
+            self._metrics.refused.labels(Cause.WORKERS).inc()
+            raise UnavailableError(problem, retry_after_s=self._away_s())
+        num_tokens, left_s = len(request.engine.prompt_token_ids), ends_at_s - self._clock.now()
+        least_s = self._outlook.best_prefill.least_s(num_tokens)
+        if least_s > left_s:
+            self._metrics.refused.labels(Cause.DEADLINE).inc()
+            raise DeadlineError(f"prefill of {num_tokens} prompt tokens takes at least {least_s:.2g} s; the deadline "
+                                f"leaves {max(left_s, 0.0):.2g} s")
+        demand = Demand(self._outlook.work(num_tokens, request.engine.max_tokens), ends_at_s, request.engine.priority)
+        held = _Held(request, asyncio.get_running_loop().create_future())
+        waiter = self._line.enter(demand, held, self._rates(num_tokens), self._clock.now())
+        if isinstance(waiter, Refusal):
+            raise self._refused(waiter)
         return waiter
 
+    def _rates(self, num_tokens: int = 1) -> Rates:
+        return Rates.of(self._directory.usable(WorkerRole.PREFILL), self._directory.usable(WorkerRole.DECODE),
+                        len(self._line), num_tokens)
+
+    def _refused(self, refusal: Refusal) -> CapacityError:
+        """On arrival."""
+        self._metrics.refused.labels(refusal.cause).inc()
+        wait, takes = f"requests wait for {refusal.wait_s:.2g} s", f"this one would take {refusal.service_s:.2g} s"
+        texts = {
+            Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit",
+            Cause.WAIT: f"{wait}, the limit is {self._limits.max_wait_s:g} s",
+            Cause.DEADLINE: f"{wait} and {takes}, more than its deadline leaves",
+        }
+        return CapacityError(texts[refusal.cause], resource="router queue", retry_after_s=refusal.retry_after_s)
+
+    def _dropped(self, refusal: Refusal) -> CapacityError:
+        """After it has waited."""
+        self._metrics.dropped.labels(refusal.cause).inc()
+        text = "no pair of workers had room "
+        text += "before its deadline" if refusal.cause is Cause.DEADLINE else f"for {self._limits.max_wait_s:g} s"
+        return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
+
+    def _away_s(self) -> float:
+        """When there may be workers again: what has been away for so long may be away for as long again."""
+        return min(max(self._clock.now() - self._pairless_since_s, MIN_AWAY_S), MAX_AWAY_S)
+
     def _pump(self) -> None:
-        for waiter in tuple(self._waiting):
-            request = waiter.request
+        self._sweep()
+        passed_by: int | None = None  # tokens of a prompt for which prefill has no room, but for much shorter ones
+        for waiter in self._line:
+            request = waiter.item.request
+            num_tokens = len(request.engine.prompt_token_ids)
+            if (passed_by is not None and num_tokens * SHORT_RATIO > passed_by) or self._drop_if_hopeless(waiter):
+                continue
             pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens)
-            if pair is None and not self._directory.can_hold(request.context_tokens):
+            if pair is not None:
+                self._place(waiter, pair)
+            elif not self._directory.can_hold(request.context_tokens):
                 continue  # the workers that are large enough are away: nobody behind it waits for them
-            if pair is None:
-                break
-            self._waiting.remove(waiter)
-            if waiter.placed.done():  # cancelled, and has not run since
-                pair.release()
+            elif passed_by is None and self._directory.awaits_prefill(num_tokens, request.context_tokens):
+                passed_by = num_tokens
             else:
-                waiter.placed.set_result(pair)
+                break
         self._note_depth()
 
+    def _place(self, waiter: Waiter[_Held], pair: WorkerPair) -> None:
+        self._line.leave(waiter)
+        if waiter.item.placed.done():  # cancelled, and has not run since
+            pair.release()
+        else:
+            waiter.item.placed.set_result(pair)
+
+    def _sweep(self) -> None:
+        """Fail those whose time does not suffice any more: they cost nothing yet."""
+        now_s = self._clock.now()
+        if now_s - self._swept_s < SWEEP_S:
+            return
+        self._swept_s = now_s
+        for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
+            self._fail(waiter, self._dropped(refusal))
+
+    def _drop_if_hopeless(self, waiter: Waiter[_Held]) -> bool:
+        """Whether the one whose turn it is has been failed instead."""
+        refusal = self._line.drop_if_hopeless(waiter, self._rates(), self._clock.now())
+        if refusal is not None:
+            self._fail(waiter, self._dropped(refusal))
+        return refusal is not None
+
     def _fail_all(self) -> None:
-        problem = self._directory.refusal()
-        for waiter in self._waiting:
-            if not waiter.placed.done():
-                waiter.placed.set_exception(UnavailableError(problem))
-        self._waiting.clear()
+        for waiter in self._line.clear():
+            self._metrics.dropped.labels(Cause.WORKERS).inc()
+            self._fail(waiter, UnavailableError(self._directory.refusal(), retry_after_s=self._away_s()))
+
+    @staticmethod
+    def _fail(waiter: Waiter[_Held], error: BatonError) -> None:
+        if not waiter.item.placed.done():
+            waiter.item.placed.set_exception(error)
 
     def _note_depth(self) -> None:
-        self._metrics.queue_depth.set(len(self._waiting))
+        self._metrics.queue_depth.set(len(self._line))
         now = self._clock.now()
-        self._metrics.queue_oldest_s.set(max((now - waiter.since_s for waiter in self._waiting), default=0.0))
-
-
-class PrefillRateEstimate:
-    """Seconds per prompt token, as prefills that ended within the last `MEMORY_S` showed it.
-
-    Only the best rate seen lately counts: what even that cannot do in time is refused, everything else is tried. A
-    refused request shows no rate, so rates expire after `MEMORY_S`, and a refusal needs `MIN_PROMPTS` of them.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # when, seconds per token
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A prompt was computed."""
-        if num_tokens >= MIN_TOKENS:
-            self._seen.append((self._clock.now(), seconds / num_tokens))
-
-    def least_s(self, num_tokens: int) -> float:
-        """The time that many tokens take at best; 0 while too few prompts are known, or for too few tokens."""
-        oldest_s = self._clock.now() - MEMORY_S
-        rates = [prefill_rate for at_s, prefill_rate in self._seen if at_s >= oldest_s]
-        return num_tokens * min(rates) if num_tokens >= MIN_TOKENS and len(rates) >= MIN_PROMPTS else 0.0
+        self._metrics.queue_oldest_s.set(max((now - waiter.since_s for waiter in self._line), default=0.0))
 
 
 @dataclass(frozen=True)

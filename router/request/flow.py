@@ -32,9 +32,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
-from router.request.admission import Admission, PrefillRateEstimate
+from router.request.admission import Admission
 from router.request.answer import Answer, Emit, Output, finish_of
 from router.request.migration import Migrations
+from router.request.outlook import Outlook, ServiceRecord
 from router.request.streams import DecodeStream, PrefillStream
 from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
@@ -43,6 +44,7 @@ from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.errors import (
     BatonError,
+    CapacityError,
     DeadlineError,
     FieldViolation,
     InternalError,
@@ -53,6 +55,7 @@ from runtime.metrics import RouterMetrics
 from runtime.tracing import begin
 
 INBOX_EVENTS = 64
+CLOCKS_DIFFER_S = 0.05  # a client's idea of its deadline and this router's
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Services:
     directory: Directory
     limits: FlowLimits
     metrics: RouterMetrics
-    prefill_rate: PrefillRateEstimate
+    outlook: Outlook
 
 
 class RequestFlow:
@@ -127,25 +130,26 @@ class RequestFlow:
             self.abort()
         held_back = begin("baton.router.admit", request_id=self.request_id)
         try:
-            async with self._services.admission.pair_for(self._request) as pair:
+            left_s = self._ends_at - asyncio.get_running_loop().time()
+            async with self._services.admission.pair_for(self._request, left_s) as pair:
                 held_back.end()
                 self._timeline.placed()
-                self._check_time()
+                self._record = ServiceRecord(self._services.outlook, self._request.engine.max_tokens,
+                                             self._services.admission.service_s(self._request))
                 with self._services.metrics.running.track_inprogress():
                     await self._serve(pair)
+        except CapacityError as error:
+            # A pool that stayed full knows nothing of those that wait here.
+            error.retry_after_s = self._services.admission.wait_s() or error.retry_after_s
+            raise
         finally:
             held_back.end()
             self._is_running = False
 
-    def _check_time(self) -> None:
-        """Raises DeadlineError if even the best pace seen lately could not give the first token in time. Prompts that
-        queue at the worker do not count: this one may go before them."""
-        num_tokens = len(self._request.engine.prompt_token_ids)
-        least_s = self._services.prefill_rate.least_s(num_tokens)
-        left_s = self._ends_at - asyncio.get_running_loop().time()
-        if least_s > left_s:
-            raise DeadlineError(f"prefill of {num_tokens} prompt tokens takes at least {least_s:.2g} s; the deadline "
-                                f"leaves {max(left_s, 0.0):.2g} s")
+    @property
+    def _is_out_of_time(self) -> bool:
+        """Whether the deadline ends it, be it that the client's end of the call noticed first."""
+        return not self._is_aborted and asyncio.get_running_loop().time() >= self._ends_at - CLOCKS_DIFFER_S
 
     async def _out_of_time(self) -> None:
         if self._answer.has_ended:
@@ -166,6 +170,8 @@ class RequestFlow:
                 if self._answer.stopped is None:
                     await self._linger()
             finally:
+                if self._finish is None and self._is_out_of_time:
+                    self._record.cut_off()
                 self._prefill.close()
                 self._decode.close()
                 self._migrations.ended()
@@ -215,7 +221,7 @@ class RequestFlow:
             case "first_token":
                 timings.prefill_s = response.first_token.prefill_s
                 self._prefill.computed()
-                self._services.prefill_rate.observe(len(self._request.engine.prompt_token_ids), timings.prefill_s)
+                self._record.prefilled(len(self._request.engine.prompt_token_ids), timings.prefill_s)
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":
@@ -258,12 +264,14 @@ class RequestFlow:
             case "committed":
                 self._is_committed = True
                 self._decode.committed()
+                self._record.committed(self._decode.booking)
                 self._migrations.resumed()
                 self._timeline.committed()
                 self._timeline.timings.transfer_exposed_s = response.committed.transfer_exposed_s
                 self._let_prefill_go()
             case "tokens":
                 self._timeline.decoded()
+                self._record.drew(len(response.tokens.token_ids))
                 await self._tell(response.tokens)
             case "finished":
                 self._finished(response.finished)
@@ -280,6 +288,7 @@ class RequestFlow:
         """The pool that held the state is gone, or gave up on it: go on with another pair."""
         self._prefill.close()
         self._decode.close()
+        self._record.moved()
         self._start(await self._migrations.another_pair(self._decode.booking, error,
                                                         self._request.engine.prompt_token_ids,
                                                         self._request.context_tokens))
@@ -295,6 +304,7 @@ class RequestFlow:
     def _finished(self, finished: decode_pb2.DecodeFinished) -> None:
         timings = self._timeline.timings
         timings.decode_queue_s, timings.decode_s = finished.queue_s, finished.decode_s
+        self._record.finished(finished.decode_s)
         self._finish = self._finish or generation_pb2.GenerateFinish(
             reason=finished.reason,
             stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None)
@@ -305,6 +315,7 @@ class RequestFlow:
 
     async def _end(self, finish: generation_pb2.GenerateFinish) -> None:
         """Text that was held back, and the finish."""
+        self._record.ended(len(self._answer.token_ids))
         if self._answer.stopped is not None:
             # The workers would go on: closing is the abort.
             self._prefill.close()

@@ -44,7 +44,7 @@ class PrefillStream:
     def computed(self) -> None:
         """The prompt waits for nothing on that worker any more."""
         self.has_first_token = True
-        self._booking.release()
+        self._booking.computed()
 
     def overdue(self) -> BatonError:
         """The error of a worker that sent everything and reported nothing."""

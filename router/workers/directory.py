@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import TypeVar
 
 from protos import generation_pb2
@@ -28,13 +27,6 @@ from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 T = TypeVar("T")
 
 START_MARGIN = 1.5  # a start takes longer under load, and its end is noticed later
-
-
-class Room(StrEnum):
-    """Whether a worker that seems full may be chosen."""
-
-    NEEDED = "needed"
-    ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,6 @@ class DirectoryOptions:
     decode: tuple[str, ...]
     policy: Policy = Policy.LEAST_LOAD
     watch_interval_s: float = 0.25
-    decode_lookahead: int = 2
     security: ChannelSecurity = PLAIN_CHANNEL
     discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
     longest_comeback_s: float = 0.0
@@ -94,7 +85,7 @@ class Directory:
     def _worker(self, role: WorkerRole, address: str) -> Worker:
         channel = open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
                                security=self._options.security.to(PeerRole(role.value)))
-        return Worker(role, address, channel, self._on_change, self._options.decode_lookahead)
+        return Worker(role, address, channel, self._on_change)
 
     def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
         return watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng)
@@ -160,34 +151,42 @@ class Directory:
         """Book a compatible pair that could take the request now or soon; None if there is none. `context_tokens`, here
         and below, is what the request may come to, prompt plus completion: smaller workers are passed over."""
         num_tokens = len(prompt_token_ids)
-        pools = [worker for worker in self._usable(WorkerRole.DECODE, context_tokens)
-                 if worker.as_candidate(num_tokens).has_room]
-        return self._book_pair(self._usable(WorkerRole.PREFILL, context_tokens), pools, prompt_token_ids)
+        sources, pools = ([worker for worker in self._usable(role, context_tokens)
+                           if worker.as_candidate(num_tokens, context_tokens).has_room] for role in WorkerRole)
+        return self._book_pair(sources, pools, prompt_token_ids, context_tokens)
+
+    def awaits_prefill(self, num_tokens: int, context_tokens: int) -> bool:
+        """Whether decode pools have room for such a request, and all that it waits for is prefill."""
+        return any(worker.as_candidate(num_tokens, context_tokens).has_room
+                   for worker in self._usable(WorkerRole.DECODE, context_tokens))
 
     def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                      tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
-        """A prefill worker for a request that lost its own; one that was tried only if there is no other."""
-        fitting = self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
+        """A prefill worker for a request that lost its own, which goes before those held back; one that was tried only
+        if there is no other."""
+        fitting = [worker for worker in self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
+                   if worker.has_queue_place]
         others = [worker for worker in fitting if worker.address not in tried]
         chosen = self._choose(others or fitting, prompt_token_ids)
-        return None if chosen is None else self._book(chosen, prompt_token_ids)
+        return None if chosen is None else self._book(chosen, prompt_token_ids, context_tokens)
 
     def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
                     tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
         fitting = self._fitting(WorkerRole.DECODE, compatibility, context_tokens)
-        chosen = self._choose(fitting, prompt_token_ids, tried, Room.ANY)
-        return None if chosen is None else self._book(chosen, prompt_token_ids)
+        chosen = self._choose(fitting, prompt_token_ids, tried)
+        return None if chosen is None else self._book(chosen, prompt_token_ids, context_tokens)
 
     def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str,
                     context_tokens: int = 0) -> WorkerPair | None:
         """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
         again and there is no other."""
-        sources = self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
+        sources = [worker for worker in self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
+                   if worker.has_queue_place]
         pools = self._usable(WorkerRole.DECODE, context_tokens)
         others = [worker for worker in pools if worker.address != lost]
-        return (self._book_pair(sources, others, prompt_token_ids)
-                or self._book_pair(sources, pools, prompt_token_ids))
+        return (self._book_pair(sources, others, prompt_token_ids, context_tokens)
+                or self._book_pair(sources, pools, prompt_token_ids, context_tokens))
 
     def has_pair(self, compatibility: str, context_tokens: int = 0) -> bool:
         """Whether workers of both roles that fit are alive, with room or without."""
@@ -202,13 +201,17 @@ class Directory:
         sources = {worker.compatibility for worker in self._usable(WorkerRole.PREFILL, context_tokens)}
         return any(self._fitting(WorkerRole.DECODE, digest, context_tokens) for digest in sources)
 
+    def usable(self, role: WorkerRole) -> list[Worker]:
+        """Workers of this role that requests can be given to, with room or without."""
+        return self._usable(role)
+
     def status(self) -> list[generation_pb2.WorkerStatus]:
         """Every worker, for people."""
         return [self._status_of(worker) for worker in self.workers]
 
-    def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker],
-                   prompt_token_ids: Sequence[int]) -> WorkerPair | None:
-        """A source with room and one of the pools, full or not. Both are chosen before either is booked: a booking that
+    def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker], prompt_token_ids: Sequence[int],
+                   context_tokens: int) -> WorkerPair | None:
+        """One of the sources and one of the pools, full or not. Both are chosen before either is booked: a booking that
         is given back wakes whoever waits for room, and two of those would wake each other for ever."""
         digests = {pool.compatibility for pool in pools}
         fed = [worker for worker in sources if any(may_pair(worker.compatibility, digest) for digest in digests)]
@@ -216,27 +219,26 @@ class Directory:
         if prefill is None:
             return None
         fitting = [pool for pool in pools if may_pair(prefill.compatibility, pool.compatibility)]
-        decode = self._choose(fitting, prompt_token_ids, room=Room.ANY)
+        decode = self._choose(fitting, prompt_token_ids)
         if decode is None:
             return None
-        return WorkerPair(self._book(prefill, prompt_token_ids), self._book(decode, prompt_token_ids))
+        return WorkerPair(*(self._book(worker, prompt_token_ids, context_tokens) for worker in (prefill, decode)))
 
-    def _book(self, worker: Worker, prompt_token_ids: Sequence[int]) -> Booking:
+    def _book(self, worker: Worker, prompt_token_ids: Sequence[int], context_tokens: int) -> Booking:
         self._metrics.decisions.labels(self._policies[worker.role].value, "chosen").inc()
         self._turns[worker.role] += 1
-        return worker.book(len(prompt_token_ids))
+        return worker.book(len(prompt_token_ids), context_tokens)
 
-    def _choose(self, workers: Sequence[Worker], prompt_token_ids: Sequence[int], tried: frozenset[str] = frozenset(),
-                room: Room = Room.NEEDED) -> Worker | None:
-        """Whom the policy of their role would pick; nothing is booked."""
+    def _choose(self, workers: Sequence[Worker], prompt_token_ids: Sequence[int],
+                tried: frozenset[str] = frozenset()) -> Worker | None:
+        """Whom the policy of their role would pick, full or not; nothing is booked."""
         if not workers:
             return None
         role, by_address = workers[0].role, {worker.address: worker for worker in workers}
         policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt_token_ids)
         with self._metrics.pick_s.time():
-            candidates = [worker.as_candidate(len(prompt_token_ids)) for worker in by_address.values()]
-            if room is Room.ANY:
-                candidates = [replace(candidate, has_room=True) for candidate in candidates]
+            candidates = [replace(worker.as_candidate(len(prompt_token_ids)), has_room=True)
+                          for worker in by_address.values()]
             chosen = choose(policy, candidates, draw, tried=tried)
         if chosen is None:
             self._metrics.decisions.labels(policy.value, "full").inc()

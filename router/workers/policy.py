@@ -1,14 +1,21 @@
-"""Which worker gets a request: pure functions over snapshots. What varies (turn, random source, prompt) is an argument.
+"""Which worker gets a request, and how fast workers are. Pure: what varies (turn, random source, prompt, time) is an
+argument.
 
 Every policy sees only workers that have room and were not tried for this request yet, and breaks ties by address, so
 that the same snapshot always gives the same answer.
+
+Speed is measured from what the router sees. It is weighed the less the older it is, and what nobody has confirmed for
+a while is forgotten: a pool that was slow once would otherwise get nothing by which it could show that it is not any
+more.
 """
 
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from runtime.clock import Clock
 
 
 class Policy(StrEnum):
@@ -23,6 +30,10 @@ AFFINITY_TOKENS = 256
 # An affine worker may be this much busier than the least loaded one before affinity gives way.
 AFFINITY_FACTOR = 1.5
 AFFINITY_SLACK = 8192.0
+HALF_LIFE_S = 5.0  # of busy time
+MIN_PROMPTS = 3  # one alone may have met a cold start
+MEMORY_S = 30.0
+KEPT_SHARE = 0.9  # of what came before, per answer
 
 
 @dataclass(frozen=True)
@@ -76,3 +87,85 @@ def _affine(candidates: Sequence[Candidate], prompt_token_ids: Sequence[int]) ->
     least = least_loaded(candidates)
     overloaded = affine.load > AFFINITY_FACTOR * least.load + AFFINITY_SLACK
     return least if overloaded else affine
+
+
+@dataclass
+class PrefillPace:
+    """Prompt tokens per second of a pool while it has prompts to compute: under load that is its throughput, else the
+    speed of single prompts. Time without prompts does not count."""
+
+    clock: Clock
+    num_computing: int = 0
+    _tokens: float = 0.0
+    _busy_s: float = 0.0
+    _num_prompts: int = 0
+    _counted_until_s: float = 0.0
+
+    def began(self) -> None:
+        """The pool was given a prompt."""
+        self._count_time()
+        self.num_computing += 1
+
+    def ended(self, num_tokens: int) -> None:
+        """A prompt of so many tokens was computed; 0: it was given up."""
+        self._count_time()
+        self.num_computing = max(0, self.num_computing - 1)
+        self._tokens += num_tokens
+        self._num_prompts += num_tokens > 0
+
+    def restarted(self) -> None:
+        """The pool started anew: what it was given is gone."""
+        self._count_time()
+        self.num_computing = 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None until a few prompts were computed."""
+        self._count_time()
+        return self._tokens / self._busy_s if self._num_prompts >= MIN_PROMPTS and self._busy_s > 0 else None
+
+    def _count_time(self) -> None:
+        now = self.clock.now()
+        if self.num_computing:
+            passed_s = now - self._counted_until_s
+            kept = 0.5 ** (passed_s / HALF_LIFE_S)
+            self._tokens *= kept
+            self._busy_s = self._busy_s * kept + passed_s
+        self._counted_until_s = now
+
+
+@dataclass
+class _Sample:
+    """Weighed sums over the answers of one load."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    seen_s: float = 0.0
+
+
+@dataclass
+class DecodePace:
+    """Time between two tokens of one answer by how many requests share the pool. Loads of one power of two are one."""
+
+    clock: Clock
+    _by_load: dict[int, _Sample] = field(default_factory=dict)
+
+    def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+        """An answer got `num_tokens` in so many seconds beside `num_requests`, itself included."""
+        if num_tokens < 1 or seconds <= 0:
+            return
+        sample = self._by_load.setdefault(max(1, num_requests).bit_length(), _Sample())
+        sample.tokens = sample.tokens * KEPT_SHARE + num_tokens
+        sample.seconds = sample.seconds * KEPT_SHARE + seconds
+        sample.seen_s = self.clock.now()
+
+    def token_s(self, num_requests: int) -> float | None:
+        """At this load, or at the nearest lower one that was seen lately, which promises rather too much; without any
+        at the nearest higher one. None when nothing was seen."""
+        oldest_s = self.clock.now() - MEMORY_S
+        known = sorted(load for load, sample in self._by_load.items() if sample.seen_s >= oldest_s)
+        if not known:
+            return None
+        wanted = max(1, num_requests).bit_length()
+        sample = self._by_load[max((load for load in known if load <= wanted), default=known[0])]
+        return sample.seconds / sample.tokens

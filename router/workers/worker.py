@@ -1,7 +1,9 @@
 """One worker as the router knows it: what it said about itself, and what the router has given it since.
 
 Reports are always a little old. A `Booking` is the router's own count of what it gave away; estimates add the bookings
-made since the last report to what that report said, so that a burst does not all land on one worker.
+made since the last report to what that report said, so that a burst does not all land on one worker. What a report
+says is free, less what was sent there since, is what can be booked: with one router a pool that is full refuses nobody,
+with several it may.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,16 @@ import grpc
 
 from protos import worker_pb2
 from router.text.model_facts import ModelLimits
-from router.workers.policy import Candidate
+from router.workers.policy import Candidate, DecodePace, PrefillPace
+from runtime.clock import Clock, SystemClock
+
+# Prompts wait here, where they are ordered and dropped, rather than at a worker, which gets as many as keep it busy
+# while it reports and is asked.
+PREFILL_LOOKAHEAD_S = 0.5
+PREFILL_LOOKAHEAD = 3  # prompts, however long they are
+DECODE_LOOKAHEAD = 3  # requests on their way to a decode pool that is busy, or half as many as it computes at a time
+GROWTH_S = 0.5  # from a report to the reservation of a request that is placed by it
+SHORT_RATIO = 4  # a prompt beside one that is so many times as long does not wait for all of it
 
 
 class WorkerRole(StrEnum):
@@ -29,9 +40,10 @@ class Booking:
     incarnation: str
     compatibility: str
     num_tokens: int  # of the prompt
-    num_pages: int  # the prompt and one token
+    num_pages: int  # the prompt and what a pool reserves beyond it
     has_reserved: bool = False
     is_reported: bool = False
+    num_beside: int = 0  # requests there when its answer began, itself included
 
     @property
     def is_outlived(self) -> bool:
@@ -48,6 +60,23 @@ class Booking:
         if not self.has_reserved:
             self.has_reserved = True
             self.worker.on_change()
+
+    def began(self) -> None:
+        """A decode pool begins with the answer."""
+        self.num_beside = self.worker.num_booked
+
+    def answered(self, num_tokens: int, seconds: float) -> None:
+        """A decode pool drew so many tokens in so many seconds."""
+        if not self.is_outlived:
+            self.worker.decode_pace.observe((self.num_beside + self.worker.num_booked) // 2, num_tokens, seconds)
+
+    def finished(self) -> None:
+        """A decode pool has given the request's memory back."""
+        self.worker.finished(self)
+
+    def computed(self) -> None:
+        """A prefill worker has computed the prompt. Releases."""
+        self.worker.release(self, num_computed=self.num_tokens)
 
     def release(self) -> None:
         """Idempotent."""
@@ -75,7 +104,7 @@ class Worker:
     address: str
     channel: grpc.aio.Channel
     on_change: Callable[[], None]
-    decode_lookahead: int = 2  # requests a full decode pool may have coming, so that it does not run dry
+    clock: Clock = field(default_factory=SystemClock)
     info: worker_pb2.WorkerInfo | None = None
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
     mismatch: str = ""  # why what it said about itself makes it useless here; empty if it does not
@@ -86,6 +115,26 @@ class Worker:
     _outlived: list[Booking] = field(default_factory=list)  # of earlier incarnations: claims no more
     _streams: list[object] = field(default_factory=list)
     _claims_at_report: _Claims = field(default_factory=_Claims)
+    _finished: list[Booking] = field(default_factory=list)  # whose memory the last report does not show as free
+
+    def __post_init__(self) -> None:
+        self.prefill_pace, self.decode_pace = PrefillPace(self.clock), DecodePace(self.clock)
+
+    @property
+    def num_booked(self) -> int:
+        """Requests this router has there."""
+        return len(self._bookings)
+
+    def num_sharing(self, num_more: int, num_tokens: int) -> int:
+        """Requests that a decode pool draws for if so many more, with prompts of so many tokens, come to it."""
+        if self.info is None or not num_more or not self.as_candidate(num_tokens).has_room:
+            return self.num_booked
+        return min(self.num_booked + num_more, self._most_running)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Prompt tokens of this router's requests there that are not computed yet."""
+        return sum(booking.num_tokens for booking in self._bookings)
 
     @property
     def is_usable(self) -> bool:
@@ -148,7 +197,9 @@ class Worker:
         if info.incarnation != self.incarnation:
             self._outlived += self._bookings
             self._bookings.clear()
+            self._finished.clear()
             self._claims_at_report = _Claims()
+            self.prefill_pace.restarted()
         self.info = info
         self.load = worker_pb2.WorkerLoad()
         self.mismatch = _mismatch(info, self.role, facts)
@@ -160,6 +211,7 @@ class Worker:
         self.load = load
         self.start_s = load.start_s or self.start_s
         self._claims_at_report = self._claims()
+        self._finished.clear()
         for booking in self._bookings:
             booking.is_reported = booking.has_reserved
         not_serving = "" if load.serving else load.reason or "not serving"
@@ -171,41 +223,93 @@ class Worker:
         self.problem = reason
         self.on_change()
 
-    def book(self, num_tokens: int) -> Booking:
-        booking = Booking(self, self.incarnation, self.compatibility, num_tokens, self._pages(num_tokens))
+    def book(self, num_tokens: int, context_tokens: int = 0) -> Booking:
+        """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its completion, 0: any."""
+        booking = Booking(self, self.incarnation, self.compatibility, num_tokens,
+                          self._pages(num_tokens, context_tokens))
         self._bookings.append(booking)
+        if self.role is WorkerRole.PREFILL:
+            self.prefill_pace.began()
         return booking
 
-    def release(self, booking: Booking) -> None:
-        for bookings in (self._bookings, self._outlived):
-            if booking in bookings:
-                bookings.remove(booking)
-                self.on_change()
+    def finished(self, booking: Booking) -> None:
+        """It has given this booking's memory back, before its next report says so."""
+        if booking in self._bookings and booking.is_reported:
+            booking.is_reported = False
+            self._finished.append(booking)
 
-    def as_candidate(self, num_tokens: int) -> Candidate:
-        """This worker for a policy that places a prompt of `num_tokens`."""
+    def release(self, booking: Booking, num_computed: int = 0) -> None:
+        """`num_computed`: tokens of a prompt that it computed."""
+        if booking in self._outlived:
+            self._outlived.remove(booking)
+            self.on_change()
+        elif booking in self._bookings:
+            self._bookings.remove(booking)
+            if self.role is WorkerRole.PREFILL:
+                self.prefill_pace.ended(num_computed)
+            self.on_change()
+
+    def as_candidate(self, num_tokens: int, context_tokens: int = 0) -> Candidate:
+        """This worker for a policy that places a prompt of `num_tokens`; `context_tokens` as for `book`."""
         if self.role is WorkerRole.PREFILL:
             now = self._estimate(self.load.queued_requests, self.load.queued_tokens)
-            limit = self.info.max_queued_requests if self.info is not None else 0
-            return Candidate(self.address, now.tokens, has_room=not limit or now.requests < limit)
+            return Candidate(self.address, now.tokens, has_room=self._prefill_room(num_tokens))
         now = self._estimate(self.load.running_requests + self.load.queued_requests, 0)
-        return Candidate(self.address, self._used_share(now.requests), has_room=self._decode_room(now, num_tokens))
+        return Candidate(self.address, self._used_share(now.requests),
+                         has_room=self._decode_room(now, self._pages(num_tokens, context_tokens)))
 
-    def _decode_room(self, now: _Claims, num_tokens: int) -> bool:
-        coming = [booking for booking in self._bookings if not booking.has_reserved]
-        if len(coming) < self.decode_lookahead or self.info is None:
+    @property
+    def has_queue_place(self) -> bool:
+        """Whether a prefill worker would queue one more prompt, be it for long."""
+        limit = self.info.max_queued_requests if self.info is not None else 0
+        return not limit or self._estimate(self.load.queued_requests, self.load.queued_tokens).requests < limit
+
+    def _prefill_room(self, num_tokens: int) -> bool:
+        rate = self.prefill_pace.tokens_per_s
+        if not self.has_queue_place or rate is None or len(self._bookings) < PREFILL_LOOKAHEAD:
+            return self.has_queue_place
+        ahead = sum(min(booking.num_tokens, SHORT_RATIO * num_tokens) for booking in self._bookings)
+        return ahead < rate * PREFILL_LOOKAHEAD_S
+
+    def _decode_room(self, now: _Claims, num_pages: int) -> bool:
+        if self.info is None:
             return True
-        unreported = [booking for booking in self._bookings if not booking.is_reported]
-        pages = sum(booking.num_pages for booking in unreported) + self._pages(num_tokens)
-        slots_fit = not self.info.slots_total or len(unreported) < self.load.slots_free
-        return now.requests < self.info.max_running_requests and pages <= self.load.pages_free and slots_fit
+        if self.load.queued_requests:  # requests that were set back for want of pages go first
+            return False
+        sent = self._unreported
+        pages_free = self.load.pages_free + sum(booking.num_pages for booking in self._finished)
+        pages = sum(booking.num_pages for booking in sent) + num_pages + self._growth_pages
+        slots_fit = not self.info.slots_total or len(sent) < self.load.slots_free + len(self._finished)
+        return now.requests < self._most_running and pages <= pages_free and slots_fit
+
+    @property
+    def _growth_pages(self) -> int:
+        """What those that draw take until a request that is given to it now gets there."""
+        token_s = self.decode_pace.token_s(len(self._bookings))
+        if token_s is None or self.info is None:
+            return 0
+        return round(self.load.running_requests * GROWTH_S / token_s / max(self.info.page_size, 1))
+
+    @property
+    def _most_running(self) -> int:
+        """Requests a decode pool is given: as many as it computes at a time and some on their way, though it would hold
+        more. More would take turns, and all of them end later for it."""
+        if self.info is None:
+            return 0
+        batch = self.info.max_batch_requests or self.info.max_running_requests
+        return min(batch + max(DECODE_LOOKAHEAD, batch // 2), self.info.max_running_requests)
 
     def _used_share(self, num_requests: int) -> float:
         if self.info is None:
             return 0.0
         pages_used = self.info.pages_total - self.load.pages_free
-        pages_used += sum(booking.num_pages for booking in self._bookings if not booking.is_reported)
+        pages_used += sum(booking.num_pages for booking in self._unreported)
         return max(num_requests / max(self.info.max_running_requests, 1), pages_used / max(self.info.pages_total, 1))
+
+    @property
+    def _unreported(self) -> list[Booking]:
+        """What holds memory, or will, that the last report did not count."""
+        return [booking for booking in self._bookings if not booking.is_reported and booking not in self._finished]
 
     def _claims(self) -> _Claims:
         return _Claims(len(self._bookings), sum(booking.num_tokens for booking in self._bookings))
@@ -213,9 +317,11 @@ class Worker:
     def _estimate(self, reported_requests: int, reported_tokens: int) -> _Claims:
         return self._claims().ahead_of(self._claims_at_report, _Claims(reported_requests, reported_tokens))
 
-    def _pages(self, num_tokens: int) -> int:
+    def _pages(self, num_tokens: int, context_tokens: int = 0) -> int:
+        """What a decode pool reserves: the prompt and a page's growth, but no more than the request may come to."""
         page_size = max(self.info.page_size, 1) if self.info is not None else 1
-        return -(-(num_tokens + 1) // page_size)
+        most = max(num_tokens, context_tokens or num_tokens + page_size)
+        return -(-min(num_tokens + page_size, most) // page_size)
 
 
 def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits) -> str:

@@ -26,7 +26,7 @@ _ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL
 
 
 class GrammarKind(StrEnum):
-    """Values are the fields of `StructuredOutput` in protos/types.proto."""
+    """Values are the fields of `StructuredOutput` in protos/baton/v1/types.proto."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"

@@ -54,7 +54,7 @@ def test_the_first_tree_is_grown_before_the_first_step_and_verified_by_it() -> N
 
 
 @pytest.mark.parametrize("case", ["no draft came", "declined", "one token left", "drafts do not pay now", "replayed"])
-def test_otherwise_the_first_step_is_plain(case: str) -> None:
+def test_otherwise_the_first_step_has_no_tree(case: str) -> None:
     scheduler, wanted = drafting(), request(prompt=5, max_tokens=2 if case == "one token left" else 8)
     if case == "drafts do not pay now":
         scheduler.draft_length = lambda num_running: 0
@@ -63,7 +63,7 @@ def test_otherwise_the_first_step_is_plain(case: str) -> None:
     replayed = (106,) if case == "replayed" else ()
     key = scheduler.reserve(wanted, lambda event: None, replayed=replayed).key
     scheduler.join(key, 105, with_draft=case != "no draft came")
-    assert next_batch(scheduler).mode is ForwardMode.DECODE
+    assert next_batch(scheduler).mode is (ForwardMode.PREFILL if case == "replayed" else ForwardMode.DECODE)
 
 
 def test_a_request_that_goes_while_its_first_tree_grows_leaves_nothing() -> None:

@@ -30,11 +30,11 @@ class Client:
         return self.events[-1]
 
 
-def make(*, num_pages: int = 20, page_size: int = 4, depth: int = 1, max_running: int = 4,
-         num_slots: int = 0) -> DecodeScheduler:
+def make(*, num_pages: int = 20, page_size: int = 4, depth: int = 1, max_running: int = 4, num_slots: int = 0,
+         grid: int = 1) -> DecodeScheduler:
     return DecodeScheduler(
         pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
-        limits=DecodeLimits(page_size=page_size, grid=1, depth=depth, max_running=max_running, max_context_tokens=64,
+        limits=DecodeLimits(page_size=page_size, grid=grid, depth=depth, max_running=max_running, max_context_tokens=64,
                             chunk_tokens=8, growth_tokens=page_size),
         clock=ManualClock())
 
@@ -96,8 +96,9 @@ def test_a_first_token_that_ends_the_request_never_runs() -> None:
 
 @pytest.mark.parametrize("num_replayed", [0, 1, 5, 8])
 def test_what_another_pool_drew_is_computed_again_and_not_told_again(num_replayed: int) -> None:
-    """A request moves here after its first token and `num_replayed` more; the eighth of nine ends it elsewhere, too."""
-    scheduler, wanted = make(), request(prompt=5, max_tokens=9)
+    """A request moves here after its first token and `num_replayed` more; the eighth of nine ends it elsewhere, too.
+    Where chunks lie on a grid, the answer is computed as it was drawn."""
+    scheduler, wanted = make(grid=4), request(prompt=5, max_tokens=9)
     client = Client()
     replayed = [106 + i for i in range(num_replayed)]
     key = scheduler.reserve(wanted, client.events.append, replayed=replayed).key
@@ -110,6 +111,23 @@ def test_what_another_pool_drew_is_computed_again_and_not_told_again(num_replaye
     assert draws == [False] * min(num_replayed, len(batches)) + [True] * (8 - num_replayed)
     assert [batch.token_ids.tolist() for batch in batches if batch.token_ids is not None] \
         == [[105 + i] for i in range(len(batches))]
+    scheduler.on_idle()
+
+
+@pytest.mark.parametrize(("num_replayed", "chunks"), [(0, []), (1, [1]), (5, [5]), (8, []), (20, [8, 8, 4])])
+def test_an_answer_that_another_pool_drew_is_read_where_no_grid_forbids_it(num_replayed: int,
+                                                                           chunks: list[int]) -> None:
+    scheduler, client = make(), Client()
+    wanted = request(prompt=5, max_tokens=30 if num_replayed == 20 else 9)
+    key = scheduler.reserve(wanted, client.events.append, replayed=[106 + i for i in range(num_replayed)]).key
+    scheduler.join(key, 105)
+    batches = run(scheduler, 40)
+    read = [batch for batch in batches if batch.mode is ForwardMode.PREFILL]
+    assert [batch.num_tokens for batch in read] == chunks
+    assert [token for batch in batches if batch.token_ids is not None for token in batch.token_ids.tolist()] \
+        == [105 + i for i in range(wanted.max_tokens - 1)][:sum(batch.num_tokens for batch in batches)]
+    assert client.tokens == [106 + i for i in range(num_replayed, wanted.max_tokens - 1)]
+    assert all(sampling is None for batch in read for sampling in batch.sampling), "a replay draws nothing"
     scheduler.on_idle()
 
 
@@ -162,8 +180,8 @@ def test_out_of_pages_sets_the_youngest_back_and_replays_it_exactly() -> None:
     assert isinstance(second.last, Finished)
     assert (first.last.num_preemptions, second.last.num_preemptions) == (0, 1)
     replayed = [batch for batch in batches if batch.mode is ForwardMode.PREFILL]
-    assert [batch.context_lens for batch in replayed] == [(0,)]
-    assert [batch.sampling for batch in replayed] == [(None,)], "a replay draws nothing"
+    assert [batch.context_lens for batch in replayed] == [(0,), (8,)]  # of prompt and answer, by chunks of 8
+    assert [batch.sampling for batch in replayed] == [(None,)] * 2, "a replay draws nothing"
     scheduler.on_idle()
 
 
@@ -266,7 +284,7 @@ def test_who_has_no_room_for_the_states_of_a_tree_takes_plain_steps_until_anothe
     """Two requests that came from another pool with five tokens, and room for the states of one."""
     scheduler = DecodeScheduler(
         pages=PageAllocator(20), slots=SlotAllocator(4), scratch=SlotAllocator(2), clock=ManualClock(),
-        limits=DecodeLimits(page_size=4, grid=1, depth=2, max_running=1, max_held=2, max_context_tokens=64,
+        limits=DecodeLimits(page_size=4, grid=64, depth=2, max_running=1, max_held=2, max_context_tokens=64,
                             growth_tokens=4, num_draft_tokens=3))
     keys = []
     for _ in range(2):

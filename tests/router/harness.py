@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from router.api.generation import GenerationService, RequestLimits
 from router.api.readiness import SERVICE, Readiness
-from router.request.admission import Admission, AdmissionLimits, PrefillRateEstimate, PriorityLimits
+from router.request.admission import Admission, AdmissionLimits, PriorityLimits
 from router.request.flow import Services
+from router.request.outlook import Outlook
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenise import ChatTemplate, Tokeniser
@@ -187,8 +188,7 @@ REQUEST_LIMITS = RequestLimits(60.0, 30.0, PriorityLimits.parse(["*=-100"]))
 @asynccontextmanager
 async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
                          admission: AdmissionLimits = ADMISSION_LIMITS, policy: Policy = Policy.LEAST_LOAD,
-                         model: ServedModel | None = None, decode_lookahead: int = 2,
-                         start_workers: bool = True, warms_up: bool = False,
+                         model: ServedModel | None = None, start_workers: bool = True, warms_up: bool = False,
                          discovered: Discovered | None = None, security: ServerSecurity = OPEN_SERVER,
                          limits: RequestLimits = REQUEST_LIMITS,
                          longest_comeback_s: float = 0.0) -> AsyncIterator[RouterHarness]:
@@ -201,14 +201,14 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
         registry = CollectorRegistry()
         metrics, clock, model = RouterMetrics.create(registry), SystemClock(), model or served_model()
         options = DirectoryOptions(_addresses(workers, FakePrefill), _addresses(workers, FakeDecode), policy,
-                                   watch_interval_s=0.05, decode_lookahead=decode_lookahead,
+                                   watch_interval_s=0.05,
                                    longest_comeback_s=longest_comeback_s)
         if discovered is not None:
             options = replace(options, prefill=discovered.prefill, decode=discovered.decode,
                               discovery=discovered.options)
         directory = Directory(options, model.facts, metrics, random.Random(0))
-        services = Services(Admission(directory, admission, metrics, clock), directory, flow, metrics,
-                            PrefillRateEstimate(clock))
+        outlook = Outlook(clock)
+        services = Services(Admission(directory, admission, metrics, outlook), directory, flow, metrics, outlook)
         server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
                             metrics=RpcMetrics.create(registry), security=security)
         service = GenerationService(model, services, limits, clock, security.caller)

@@ -21,7 +21,7 @@ ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
 def declared_methods() -> set[str]:
     """Full names of every RPC of every .proto file."""
     found = set()
-    for path in PROTOS.glob("*.proto"):
+    for path in PROTOS.rglob("*.proto"):
         text = re.sub(r"//[^\n]*", "", path.read_text())
         (package,) = re.findall(r"^package\s+([\w.]+);", text, re.MULTILINE)
         for service, body in re.findall(r"service\s+(\w+)\s*\{(.*?)\n\}", text, re.DOTALL):

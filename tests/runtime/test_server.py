@@ -5,6 +5,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from prometheus_client import CollectorRegistry
 
@@ -211,6 +212,25 @@ async def test_reflection_lists_the_services(echo: tuple[EchoGeneration, GrpcSer
             return set(ProtoReflectionDescriptorDatabase(channel).get_services())
 
     assert {SERVICE, "grpc.health.v1.Health"} <= await asyncio.to_thread(names)
+
+
+async def test_reflection_is_the_same_under_both_of_its_names(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+    """Newer clients ask version 1 only; its messages are those of v1alpha."""
+    asked = [reflection_pb2.ServerReflectionRequest(list_services=""),
+             reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)]
+    answers = []
+    async with open_channel(echo[2]) as channel:
+        for version in ("v1", "v1alpha"):
+            call: grpc.aio.StreamStreamCall[Any, Any] = channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                reflection_pb2.ServerReflectionRequest.SerializeToString,
+                reflection_pb2.ServerReflectionResponse.FromString)(iter(asked))
+            answers.append([answer async for answer in call])
+    first, second = answers
+    assert first == second
+    listed = {service.name for service in first[0].list_services_response.service}
+    assert {SERVICE, "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"} <= listed
+    assert first[1].file_descriptor_response.file_descriptor_proto
 
 
 async def test_port_in_use_is_one_clear_error(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:

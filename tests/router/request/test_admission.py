@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.request.admission import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
+from router.request.outlook import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
 from runtime.clock import ManualClock
 from runtime.errors import DeadlineError
 from tests.router.harness import RouterHarness, running_router, token_request

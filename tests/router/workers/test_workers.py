@@ -1,6 +1,7 @@
 """Who can be used and who gets what: estimates, pairs, the hold-back queue, readiness, load."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -17,7 +18,8 @@ from router.api.generation import RequestKey
 from router.request.admission import AdmissionLimits
 from router.request.validate import AdmissibleRequest
 from router.workers.policy import Policy
-from router.workers.worker import Worker, WorkerRole
+from router.workers.worker import PREFILL_LOOKAHEAD, Worker, WorkerRole
+from runtime.clock import Clock, ManualClock, SystemClock
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from tests.router.harness import (
     FACTS,
@@ -42,8 +44,8 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def a_worker(role: WorkerRole, **load: int) -> Worker:
-    worker = Worker(role, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None)
+async def a_worker(role: WorkerRole, clock: Clock | None = None, **load: int) -> Worker:
+    worker = Worker(role, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None, clock or SystemClock())
     worker.introduced(worker_info(role), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, **load))  # type: ignore[arg-type]
     return worker
@@ -82,23 +84,62 @@ async def test_a_full_prefill_queue_has_no_room() -> None:
 
 async def test_decode_room_counts_pages_that_no_report_shows_yet() -> None:
     worker = await a_worker(WorkerRole.DECODE, pages_free=10, slots_free=4)
-    booked = [worker.book(47) for _ in range(2)]  # three pages each
-    assert worker.as_candidate(63).has_room
-    assert not worker.as_candidate(64).has_room
+    booked = [worker.book(32) for _ in range(2)]  # two pages each, and one to grow into
+    assert worker.as_candidate(48).has_room
+    assert not worker.as_candidate(49).has_room
+    assert worker.as_candidate(49, context_tokens=64).has_room, "it can come to no more than four pages"
     for booking in booked:
         booking.reserved()
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=2, running_requests=2))
     for _ in range(2):
-        worker.book(15)
-    assert not worker.as_candidate(15).has_room, "both slots are promised"
+        worker.book(0)
+    assert not worker.as_candidate(0).has_room, "both slots are promised"
 
 
-async def test_a_full_pool_may_have_a_few_requests_coming() -> None:
-    worker = await a_worker(WorkerRole.DECODE, pages_free=0, slots_free=0, running_requests=4)
-    booked = [worker.book(10) for _ in range(worker.decode_lookahead)]
-    assert not worker.as_candidate(10).has_room
-    booked[0].release()
-    assert worker.as_candidate(10).has_room
+async def test_a_full_pool_gets_nothing_until_a_request_has_ended_there() -> None:
+    """Not even to wait for it: it would be refused."""
+    worker = await a_worker(WorkerRole.DECODE, pages_free=4, slots_free=1, running_requests=3)
+    booked = worker.book(32)
+    booked.reserved()
+    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=0, running_requests=4))
+    assert not worker.as_candidate(16).has_room
+    booked.finished()
+    assert not worker.as_candidate(16).has_room, "it counts as running until its streams have ended"
+    booked.release()
+    assert worker.as_candidate(32).has_room, "its three pages and its slot are free before a report says so"
+    assert not worker.as_candidate(64).has_room
+
+
+async def test_what_ended_badly_frees_nothing_before_a_report_says_so() -> None:
+    worker = await a_worker(WorkerRole.DECODE, pages_free=4, slots_free=4)
+    booked = worker.book(32)
+    booked.reserved()
+    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=3, running_requests=1))
+    booked.release()
+    assert not worker.as_candidate(16).has_room, "bytes may still be landing"
+    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=4))
+    assert worker.as_candidate(16).has_room
+
+
+async def test_requests_that_were_set_back_go_before_new_ones() -> None:
+    worker = await a_worker(WorkerRole.DECODE, pages_free=4, slots_free=4, queued_requests=1)
+    assert not worker.as_candidate(1).has_room
+
+
+async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> None:
+    clock = ManualClock()
+    worker = await a_worker(WorkerRole.PREFILL, clock=clock)
+    worker.introduced(worker_info(WorkerRole.PREFILL, max_queued_requests=100), FACTS)
+    for _ in range(3):  # a hundred tokens per second
+        booking = worker.book(100)
+        clock.advance(1.0)
+        booking.computed()
+    for _ in range(PREFILL_LOOKAHEAD):
+        assert worker.as_candidate(10).has_room, "so many, however long they are"
+        worker.book(20)
+    assert not worker.as_candidate(20).has_room, "sixty tokens take more than half a second"
+    assert worker.as_candidate(4).has_room, "a short one does not wait for all of three that are long beside it"
+    assert worker.has_queue_place, "who has been placed before and lost its worker goes there all the same"
 
 
 async def test_a_new_incarnation_owes_nothing() -> None:
@@ -175,10 +216,12 @@ async def test_a_draft_pairs_with_itself_and_with_none_but_not_with_another() ->
     fabric, journal = Fabric(), Journal()
     source = FakePrefill("p", fabric, journal, compatibility="m+d")
     pools = [FakeDecode(f"d {c}", fabric, journal, compatibility=c, max_running=1) for c in ("m+d", "m", "m+e")]
+    pools[1].fail_at(Point.RESERVE, CapacityError("full", resource="slots"), times=3)
     async with running_router(source, *pools) as router:
         await asyncio.gather(*(router.ask(token_request([i], max_tokens=2)) for i in range(30)))
         assert router.directory.has_decode("m+e")
-    assert pools[1].refused, "a pool that takes both looked for another"
+        refused = router.metric("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY")
+        assert refused >= 3, "what a pool that takes both refused found another"
     assert {worker for worker, _ in journal.entries} == {"p", "d m+d", "d m"}
 
 
@@ -191,9 +234,9 @@ async def test_no_worker_at_all_is_unavailable_after_the_grace_and_then_at_once(
         assert isinstance(error, UnavailableError)
         assert str(error) == "no prefill worker is usable (cannot be reached)", "no address of the inside"
         assert "no prefill worker is usable (127.0.0.1:1: cannot be reached" in router.directory.pair_problem()
-        queued = router.services.admission._arrivals
+        queued = router.services.admission.num_let_in
         assert isinstance(await router.failure(token_request([1])), UnavailableError)
-        assert router.services.admission._arrivals == queued, "it waited for nothing"
+        assert router.services.admission.num_let_in == queued, "it waited for nothing"
 
 
 async def test_a_request_rides_out_a_restart() -> None:
@@ -243,20 +286,20 @@ async def test_a_worker_that_falls_silent_is_lost() -> None:
 async def test_nothing_is_dispatched_that_no_pool_could_take_soon() -> None:
     prefill, decode = pair(max_running=2)
     decode.token_pause_s = 0.02
-    async with running_router(prefill, decode, decode_lookahead=1) as router:
+    async with running_router(prefill, decode) as router:
         answers = [asyncio.create_task(router.ask(token_request([i], max_tokens=10))) for i in range(12)]
         seen = 0
         while not all(answer.done() for answer in answers):
             seen = max(seen, len(set(prefill.open_requests) | set(decode.open_requests)))
             await asyncio.sleep(0.005)
-        assert seen <= 3, "two run, one is on its way"
+        assert seen <= 2, "two run"
         assert [(await answer).token_ids for answer in answers] == [expected_tokens([i], 10) for i in range(12)]
         await router.assert_nothing_left()
 
 
 async def test_a_pair_is_given_back_when_its_block_ends() -> None:
     async with running_router(*pair()) as router:
-        async with router.services.admission.pair_for(admissible_request()):
+        async with router.services.admission.pair_for(admissible_request(), 60.0):
             assert [len(worker._bookings) for worker in router.directory.workers] == [1, 1]
         await router.assert_nothing_left()
 
@@ -266,7 +309,7 @@ async def test_a_request_that_gives_up_in_the_moment_it_is_placed_keeps_nothing(
     decode.serving = False
     async with running_router(prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)) as router:
         admission = router.services.admission
-        waiting = asyncio.create_task(admission._wait(admissible_request()))
+        waiting = asyncio.create_task(admission._wait(admissible_request(), math.inf))
         await eventually(lambda: admission.num_waiting, "the queue")
         router.directory.workers[1].reported(worker_pb2.WorkerLoad(serving=True))
         admission._pump()
@@ -279,24 +322,17 @@ def admissible_request() -> AdmissibleRequest:
     return AdmissibleRequest(types_pb2.EngineRequest(prompt_token_ids=[1]), (), wants_text=False)
 
 
-def _happened(journal: Journal, point: Point, count: int) -> bool:
-    return journal.events().count(point) == count
-
-
 @asynccontextmanager
 async def a_busy_pool(limits: AdmissionLimits) -> AsyncIterator[RouterHarness]:
-    """A pool for one request that has it, and another one on its way: whoever comes now is held back."""
+    """A pool for one request that has it: whoever comes now is held back."""
     prefill, decode = pair(max_running=1)
     decode.at(Point.TOKEN, lambda _: asyncio.sleep(300))
-    async with running_router(prefill, decode, admission=limits, decode_lookahead=1) as router:
-        running = []
-        for count in (1, 2):  # one runs, one is on its way
-            running.append(asyncio.create_task(router.failure(token_request([1]))))
-            await eventually(partial(_happened, decode.journal, Point.COMPUTED, count), "dispatch")
+    async with running_router(prefill, decode, admission=limits) as router:
+        running = asyncio.create_task(router.failure(token_request([1])))
+        await eventually(lambda: Point.COMPUTED in decode.journal.events(), "dispatch")
         yield router
-        for call in running:
-            call.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         await router.assert_nothing_left()
 
 
@@ -329,7 +365,7 @@ async def test_the_queue_is_ordered_by_priority_then_arrival() -> None:
         await may_go.wait()
 
     prefill.at(Point.QUEUED, note)
-    async with running_router(prefill, decode, decode_lookahead=1) as router:
+    async with running_router(prefill, decode) as router:
         calls = []
         for name, priority in (("first", 0), ("b", 0), ("c", 0), ("low", 5), ("high", -5)):
             request = token_request([1], max_tokens=1, request_id=name, priority=priority)

@@ -1,0 +1,229 @@
+"""What serving a request will take, from rates that were measured: prompt tokens per second and time between tokens of
+each pool (`router.workers.policy`), how long answers become, and how far such estimates have been wrong.
+
+Nothing is refused on a guess: what was not measured lately counts as no time at all.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.workers.worker import Booking, Worker
+from runtime.clock import Clock
+
+MEMORY_S = 60.0
+KEPT_SHARE = 0.9  # of what came before, per answer
+MIN_ERRORS = 4  # services of one length, before their errors count
+REMEMBERED_ERRORS = 32
+CAUTIOUS_QUANTILE = 0.9
+START_CAUTION, MAX_CAUTION = 1.25, 4.0
+FACTOR_S = 1.0
+MIN_TOKENS = 64  # shorter prompts measure overheads rather than prefill
+MIN_PROMPTS = 3  # one alone may have met a cold start
+REMEMBERED_PROMPTS = 64
+
+
+@dataclass(frozen=True)
+class TokenWork:
+    """Tokens to compute and tokens to draw; the latter as expected, not as allowed."""
+
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of all usable pools together: tokens per second, infinite until measured and where nobody waits for them. Of one
+    of them: seconds per prompt token and between two tokens of an answer, and `tokens_ahead` in prompts that it has and
+    has not computed."""
+
+    prompt_tokens_per_s: float = math.inf
+    output_tokens_per_s: float = math.inf
+    prompt_token_s: float = 0.0
+    output_token_s: float = 0.0
+    tokens_ahead: float = 0.0
+    is_idle: bool = True  # a pair of pools has nothing to do
+
+    @classmethod
+    def of(cls, sources: Sequence[Worker], pools: Sequence[Worker], num_waiting: int = 0,
+           num_tokens: int = 1) -> "Rates":
+        """While `num_waiting` requests wait, whose prompts have about so many tokens. Nobody waits for prefill while a
+        worker has room for a prompt; a decode pool that could take more of them draws for more. A pool that was not
+        measured counts as the mean of the others."""
+        prefill = [rate for worker in sources if (rate := worker.prefill_pace.tokens_per_s)]
+        has_room = any(worker.as_candidate(num_tokens).has_room for worker in sources)
+        sharing = [(worker, worker.num_sharing(num_waiting, num_tokens)) for worker in pools]
+        paced = [(count, token_s) for worker, count in sharing
+                 if (token_s := worker.decode_pace.token_s(count)) is not None]
+        ahead = float(sum(worker.tokens_ahead for worker in sources))
+        idle = all(any(not worker.num_booked for worker in workers) for workers in (sources, pools))
+        mean = sum(prefill) / len(prefill) if prefill else math.inf
+        drawn = sum(count / token_s for count, token_s in paced) / len(paced) if paced else 0.0
+        return cls(prompt_tokens_per_s=math.inf if has_room or not prefill else mean * len(sources),
+                   output_tokens_per_s=drawn * len(pools) or math.inf, prompt_token_s=1 / mean,
+                   output_token_s=sum(token_s for _, token_s in paced) / len(paced) if paced else 0.0,
+                   tokens_ahead=ahead / max(len(sources), 1), is_idle=idle)
+
+    def wait_s(self, ahead: TokenWork) -> float:
+        """Until so much work has been given to workers: as long as the slower of the two kinds takes."""
+        return max(ahead.prompt_tokens / self.prompt_tokens_per_s, ahead.output_tokens / self.output_tokens_per_s)
+
+    def service_s(self, work: TokenWork) -> float:
+        """From being given to a pair of workers to the last token."""
+        prompt_tokens = self.tokens_ahead + work.prompt_tokens
+        return prompt_tokens * self.prompt_token_s + work.output_tokens * self.output_token_s
+
+
+@dataclass
+class AnswerLengths:
+    """The share of `max_tokens` that answers come to; limits of one power of two are one."""
+
+    _shares: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, max_tokens: int, num_tokens: int) -> None:
+        """An answer that was not cut off."""
+        seen, share = max_tokens.bit_length(), num_tokens / max_tokens
+        self._shares[seen] = self._shares.get(seen, share) * KEPT_SHARE + share * (1 - KEPT_SHARE)
+
+    def expected(self, max_tokens: int) -> float:
+        """Tokens; 0 for a limit that was not seen."""
+        return max_tokens * self._shares.get(max_tokens.bit_length(), 0.0)
+
+
+@dataclass
+class Caution:
+    """How much longer services took than was estimated, at the worse end; by length, as shorter ones are less certain.
+
+    Without it whoever is served at the edge of its deadline, which under overload is everybody, ends as often behind it
+    as before it.
+    """
+
+    clock: Clock
+    _errors: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)  # when, actual over estimated
+    _factors: dict[int, tuple[float, float]] = field(default_factory=dict)  # when, what `factor` came to
+
+    def observe(self, estimated_s: float, actual_s: float) -> None:
+        """`actual_s` may be the least it would have been, of a service that was cut off."""
+        if estimated_s > 0:
+            errors = self._errors.setdefault(_octave(estimated_s), deque(maxlen=REMEMBERED_ERRORS))
+            errors.append((self.clock.now(), actual_s / estimated_s))
+
+    def factor(self, estimated_s: float) -> float:
+        """From 1 to `MAX_CAUTION`; reckoned anew once a second at most."""
+        octave, now_s = _octave(estimated_s), self.clock.now()
+        at_s, factor = self._factors.get(octave, (-math.inf, START_CAUTION))
+        if now_s - at_s >= FACTOR_S:
+            factor = self._reckoned(octave, now_s)
+            self._factors[octave] = now_s, factor
+        return factor
+
+    def _reckoned(self, octave: int, now_s: float) -> float:
+        errors = sorted(error for at_s, error in self._errors.get(octave, ()) if at_s >= now_s - MEMORY_S)
+        if len(errors) < MIN_ERRORS:
+            return START_CAUTION
+        return min(max(errors[int(CAUTIOUS_QUANTILE * len(errors))], 1.0), MAX_CAUTION)
+
+
+def _octave(seconds: float) -> int:
+    return math.frexp(seconds)[1]
+
+
+class PrefillRateEstimate:
+    """Seconds per prompt token, as prefills that ended within the last `MEMORY_S` showed it.
+
+    Only the best rate seen lately counts: what even that cannot do in time is refused, everything else is tried. A
+    refused request shows no rate, so rates expire after `MEMORY_S`, and a refusal needs `MIN_PROMPTS` of them.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_PROMPTS)  # when, seconds per token
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A prompt was computed."""
+        if num_tokens >= MIN_TOKENS:
+            self._seen.append((self._clock.now(), seconds / num_tokens))
+
+    def least_s(self, num_tokens: int) -> float:
+        """The time that many tokens take at best; 0 while too few prompts are known, or for too few tokens."""
+        oldest_s = self._clock.now() - MEMORY_S
+        rates = [prefill_rate for at_s, prefill_rate in self._seen if at_s >= oldest_s]
+        return num_tokens * min(rates) if num_tokens >= MIN_TOKENS and len(rates) >= MIN_PROMPTS else 0.0
+
+
+class Outlook:
+    """What a router has learnt of its pools; its requests write it as they go."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.best_prefill = PrefillRateEstimate(clock)
+        self.lengths = AnswerLengths()
+        self.caution = Caution(clock)
+
+    def work(self, prompt_tokens: int, max_tokens: int) -> TokenWork:
+        """Of a request."""
+        return TokenWork(prompt_tokens, self.lengths.expected(max_tokens))
+
+    def cautious_s(self, rates: Rates, work: TokenWork) -> float:
+        """The time that a service takes at most, nine times of ten."""
+        estimated_s = rates.service_s(work)
+        return estimated_s * self.caution.factor(estimated_s) if estimated_s > 0 else 0.0
+
+
+class ServiceRecord:
+    """What one request shows of the pools that serve it, for those that come after it; from being given to a pair of
+    workers to the end. A request that moves shows nothing: it was served twice."""
+
+    def __init__(self, outlook: Outlook, max_tokens: int, estimated_s: float) -> None:
+        """`estimated_s`: how long it should take."""
+        self._outlook = outlook
+        self._max_tokens = max_tokens
+        self._estimated_s = estimated_s
+        self._since_s = outlook.clock.now()
+        self._pool: Booking | None = None
+        self._committed_s = 0.0
+        self._num_drawn = 0
+        self._has_moved = False
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """The worker says how long it computed the prompt."""
+        self._outlook.best_prefill.observe(num_tokens, seconds)
+
+    def committed(self, pool: Booking) -> None:
+        """The decode pool begins."""
+        pool.began()
+        self._pool, self._committed_s = pool, self._outlook.clock.now()
+
+    def drew(self, num_tokens: int) -> None:
+        """The decode pool did."""
+        self._num_drawn += num_tokens
+
+    def moved(self) -> None:
+        """It goes on elsewhere."""
+        self._has_moved = True
+
+    def ended(self, num_tokens: int) -> None:
+        """With an answer of so many tokens."""
+        if num_tokens:
+            self._outlook.lengths.observe(self._max_tokens, num_tokens)
+        self._note()
+
+    def finished(self, decode_s: float) -> None:
+        """The decode pool says that it took so long; its memory is free."""
+        if self._pool is None:
+            return
+        self._pool.finished()
+        if not self._has_moved:
+            self._pool.answered(self._num_drawn, decode_s)
+        self._pool = None  # `cut_off` adds nothing
+
+    def cut_off(self) -> None:
+        """At its deadline: it would have taken at least this long."""
+        if self._pool is not None and not self._has_moved:
+            self._pool.answered(self._num_drawn, self._outlook.clock.now() - self._committed_s)
+        self._note()
+
+    def _note(self) -> None:
+        if not self._has_moved:
+            self._outlook.caution.observe(self._estimated_s, self._outlook.clock.now() - self._since_s)

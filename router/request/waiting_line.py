@@ -1,0 +1,158 @@
+"""Who waits for a pair of workers, in which order, who may wait at all, and who waits in vain. Pure; `Clock` seconds.
+
+Order: priority, then by when a request must begin: its deadline less what serving it takes, but not later than the
+limit of waiting allows. So those without a deadline stand in order of arrival, and time brings everybody to the front.
+
+Who comes is refused if it could not be served in time behind those who go before it; who was let in leaves only by
+being placed, by going away, or when its time does not suffice any more.
+"""
+
+import bisect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from router.request.outlook import Outlook, Rates, TokenWork
+
+T = TypeVar("T")
+
+START_RETRY_S, MIN_RETRY_S = 1.0, 0.05
+
+
+class Cause(StrEnum):
+    """Why a request is not served, as metrics name it."""
+
+    QUEUE_FULL = "queue_full"  # as many wait as may
+    WAIT = "wait"  # its turn would come after the limit of waiting
+    DEADLINE = "deadline"  # it would end after its deadline
+    WORKERS = "workers"  # there is no pair of workers
+
+
+@dataclass(frozen=True)
+class WaitingLimits:
+    """`max_waiting` requests at once, each for at most `max_wait_s`."""
+
+    max_waiting: int
+    max_wait_s: float
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a request wants: `ends_at_s` is its deadline."""
+
+    work: TokenWork
+    ends_at_s: float = math.inf
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`wait_s`: how long it would have to wait; `service_s`: how long it would then take."""
+
+    cause: Cause
+    wait_s: float
+    service_s: float = 0.0
+
+    @property
+    def retry_after_s(self) -> float:
+        """The wait; where nobody waits and those that run are all that slows it down, until they have ended. A start
+        value while nothing was measured."""
+        return max(self.wait_s or self.service_s or START_RETRY_S, MIN_RETRY_S)
+
+
+@dataclass(order=True)
+class Waiter(Generic[T]):
+    """One that waits; ordered as it will be served."""
+
+    priority: int
+    begin_by_s: float
+    arrival: int
+    demand: Demand = field(compare=False)
+    since_s: float = field(compare=False)
+    item: T = field(compare=False)
+
+
+@dataclass
+class WaitingLine(Generic[T]):
+    """The requests that wait. Whoever uses it gives the present rates and time."""
+
+    limits: WaitingLimits
+    outlook: Outlook
+    num_arrived: int = 0
+    _waiters: list[Waiter[T]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __iter__(self) -> Iterator[Waiter[T]]:
+        """A copy, in order."""
+        return iter(tuple(self._waiters))
+
+    def enter(self, demand: Demand, item: T, rates: Rates, now_s: float) -> Waiter[T] | Refusal:
+        """A place for a request, or why it gets none."""
+        service_s = self.outlook.cautious_s(rates, demand.work)
+        begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
+        waiter = Waiter(demand.priority, begin_by_s, self.num_arrived, demand, now_s, item)
+        place = bisect.bisect(self._waiters, waiter)
+        wait_s = rates.wait_s(_work_of(self._waiters[:place]))
+        if len(self._waiters) >= self.limits.max_waiting:
+            return Refusal(Cause.QUEUE_FULL, wait_s, service_s)
+        if wait_s > self.limits.max_wait_s:
+            return Refusal(Cause.WAIT, wait_s, service_s)
+        is_measured = bool(self._waiters) or not rates.is_idle
+        if is_measured and now_s + wait_s + service_s > demand.ends_at_s:
+            return Refusal(Cause.DEADLINE, wait_s, service_s)
+        self.num_arrived += 1
+        self._waiters.insert(place, waiter)
+        return waiter
+
+    def leave(self, waiter: Waiter[T]) -> bool:
+        """Whether it was there."""
+        place = bisect.bisect_left(self._waiters, waiter)
+        if place < len(self._waiters) and self._waiters[place] is waiter:
+            del self._waiters[place]
+            return True
+        return False
+
+    def drop_hopeless(self, rates: Rates, now_s: float) -> list[tuple[Waiter[T], Refusal]]:
+        """Those whose time does not suffice any more, even if their turn came now; they have left."""
+        dropped = []
+        for waiter in tuple(self._waiters):
+            if (cause := self._hopeless(waiter, rates, now_s)) is not None:
+                self.leave(waiter)
+                dropped.append((waiter, cause))
+        wait_s = rates.wait_s(_work_of(self._waiters)) if dropped else 0.0
+        return [(waiter, Refusal(cause, wait_s)) for waiter, cause in dropped]
+
+    def drop_if_hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Refusal | None:
+        """As `drop_hopeless`, of one that is there."""
+        cause = self._hopeless(waiter, rates, now_s)
+        if cause is None:
+            return None
+        self.leave(waiter)
+        return Refusal(cause, rates.wait_s(_work_of(self._waiters)))
+
+    @property
+    def work(self) -> TokenWork:
+        """Of all of them."""
+        return _work_of(self._waiters)
+
+    def clear(self) -> list[Waiter[T]]:
+        """All of them; they have left."""
+        waiters, self._waiters = self._waiters, []
+        return waiters
+
+    def _hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Cause | None:
+        if now_s - waiter.since_s >= self.limits.max_wait_s:
+            return Cause.WAIT
+        if rates.is_idle and now_s < waiter.demand.ends_at_s:
+            return None  # nothing keeps it from being tried
+        is_late = now_s + self.outlook.cautious_s(rates, waiter.demand.work) > waiter.demand.ends_at_s
+        return Cause.DEADLINE if is_late else None
+
+
+def _work_of(waiters: list[Waiter[T]]) -> TokenWork:
+    return TokenWork(sum(waiter.demand.work.prompt_tokens for waiter in waiters),
+                sum(waiter.demand.work.output_tokens for waiter in waiters))

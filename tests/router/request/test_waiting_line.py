@@ -1,0 +1,218 @@
+"""Who waits, who goes first and who waits in vain: by hand, and as properties of any sequence of happenings."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.request.outlook import MIN_ERRORS, START_CAUTION, Outlook, Rates, TokenWork
+from router.request.waiting_line import START_RETRY_S, Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
+from runtime.clock import ManualClock
+
+# A hundred prompt tokens and twenty output tokens per second; alone, a prompt token takes 10 ms and an output token 50.
+RATES = Rates(100.0, 20.0, 0.01, 0.05, tokens_ahead=50.0, is_idle=False)
+WORK = TokenWork(100.0, 10.0)
+
+
+class Line:
+    """A line whose services take exactly as long as is estimated."""
+
+    def __init__(self, *, max_waiting: int = 100, max_wait_s: float = 60.0) -> None:
+        self.clock = ManualClock(1000.0)
+        self.outlook = Outlook(self.clock)
+        self.line: WaitingLine[str] = WaitingLine(WaitingLimits(max_waiting, max_wait_s), self.outlook)
+
+    def exact(self, *services_s: float) -> "Line":
+        """No caution for services of about so many seconds."""
+        for service_s in services_s:
+            for _ in range(MIN_ERRORS):
+                self.outlook.caution.observe(service_s, service_s)
+        return self
+
+    def enter(self, name: str, within_s: float = math.inf, *, work: TokenWork = WORK, priority: int = 0,
+              rates: Rates = RATES) -> Waiter[str] | Refusal:
+        now = self.clock.now()
+        return self.line.enter(Demand(work, now + within_s, priority), name, rates, now)
+
+    @property
+    def names(self) -> list[str]:
+        return [waiter.item for waiter in self.line]
+
+
+def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
+    """(50 + 100) x 0.01 + 10 x 0.05 = 2 s, and a quarter more while nobody knows how wrong that is."""
+    assert RATES.service_s(WORK) == pytest.approx(2.0)
+    line = Line()
+    assert line.outlook.cautious_s(RATES, WORK) == pytest.approx(2.0 * START_CAUTION)
+    assert line.exact(2.0).outlook.cautious_s(RATES, WORK) == pytest.approx(2.0 * START_CAUTION), "once a second"
+    line.clock.advance(1.0)
+    assert line.outlook.cautious_s(RATES, WORK) == pytest.approx(2.0)
+
+
+def test_a_wait_is_as_long_as_the_slower_half_takes() -> None:
+    assert RATES.wait_s(TokenWork(200, 10)) == pytest.approx(2.0)
+    assert RATES.wait_s(TokenWork(10, 200)) == pytest.approx(10.0)
+
+
+def test_who_could_not_end_in_time_behind_the_others_is_refused_on_arrival() -> None:
+    """Each takes 2 s and makes the next one wait for 1 s: the fourth would end after 5 s, at its deadline."""
+    line = Line().exact(2.0)
+    assert [isinstance(line.enter(str(i), 5.0), Waiter) for i in range(4)] == [True] * 4
+    late = line.enter("late", 5.0)
+    assert isinstance(late, Refusal)
+    assert late.cause is Cause.DEADLINE
+    assert (late.wait_s, late.service_s) == pytest.approx((4.0, 2.0))
+    assert late.retry_after_s == pytest.approx(4.0), "as long as everybody before it waits"
+    assert isinstance(line.enter("patient", 6.1), Waiter)
+
+
+def test_a_queue_longer_than_can_be_served_within_the_limit_of_waiting_refuses() -> None:
+    line = Line(max_wait_s=2.5)
+    assert [isinstance(line.enter(str(i)), Waiter) for i in range(3)] == [True] * 3
+    refused = line.enter("too many")
+    assert isinstance(refused, Refusal)
+    assert refused.cause is Cause.WAIT
+    assert refused.wait_s == pytest.approx(3.0)
+
+
+def test_the_hard_limit_holds_however_short_the_wait_is() -> None:
+    line = Line(max_waiting=2)
+    for name in "ab":
+        line.enter(name, rates=Rates())
+    full = line.enter("c", rates=Rates())
+    assert isinstance(full, Refusal)
+    assert (full.cause, full.retry_after_s) == (Cause.QUEUE_FULL, START_RETRY_S)
+
+
+def test_nothing_is_refused_on_a_guess() -> None:
+    """Nothing was measured; or a pair of pools has nothing to do, whatever was measured before."""
+    line = Line()
+    assert isinstance(line.enter("unmeasured", 1e-3, rates=Rates(is_idle=False)), Waiter)
+    line = Line()
+    assert isinstance(line.enter("idle", 1e-3, rates=Rates(100.0, 20.0, 0.01, 0.05, is_idle=True)), Waiter)
+    assert isinstance(line.enter("second", 1e-3, rates=Rates(100.0, 20.0, 0.01, 0.05, is_idle=True)), Refusal)
+
+
+def test_order_is_priority_then_slack_then_arrival() -> None:
+    line = Line().exact(2.0, 8.0)
+    for name in "ab":
+        line.enter(name)
+    line.enter("hurry", 20.0)
+    line.enter("long", 22.0, work=TokenWork(100, 130))  # 8 s of service: it has to begin before "hurry"
+    line.enter("unimportant", 20.0, priority=1)
+    line.enter("urgent", priority=-1)
+    assert line.names == ["urgent", "long", "hurry", "a", "b", "unimportant"]
+
+
+def test_time_brings_those_without_a_deadline_to_the_front() -> None:
+    line = Line(max_wait_s=60.0).exact(2.0)
+    line.enter("patient")
+    line.clock.advance(55.0)
+    line.enter("in a hurry", 8.0)
+    line.enter("in less of a hurry", 9.9)
+    assert line.names == ["patient", "in a hurry", "in less of a hurry"]
+
+
+def test_who_waits_in_vain_is_dropped_before_it_costs_anything() -> None:
+    line = Line().exact(2.0)
+    line.enter("short", 4.0)
+    line.enter("long", 10.0)
+    line.clock.advance(1.9)
+    assert not line.line.drop_hopeless(RATES, line.clock.now())
+    line.clock.advance(0.2)
+    (waiter, refusal), = line.line.drop_hopeless(RATES, line.clock.now())
+    assert (waiter.item, refusal.cause) == ("short", Cause.DEADLINE)
+    assert refusal.wait_s == pytest.approx(1.0)
+    assert line.names == ["long"]
+
+
+def test_nobody_waits_for_longer_than_the_limit() -> None:
+    line = Line(max_wait_s=10.0)
+    line.enter("a")
+    line.clock.advance(10.0)
+    (waiter, refusal), = line.line.drop_hopeless(Rates(), line.clock.now())
+    assert (waiter.item, refusal.cause) == ("a", Cause.WAIT)
+
+
+def test_errors_of_estimates_make_the_next_ones_cautious_and_are_forgotten() -> None:
+    """Nine of ten took at most three times as long; of other lengths nothing is known."""
+    line = Line()
+    caution = line.outlook.caution
+    for factor in range(1, 11):
+        caution.observe(1.0, factor / 3)
+    assert caution.factor(1.0) == pytest.approx(10 / 3)
+    assert caution.factor(5.0) == START_CAUTION
+    line.clock.advance(61.0)
+    assert caution.factor(1.0) == START_CAUTION
+
+
+def test_answers_are_as_long_as_those_before_with_such_a_limit() -> None:
+    lengths = Line().outlook.lengths
+    assert lengths.expected(100) == 0
+    lengths.observe(100, 25)
+    assert lengths.expected(120) == pytest.approx(30)
+    assert lengths.expected(1000) == 0
+    lengths.observe(100, 100)
+    assert lengths.expected(100) == pytest.approx(25 * 0.9 + 100 * 0.1)
+
+
+DEMANDS = st.tuples(st.floats(0.1, 100.0) | st.just(math.inf), st.integers(-1, 1), st.integers(1, 300),
+                    st.integers(0, 50))
+HAPPENINGS = st.lists(st.tuples(st.floats(0.0, 5.0), st.lists(DEMANDS, max_size=5), st.integers(0, 3)), max_size=30)
+
+
+@given(HAPPENINGS, st.integers(1, 8), st.floats(0.5, 30.0))
+def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
+        happenings: Sequence[tuple[float, list[tuple[float, int, int, int]], int]], max_waiting: int,
+        max_wait_s: float) -> None:
+    line = Line(max_waiting=max_waiting, max_wait_s=max_wait_s)
+    inside: set[int] = set()
+    for passed_s, demands, num_places in happenings:
+        line.clock.advance(passed_s)
+        now = line.clock.now()
+        for within_s, priority, prompt, output in demands:
+            demand = Demand(TokenWork(prompt, output), now + within_s, priority)
+            waiter = line.line.enter(demand, "", RATES, now)
+            if isinstance(waiter, Waiter):
+                inside.add(waiter.arrival)
+                ahead = [other for other in line.line if other < waiter]
+                wait_s = RATES.wait_s(TokenWork(sum(other.demand.work.prompt_tokens for other in ahead),
+                                           sum(other.demand.work.output_tokens for other in ahead)))
+                assert wait_s <= max_wait_s
+                assert now + wait_s + line.outlook.cautious_s(RATES, demand.work) <= demand.ends_at_s
+        assert len(line.line) <= max_waiting
+        order = list(line.line)
+        assert order == sorted(order, key=lambda each: (each.priority, each.begin_by_s, each.arrival))
+        for waiter, refusal in line.line.drop_hopeless(RATES, now):
+            inside.remove(waiter.arrival)
+            waited_out = now - waiter.since_s >= max_wait_s
+            too_late = now + line.outlook.cautious_s(RATES, waiter.demand.work) > waiter.demand.ends_at_s
+            assert waited_out if refusal.cause is Cause.WAIT else too_late
+        for waiter in list(line.line)[:num_places]:
+            assert line.line.leave(waiter)
+            assert not line.line.leave(waiter)
+            inside.remove(waiter.arrival)
+        assert {waiter.arrival for waiter in line.line} == inside, "nobody leaves otherwise"
+    assert {waiter.arrival for waiter in line.line.clear()} == inside
+    assert not len(line.line)
+
+
+@given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=60))
+def test_those_without_a_deadline_are_not_starved(gaps: Sequence[float]) -> None:
+    """However many come in a hurry, one is placed per second and "patient" goes within the limit of waiting."""
+    line = Line(max_wait_s=20.0, max_waiting=1000)
+    line.enter("patient", rates=Rates())
+    began = line.clock.now()
+    for gap in [*gaps, *[1.0] * 25]:
+        line.enter("hurry", 4.0, rates=Rates())
+        line.clock.advance(gap)
+        first = next(iter(line.line), None)
+        if first is not None:
+            line.line.leave(first)
+        if "patient" not in line.names:
+            break
+    else:
+        raise AssertionError("it still waits")
+    assert line.clock.now() - began <= 20.0 + 3.0

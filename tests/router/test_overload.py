@@ -1,0 +1,107 @@
+"""More than a cluster can do: who is refused, when and with what, and who is served in time."""
+
+import asyncio
+
+from router.request.admission import AdmissionLimits
+from runtime.errors import BatonError, CapacityError
+from tests.router.harness import RouterHarness, eventually, running_router, token_request
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+
+PROMPT, MAX_TOKENS, PLACES = [1] * 100, 10, 2
+
+
+def workers() -> tuple[FakePrefill, FakeDecode]:
+    """The pool says that tokens come every 50 ms, and they do."""
+    fabric, journal = Fabric(), Journal()
+    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal, max_running=PLACES)
+    decode.token_pause_s = 0.05
+    return prefill, decode
+
+
+async def outcome(router: RouterHarness, timeout_s: float, priority: int = 0) -> BatonError | None:
+    request = token_request(PROMPT, max_tokens=MAX_TOKENS, priority=priority)
+    try:
+        assert (await router.ask(request, timeout_s)).token_ids == expected_tokens(PROMPT, MAX_TOKENS)
+    except BatonError as error:
+        return error
+    return None
+
+
+async def measured(router: RouterHarness) -> None:
+    """What serving takes is known from here on."""
+    assert await asyncio.gather(*(outcome(router, 60.0) for _ in range(3 * PLACES))) == [None] * 3 * PLACES
+
+
+async def test_at_saturation_a_pool_refuses_no_reservation() -> None:
+    prefill, decode = workers()
+    decode.token_pause_s = 0.005
+    async with running_router(prefill, decode) as router:
+        assert await asyncio.gather(*(outcome(router, 60.0) for _ in range(40))) == [None] * 40
+        assert not decode.refused
+        assert router.metric("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY") == 0
+        await router.assert_nothing_left()
+
+
+async def test_what_cannot_end_in_time_behind_others_is_refused_at_once_with_the_wait() -> None:
+    prefill, decode = workers()
+    async with running_router(prefill, decode) as router:
+        await measured(router)
+        held = [asyncio.create_task(outcome(router, 60.0)) for _ in range(40)]
+        await eventually(lambda: router.services.admission.num_waiting > 30, "the queue")
+        wait_s = router.services.admission.wait_s()
+        refused = await outcome(router, 2.0, priority=1)
+        assert isinstance(refused, CapacityError)
+        assert refused.resource == "router queue"
+        assert "more than its deadline leaves" in str(refused)
+        assert refused.retry_after_s is not None
+        assert wait_s / 2 < refused.retry_after_s < wait_s * 2
+        assert router.metric("baton_router_refused_total", cause="deadline") == 1
+        assert await outcome(router, 20.0, priority=-1) is None, "the urgent one is served before those 40"
+        for call in held:
+            call.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        await router.assert_nothing_left()
+
+
+async def test_a_queue_that_takes_too_long_is_closed_to_more() -> None:
+    async with running_router(*workers(), admission=AdmissionLimits(max_wait_s=2.0)) as router:
+        await measured(router)
+        outcomes = await asyncio.gather(*(outcome(router, 60.0) for _ in range(60)))
+        refused = [error for error in outcomes if isinstance(error, CapacityError)]
+        assert outcomes.count(None) + len(refused) == 60
+        at_once = [error for error in refused if error.resource == "router queue"]
+        assert router.metric("baton_router_refused_total", cause="wait") == len(at_once) > 0
+        assert all(error.retry_after_s is not None and error.retry_after_s > 2.0 for error in at_once)
+        await router.assert_nothing_left()
+
+
+async def test_what_has_become_hopeless_is_dropped_before_any_worker_has_it() -> None:
+    """The pool stops, so nobody's turn comes; 20 s is more than serving takes, and the queue is short."""
+    prefill, decode = workers()
+    async with running_router(prefill, decode) as router:
+        await measured(router)
+        goes_on = asyncio.Event()
+        decode.at(Point.TOKEN, lambda _: goes_on.wait())
+        running = [asyncio.create_task(outcome(router, 60.0)) for _ in range(PLACES)]
+        await eventually(lambda: len(decode.open_requests) == PLACES, "requests that run")
+        before = prefill.journal.events().count(Point.QUEUED)
+        error = await outcome(router, 4.0)
+        assert isinstance(error, CapacityError)
+        assert (error.resource, str(error)) == ("workers", "no pair of workers had room before its deadline")
+        assert router.metric("baton_router_dropped_total", cause="deadline") == 1
+        assert prefill.journal.events().count(Point.QUEUED) == before
+        goes_on.set()
+        assert await asyncio.gather(*running) == [None] * PLACES
+        await router.assert_nothing_left()
+
+
+async def test_half_of_the_answers_come_in_time_when_twice_as_many_are_asked() -> None:
+    """Served first come first, without a look at deadlines, every one but the first few would be late."""
+    prefill, decode = workers()
+    async with running_router(prefill, decode) as router:
+        await measured(router)
+        outcomes = await asyncio.gather(*(outcome(router, 6.0) for _ in range(60)))
+        assert outcomes.count(None) > PLACES
+        late = [error for error in outcomes if error is not None and not isinstance(error, CapacityError)]
+        assert len(late) <= outcomes.count(None), "who is served is served in time"
+        await router.assert_nothing_left()

@@ -1,0 +1,108 @@
+"""Rates of pools from what a router sees, by hand."""
+
+import pytest
+
+from router.workers.policy import HALF_LIFE_S, MEMORY_S, MIN_PROMPTS, DecodePace, PrefillPace
+from runtime.clock import ManualClock
+
+
+def test_prefill_is_as_fast_as_it_is_while_it_has_prompts() -> None:
+    clock = ManualClock()
+    pace = PrefillPace(clock)
+    for _ in range(MIN_PROMPTS):
+        assert pace.tokens_per_s is None, "a few prompts first"
+        pace.began()
+        clock.advance(0.5)
+        pace.ended(100)
+        clock.advance(1000)  # nothing to do
+    assert pace.tokens_per_s == pytest.approx(200, rel=0.1)
+
+
+def test_prompts_side_by_side_share_the_time() -> None:
+    """Ten prompts of fifty tokens within a second are 500 tokens per second, though each took longer."""
+    clock = ManualClock()
+    pace = PrefillPace(clock)
+    for _ in range(20):
+        for _ in range(10):
+            pace.began()
+        clock.advance(1.0)
+        for _ in range(10):
+            pace.ended(50)
+    assert pace.tokens_per_s == pytest.approx(500, rel=0.1)
+
+
+def test_what_was_slow_is_forgotten_by_half_every_half_life() -> None:
+    """A hundred tokens per second, then, for one half-life, three hundred: (100 + 300) / 2, but for the tokens of the
+    newest second, which weigh a little more."""
+    clock = ManualClock()
+    pace = PrefillPace(clock)
+    for _ in range(100):
+        pace.began()
+        clock.advance(1.0)
+        pace.ended(100)
+    for _ in range(round(HALF_LIFE_S)):
+        pace.began()
+        clock.advance(1.0)
+        pace.ended(300)
+    assert pace.tokens_per_s == pytest.approx(200, rel=0.15)
+
+
+def test_a_pool_that_stands_still_gets_slower_while_nothing_is_said() -> None:
+    clock = ManualClock()
+    pace = PrefillPace(clock)
+    for _ in range(100):
+        pace.began()
+        clock.advance(1.0)
+        pace.ended(100)
+    pace.began()
+    clock.advance(HALF_LIFE_S)
+    slow = pace.tokens_per_s
+    assert slow is not None
+    assert slow < 60
+    pace.restarted()
+    clock.advance(1000)
+    assert pace.tokens_per_s == pytest.approx(slow), "nothing was lost with a pool that started anew"
+
+
+def test_what_was_given_up_takes_time_and_yields_nothing() -> None:
+    clock = ManualClock()
+    pace = PrefillPace(clock)
+    for num_tokens in (100, 0) * 50:
+        pace.began()
+        clock.advance(1.0)
+        pace.ended(num_tokens)
+    assert pace.tokens_per_s == pytest.approx(50, rel=0.15)
+
+
+def test_tokens_come_as_fast_as_at_this_load_or_the_nearest_lower_one() -> None:
+    clock = ManualClock()
+    pace = DecodePace(clock)
+    assert pace.token_s(1) is None
+    pace.observe(8, 100, 10.0)
+    assert [pace.token_s(load) for load in (1, 8, 15, 64)] == pytest.approx([0.1] * 4), "the only one that is known"
+    pace.observe(1, 100, 1.0)
+    assert [pace.token_s(load) for load in (0, 1, 7, 8, 100)] == pytest.approx([0.01, 0.01, 0.01, 0.1, 0.1])
+    pace.observe(20, 0, 1.0)
+    pace.observe(20, 5, 0.0)
+    assert pace.token_s(20) == pytest.approx(0.1), "what says nothing counts for nothing"
+
+
+def test_a_load_that_was_slow_long_ago_is_tried_again() -> None:
+    clock = ManualClock()
+    pace = DecodePace(clock)
+    pace.observe(8, 10, 10.0)
+    clock.advance(MEMORY_S - 1)
+    pace.observe(1, 100, 1.0)
+    assert pace.token_s(8) == pytest.approx(1.0)
+    clock.advance(2)
+    assert pace.token_s(8) == pytest.approx(0.01)
+    clock.advance(MEMORY_S)
+    assert pace.token_s(8) is None
+
+
+def test_newer_answers_weigh_more() -> None:
+    """0.9 x 10 s + 1 s over 0.9 x 10 + 10 tokens."""
+    pace = DecodePace(ManualClock())
+    pace.observe(4, 10, 10.0)
+    pace.observe(4, 10, 1.0)
+    assert pace.token_s(4) == pytest.approx(10.0 / 19)
