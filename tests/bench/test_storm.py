@@ -46,7 +46,7 @@ def test_a_cut_between_two_hosts_is_survived() -> None:
 
 def test_connecting_to_a_host_that_no_packet_reaches_holds_nobody_up() -> None:
     """UCX would wait in connect(2), for two minutes, and the transfer agent's thread with it."""
-    done = subprocess.run([sys.executable, "-m", "tests.support.transfer.unreachable"], cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, "-m", "tests.bench.unreachable"], cwd=ROOT, capture_output=True,
                           text=True, timeout=200)
     if done.returncode == REFUSED:
         pytest.skip(done.stderr)

@@ -1,4 +1,4 @@
-"""`python -m tests.support.transfer.unreachable`: connects UCX to a worker on a host that no packet reaches any more.
+"""`python -m tests.bench.unreachable`: connects UCX to a worker on a host that no packet reaches any more.
 
 In a network of its own; prints "connected" when `connect` has returned. Ends with 77 where namespaces are refused.
 """
@@ -14,8 +14,8 @@ from transfer.ucx.binding import UcxBinding
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
-MODULE, REFUSED, MOST_S = "tests.support.transfer.unreachable", 77, 60
-ROOT = Path(__file__).resolve().parents[3]
+MODULE, REFUSED, MOST_S = "tests.bench.unreachable", 77, 60
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def listen() -> None:
