@@ -77,7 +77,13 @@ def _new(before: dict[int, str], after: dict[int, str]) -> list[int]:
 @contextmanager
 def _tcp(descriptor: int) -> Iterator[socket.socket]:
     """A second handle on it. Raises OSError for what is closed meanwhile, and for what is no TCP socket."""
-    with socket.socket(fileno=os.dup(descriptor)) as found:
+    copy = os.dup(descriptor)
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with found:
         if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
             raise OSError("not TCP")
         yield found

@@ -116,15 +116,24 @@ def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
     assert all(target == b"\xee" * NUM_BYTES for target in targets)
 
 
-def test_a_source_that_hangs_in_mid_message_is_cut_off(receiver: UcxTransport, child: SendingChild) -> None:
-    """As one behind a network that loses every packet: no error ever comes of it."""
-    operations, _ = start_receiving(receiver, child)
-    child.process.send_signal(signal.SIGSTOP)
-    progress_until_ended(receiver, operations)
-    lost = [operation for operation in operations if operation.state is OperationState.FAILED]
+def test_a_source_that_hangs_in_mid_message_is_cut_off(profile: TransportProfile, receiver: UcxTransport) -> None:
+    """As one behind a network that loses every packet: no error ever comes of it. On a busy machine everything may have
+    been sent when the signal comes; then another one hangs."""
+    lost: list[Operation] = []
+    for _ in range(5):
+        child = SendingChild(profile, NUM_BYTES, NUM_MESSAGES)
+        try:
+            operations, _ = start_receiving(receiver, child)
+            child.process.send_signal(signal.SIGSTOP)
+            progress_until_ended(receiver, operations)
+        finally:
+            child.stop()
+        lost = [operation for operation in operations if operation.state is OperationState.FAILED]
+        if lost:
+            break
     assert lost
     assert all(isinstance(operation.error, PeerLostError) for operation in lost)
-    assert not operations[0].peer.alive
+    assert not lost[0].peer.alive
 
 
 def test_a_live_source_delivers_everything(receiver: UcxTransport, child: SendingChild) -> None:
@@ -152,11 +161,13 @@ def unacknowledged_limits_ms() -> dict[str, int]:
     """Of the connections of this process over TCP, by socket."""
     limits = {}
     for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if not os.path.lexists(path) or not (target := os.readlink(path)).startswith("socket:"):
+            continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if (found.family, found.type) == (socket.AF_INET, socket.SOCK_STREAM):
                 found.getpeername()  # raises for one that listens
-                limits[os.readlink(f"/proc/self/fd/{name}")] = found.getsockopt(socket.IPPROTO_TCP,
-                                                                                socket.TCP_USER_TIMEOUT)
+                limits[target] = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     return limits
 
 
