@@ -268,7 +268,7 @@ class LocalCluster:
             self._launch_router(name)
         for process in self.processes.values():
             await process.announced(timeout_s=self._config.ready_timeout_s)
-        self._say("waiting for the pools to load, form and warm up")
+        self._say("waiting for the pools to form and warm up (the first time they compile kernels: half a minute)")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         if self._config.http:
             self._launch_gateway()

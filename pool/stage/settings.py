@@ -16,7 +16,7 @@ from pool.stage.pool_size import PoolSize
 from pool.stage.speculation import SpeculationPlan
 
 ANY = "any"  # no bits are promised
-MODELS_OWN = "the model's"  # nobody set another
+MODELS_OWN = "the model's"  # no other was set
 
 
 def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: Sequence[LayerRange],

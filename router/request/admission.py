@@ -77,7 +77,7 @@ class Admission:
         return self._line.num_arrived
 
     def wait_s(self) -> float:
-        """How long somebody who came now, behind everybody, would wait, as far as that was measured."""
+        """How long a request that came now, behind all others, would wait, as far as that was measured."""
         return self._rates().wait_s(self._line.work)
 
     def service_s(self, request: AdmissibleRequest) -> float:
@@ -138,7 +138,7 @@ class Admission:
 
     def _abandon(self, waiter: Waiter[_Held]) -> None:
         self._line.leave(waiter)
-        # Placed in the very moment it gave up: nobody else would release that.
+        # Placed in the very moment it gave up: nothing else would release that.
         placed = waiter.item.placed
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             placed.result().release()
@@ -215,7 +215,7 @@ class Admission:
                 self._metrics.dropped.labels(Cause.WORKERS).inc()
                 self._fail(waiter, self._no_heirs())
             elif not self._directory.can_hold(request.context_tokens):
-                continue  # the workers that are large enough are away: nobody behind it waits for them
+                continue  # the workers that are large enough are away: no request behind it waits for them
             elif passed_by is None and self._directory.awaits_prefill(num_tokens, request.context_tokens):
                 passed_by = num_tokens
             else:

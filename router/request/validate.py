@@ -60,7 +60,7 @@ SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
 class AdmissibleRequest:
     """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none.
     `resumed`: of each choice in turn, the tokens its client has already, as far as there are any; `resumed_from`: of
-    each choice the compatibility of the workers that drew them, "" where anybody may go on."""
+    each choice the compatibility of the workers that drew them, "" where any workers may go on."""
 
     engine: types_pb2.EngineRequest
     stop_strings: tuple[str, ...]

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.memory.budget import decode_requests
 from engine.pipeline.tables import Table, column, row_type
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
 from runtime.errors import IncompatiblePeerError
+from tests.support.drafts.eagle import save_draft
 from tests.support.models.checkpoints import make_checkpoint
 from transfer.plan.compatibility import check_settings
 
@@ -45,6 +47,16 @@ def test_a_stage_of_a_release_with_other_frames_is_refused(tmp_path: Path) -> No
     settings = plan_stage(WorkerConfig(model=make_checkpoint(tmp_path, "llama"), num_pages=8)).settings
     with pytest.raises(IncompatiblePeerError, match=r"frames is [0-9a-f]{12} here, 000000000000 there"):
         check_settings(settings, {**settings, "frames": "0" * 12})
+
+
+def test_stages_that_keep_the_states_of_another_number_of_trees_do_not_join(tmp_path: Path) -> None:
+    """Small pools hold three times what they run, so that both hold 33 requests here."""
+    model, draft = make_checkpoint(tmp_path, "qwen3_5_text"), save_draft(tmp_path / "eagle3", layers=(0, 1, 3))
+    here, there = (plan_stage(WorkerConfig(model=model, draft=draft, num_pages=64, max_running=max_running),
+                              max_held=decode_requests(max_running), speculates=True) for max_running in (11, 33))
+    assert (here.max_held, there.max_held, here.num_scratch, there.num_scratch) == (33, 33, 12, 34)
+    with pytest.raises(IncompatiblePeerError, match=r"differ: max_running is 11 here, 33 there$"):
+        check_settings(here.settings, there.settings)
 
 
 def test_a_table_with_another_column_has_another_layout() -> None:
