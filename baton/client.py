@@ -64,7 +64,7 @@ def _typed_errors() -> Iterator[None]:
 
 
 def _error_of(call: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
-    """The router's own error, or that it did not live to say one: then nobody said when to come back."""
+    """The router's own error, or the loss of a router that died first: then there is no time to come back after."""
     if is_lost(call):
         return UnavailableError(f"a router cannot be reached: {call.details() or call.code().name}",
                                 retry_after_s=None)
@@ -72,7 +72,8 @@ def _error_of(call: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
 
 
 def _time_limit(timeout_s: float | None) -> float | None:
-    """What gRPC is told. It takes a time it cannot add to now as one that has passed; one so long is no limit.
+    """The time limit that gRPC gets. It takes a time it cannot add to now as one that has passed; one so long is no
+    limit.
 
     Raises:
         InvalidRequestError: not a number.

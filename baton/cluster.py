@@ -74,7 +74,7 @@ class ClusterConfig:
     prefill_partition: str = ""
     decode_partition: str = ""
     routers: int = 1
-    listen: str | None = None  # None: as the file says, else DEFAULT_TARGET
+    listen: str | None = None  # None: that of the file, else DEFAULT_TARGET
     memory_mb: int | None = None  # cache of each worker; None: a share of what is free
     max_context: int | None = None
     http: str = ""
@@ -268,7 +268,7 @@ class LocalCluster:
             self._launch_router(name)
         for process in self.processes.values():
             await process.announced(timeout_s=self._config.ready_timeout_s)
-        self._say("waiting for the pools to load, form and warm up")
+        self._say("waiting for the pools to form and warm up (the first time they compile kernels: half a minute)")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         if self._config.http:
             self._launch_gateway()
@@ -401,7 +401,7 @@ async def _wait_process(process: RoleProcess, security: ChannelSecurity, timeout
 
 
 async def _worker_problems(router: str, security: ChannelSecurity) -> list[str]:
-    """What the router says of the workers it cannot use."""
+    """What the router reports of the workers it cannot use."""
     with contextlib.suppress(BatonError):
         async with AsyncBatonClient(router, security=security) as client:
             workers = (await client.cluster_status()).workers

@@ -1,4 +1,4 @@
-"""The flags by which every command of `baton` says how it connects; each has a variable, so that they are set once."""
+"""The flags that set how every command of `baton` connects; each has a variable, so that they are set once."""
 
 import socket
 import ssl
@@ -49,7 +49,7 @@ def advice(error: BatonError, targets: Sequence[str], *, tls_ca: Path | None, to
 
 
 def _speaks_tls(target: str) -> bool | None:
-    """None when nobody answers there. Trusts nothing that is said there."""
+    """None when nothing answers there. What is answered is not trusted."""
     address = parse_address(target)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

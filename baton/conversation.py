@@ -22,7 +22,7 @@ _KEYS = "Ctrl-D or /exit ends the conversation; /help says more"
 
 @dataclass
 class Conversation:
-    """What was said so far, and how to ask for more."""
+    """The messages so far, and how to get the next one."""
 
     client: BatonClient
     system: str
@@ -78,7 +78,7 @@ def converse(client: BatonClient, *, system: str, sampling: Sampling, stop: Stop
     """Answer what is typed, or each line of stdin, until it ends.
 
     Raises:
-        BatonError: an answer failed, and nobody is there to read of it and go on.
+        BatonError: an answer failed, and no person is there to read of it and go on.
     """
     conversation = Conversation(client, system, sampling, stop, timeout_s)
     if sys.stdin.isatty() and sys.stdout.isatty():

@@ -13,7 +13,7 @@ from baton.values import ChatMessage, Chunk, ClusterStatus, Event, Query, Sampli
 from baton.wire import completion_of
 from runtime.errors import InternalError
 
-# What the demo model was made for: facts of a little story, asked for at its end.
+# What the demo model was made for: questions about facts of a little story, at its end.
 ANSWER = "Near the library Ivan hid a red notebook."
 STORY = (
     f"Near the old mill Mona found a golden lantern. {ANSWER} Near the harbor Sam painted a blue teapot. "

@@ -40,7 +40,7 @@ _LEVELS = {"debug": "info", "info": "warn", "warning": "error", "error": "error"
 # What a router does better, or what would hurt behind one:
 _ALWAYS = (
     "--backend", "vllm", "--policy", "round_robin",
-    "--disable-worker-overload-protection",  # routers queue, and say themselves when they are full
+    "--disable-worker-overload-protection",  # routers queue, and report themselves when they are full
     "--disable-retries",  # OpenAI's clients retry; two layers of it make a storm of an overload
     "--disable-circuit-breaker",  # refuses a minute long after ten errors, with no other router to go to
     "--no-remove-unhealthy-workers", "--health-check-interval-secs", "2", "--health-check-timeout-secs", "2",
@@ -79,7 +79,7 @@ class GatewayConfig(Config):
 
 
 def check_can_serve(listen: str, security: ChannelSecurity) -> None:
-    """Raises ConfigError where no gateway can be put before routers, which ask for `security`."""
+    """Raises ConfigError where no gateway can be put before routers, which require `security`."""
     parse_address(listen, field="http")
     check_installed()
     if security != PLAIN_CHANNEL:
@@ -141,7 +141,7 @@ def arguments_of(config: GatewayConfig, listen: Address, metrics_port: int) -> l
 
 
 def _keys(config: GatewayConfig) -> list[str]:
-    """Adding and removing routers over HTTP is closed by a key that nobody knows."""
+    """Adding and removing routers over HTTP is closed by a key that is kept nowhere."""
     keys = ["--control-plane-api-keys", f"baton:baton:admin:{secrets.token_hex(32)}"]
     if config.token_file is not None:
         for number, (name, token) in enumerate(read_tokens(config.token_file), 1):
@@ -171,7 +171,7 @@ def serve(config: GatewayConfig) -> None:
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     given = RouterArgs.from_cli_args(parser.parse_args(arguments_of(config, listen, metrics_port)),
                                      use_router_prefix=False)
-    if config.announce is not None:  # it listens in a moment; /readiness says when it serves
+    if config.announce is not None:  # it listens in a moment; /readiness reports when it serves
         write_announcement(config.announce, Announcement(str(listen), metrics_port, os.getpid(), uuid.uuid4().hex))
     try:
         Router.from_args(given).start()

@@ -44,7 +44,7 @@ def structured_output_of(json_schema: Path | None, regex: str | None) -> Structu
 
 def read_prompt(argument: str | None) -> str:
     """The argument; without one, or for "-", all of stdin but its last line's end. Raises ConfigError in a terminal,
-    where nobody would know what it waits for."""
+    where no person would see what it waits for."""
     if argument is not None and argument != "-":
         return argument
     if argument is None and sys.stdin.isatty():

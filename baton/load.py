@@ -5,7 +5,7 @@
     figures = summarise(outcomes, Slo(ttft_s=0.5, tpot_s=0.05))
 
 TTFT is sent to first token; TPOT (last - first) / (tokens - 1); ITL the gap between two messages of a stream; E2E sent
-to last token. A request that was sent late, because this process was busy, says so in `lag_s`: when lags are not small
+to last token. A request that was sent late, because this process was busy, shows it in `lag_s`: when lags are not small
 against the other figures, the load generator is what was measured.
 """
 

@@ -1,4 +1,4 @@
-"""`baton load`: what to send, where, and how to tell."""
+"""`baton load`: what to send, where, and how to report."""
 
 import json
 import time
@@ -24,7 +24,7 @@ from runtime.security import ChannelSecurity
 
 WARM_UP_RATE = 10.0
 _ROWS = {"time to first token": "ttft_s", "time per output token": "tpot_s", "gap between messages": "itl_s",
-         "whole request": "e2e_s", "prefill": "prefill_s", "handoff not hidden": "handoff_exposed_s"}
+         "whole request": "e2e_s", "prefill": "prefill_s", "KV transfer not overlapped": "handoff_exposed_s"}
 
 
 class Api(StrEnum):
@@ -118,8 +118,13 @@ def report(figures: dict[str, object]) -> Sequence[Table | str]:
         table.add_row(text, *("-" if not isinstance(value, float) else f"{value * 1e3:.1f}" for value in values))
     lines = [f"{figures['requests']} requests in {figures['duration_s']:.1f} s, {figures['failed']} failed: "
              f"{figures['requests_per_s']:.2f} a second, {figures['output_tokens_per_s']:.1f} tokens a second",
-             f"goodput {figures['goodput_per_s']:.2f} a second: {figures['slo_attainment']:.1%} kept "
-             f"{figures['slo_ttft_s']:g} s to the first token and {figures['slo_tpot_s']:g} s for each further one"]
+             _goodput(figures)]
     if figures["errors"]:
         lines.append(f"errors: {json.dumps(figures['errors'])}")
     return (table, *lines)
+
+
+def _goodput(figures: dict[str, object]) -> str:
+    share, ttft_s, tpot_s = (float(str(figures[name])) for name in ("slo_attainment", "slo_ttft_s", "slo_tpot_s"))
+    return (f"goodput {figures['goodput_per_s']:.2f} a second: {100 * share:.3g} % met TTFT <= {ttft_s * 1e3:g} ms and "
+            f"TPOT <= {tpot_s * 1e3:g} ms")

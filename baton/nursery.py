@@ -161,7 +161,7 @@ class ForkedChild:
         """The nursery is gone, and so is this process."""
         if not self._pid.done():
             self._pid.set_exception(PeerLostError("the nursery has ended"))
-            self._pid.exception()  # whoever ordered it may wait no more
+            self._pid.exception()  # its order may not be waited for any more
         if not self._code.done():
             self._code.set_result(-signal.SIGKILL)
 
@@ -179,7 +179,7 @@ class NurseryLink:
         self.is_open = True
 
     def close(self) -> None:
-        """Its workers go on, but nobody reads what they write: whoever ordered them ends them first."""
+        """Its workers go on, but what they write is not read any more: end them first."""
         if self.is_open:
             self.is_open = False
             self._loop.remove_reader(self._channel)

@@ -56,7 +56,7 @@ def check_partition(shape: PoolShape, model: Path) -> None:
 
 
 def check_port(address: Address, *, flag: str) -> None:
-    """Raises ConfigError when nobody can listen there, because somebody does already or it is no address of this
+    """Raises ConfigError when no process can listen there, because one does already or it is no address of this
     machine. Port 0 is always free."""
     if not address.port:
         return
@@ -88,7 +88,7 @@ def metrics_ports(tables: Mapping[str, Mapping[str, object]], names: Mapping[str
     `names`: the processes of each role.
 
     Raises:
-        ConfigError: a port is given to two processes, or somebody else has it.
+        ConfigError: a port is given to two processes, or another process has it.
     """
     ports: dict[str, int] = {}
     for role, processes in names.items():
@@ -108,7 +108,7 @@ def metrics_ports(tables: Mapping[str, Mapping[str, object]], names: Mapping[str
 def memory_flags(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, object]], model: Path,
                  memory: HostMemory | None = None) -> dict[str, tuple[str, ...]]:
     """By role, the flags that divide what is free on this machine, or the device that all use, between the workers. A
-    role whose flags or table say how much it may take gets none.
+    role whose flags or table limit how much it may take gets none.
 
     Raises:
         ConfigError: the weights of all pools do not fit into the host's memory.
@@ -140,7 +140,7 @@ def _host_bytes(shapes: Sequence[PoolShape], model: Path, memory: HostMemory) ->
 
 
 def _setting(shape: PoolShape, tables: Mapping[str, Mapping[str, object]], name: str) -> str:
-    """What the flags or the file say; empty if neither does."""
+    """What the flags or the file set; empty if neither does."""
     flag = f"--{name.replace('_', '-')}"
     if flag in shape.flags:
         return shape.flags[shape.flags.index(flag) + 1]

@@ -17,7 +17,7 @@ from runtime.tied import ALL_CORES
 
 # Called with the process's name and one line of its output.
 LogSink = Callable[[str, str], None]
-# Returns when the process that announced itself so serves; raises BatonError when that cannot be said.
+# Returns when the process that announced itself so serves; raises BatonError when that cannot be found out.
 UntilServing = Callable[[Announcement], Awaitable[None]]
 
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.1, 10.0  # pauses grow from death to death, until the process has served
@@ -35,7 +35,7 @@ class ProcessSpec:
     listen: str
     core: int | None  # the one it keeps to; None for all
     announce: Path
-    leads: bool  # the process whose health speaks for its pool
+    leads: bool  # the process whose health stands for its pool
     metrics_port: int = 0  # 0: any
 
 
@@ -151,7 +151,7 @@ class RoleProcess:
         self._child = await self._spawn(self.spec.role, (*self.spec.arguments, *self._own_addresses()), core=core,
                                         environment=environment)
         self._num_starts += 1
-        if self._stopping:  # asked while the child was being made
+        if self._stopping:  # stopped while the child was being made
             self.kill()
         self._has_served = False
         watching = asyncio.create_task(self._watch_until_serving())
@@ -192,7 +192,7 @@ class RoleProcess:
 
     @property
     def _own_prefix(self) -> str:
-        """What the line begins with by which a role says why it ends (`runtime.supervision`)."""
+        """What the line begins with in which a role reports why it ends (`runtime.supervision`)."""
         return f"{self.spec.role}: "
 
     def _last_words(self) -> str:

@@ -21,7 +21,7 @@ _TIMING_TEXTS = {
     "prefill_queue_s": "queued for prefill",
     "prefill_s": "prefill, first chunk to first token",
     "reserve_s": "reserving decode memory (beside prefill)",
-    "transfer_exposed_s": "handoff still to do after prefill",
+    "transfer_exposed_s": "KV transfer time not overlapped with prefill",
     "decode_queue_s": "queued for decode",
     "decode_s": "decode, first step to last token",
     "total_s": "total, as the router saw it",
@@ -29,7 +29,7 @@ _TIMING_TEXTS = {
 
 
 def event_json(event: Event) -> str:
-    """One line of JSON; "event" says which kind."""
+    """One line of JSON; "event" is its kind."""
     return json.dumps({"event": type(event).__name__.lower(), **asdict(event)})
 
 
@@ -65,14 +65,14 @@ def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None)
     `rates`: tokens per second by address, where they are known; of prompts in prefill, of output in decode.
     """
     title = f"model {status.model}: {status.running_requests} running, {status.waiting_requests} waiting at the router"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     for heading in ("role", "address", "state"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     rate_heading = () if rates is None else ("tokens\n/s",)
     for heading in ("runs", "queued", "pages\nfree", "slots\nfree", "open", *rate_heading):
         table.add_column(heading, justify="right")
     for worker in status.workers:
-        cells: list[str | Text] = [worker.role, f"{worker.address}\n{_picture(worker.stages)}", _state(worker),
+        cells: list[str | Text] = [worker.role, Text(f"{worker.address}\n{_picture(worker.stages)}"), _state(worker),
                  str(worker.running_requests), str(worker.queued_requests),
                  f"{_free(worker.pages_free, worker.pages_total)}\n{_bar(worker.pages_free, worker.pages_total)}",
                  _free(worker.slots_free, worker.slots_total), str(worker.open_sessions)]
@@ -145,5 +145,5 @@ class QuietPrinter:
             self._console.print(Text(f"  {name}: {line}", "dim"), soft_wrap=True)
 
     def mute(self) -> None:
-        """What processes say while they are being stopped is no news."""
+        """What processes write while they are being stopped is left out."""
         self._is_muted = True

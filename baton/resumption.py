@@ -16,6 +16,7 @@ class AnswerSoFar:
         self._query = query
         self._num_choices = query.n or 1
         self._token_ids = {index: list(token_ids) for index, token_ids in enumerate(query.resumed)}
+        self._drawn_by = dict(enumerate(query.resumed_from))
         self._finished: set[int] = set()
         self._held: dict[int, list[Chunk]] = {}
         self._num_scored = 1  # positions of the prompt; the first has no score
@@ -26,12 +27,13 @@ class AnswerSoFar:
         return len(self._finished) >= self._num_choices
 
     def query(self) -> Query:
-        """What the next attempt asks for. Text that was held back comes again."""
+        """The query of the next attempt. Text that was held back comes again."""
         self._held.clear()
         if not any(self._token_ids.values()):
             return self._query
         most = max(self._token_ids)
-        return replace(self._query, resumed=tuple(tuple(self._token_ids.get(index, ())) for index in range(most + 1)))
+        return replace(self._query, resumed=tuple(tuple(self._token_ids.get(index, ())) for index in range(most + 1)),
+                       resumed_from=tuple(self._drawn_by.get(index, "") for index in range(most + 1)))
 
     def news(self, event: Event) -> list[Event]:
         """What of an event has not come before."""
@@ -49,6 +51,11 @@ class AnswerSoFar:
             self._held.setdefault(index, []).append(event)  # until its finish is here: see GenerateRequest.resumed
             return []
         self._token_ids.setdefault(index, []).extend(event.token_ids)
+        if not event.compatibility:
+            return [event]
+        if self._drawn_by.get(index):  # named before; another router names its own workers, which fit
+            return [replace(event, compatibility="")]
+        self._drawn_by[index] = event.compatibility
         return [event]
 
     def _unseen(self, event: Chunk, scores: PromptLogprobs) -> list[Event]:

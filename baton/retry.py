@@ -18,14 +18,14 @@ from runtime.errors import (
 
 FIRST_SUSPICION_S, LAST_SUSPICION_S = 0.5, 8.0
 SPREAD_S = 0.05  # over which the streams of a router that died go to the others
-MAX_JITTER = 0.25  # of what a server asked for, on top of it
+MAX_JITTER = 0.25  # of the pause that a server gave, on top of it
 
 
 @dataclass(frozen=True)
 class Retry:
     """`attempts` of a call of which nothing has come; `resumptions`, one after the other without anything new, of an
     answer that has begun. Workers that died of a request may have died from it, so that is tried again only `lost`
-    times. Pauses: what the server asks for and up to a quarter more, else `first_pause_s` doubled up to `last_pause_s`.
+    times. Pauses: what the server gives and up to a quarter more, else `first_pause_s` doubled up to `last_pause_s`.
     No attempt begins after the deadline."""
 
     attempts: int = 4
@@ -53,7 +53,7 @@ class Targets:
         return len(self._trusted_at_s)
 
     def next(self) -> int:
-        """Whom to ask."""
+        """The router to call."""
         with self._lock:
             now, count = self._clock.now(), len(self)
             in_turn = [(self._turn + step) % count for step in range(count)]
@@ -67,7 +67,7 @@ class Targets:
             self._trusted_at_s[index], self._suspicion_s[index] = 0.0, FIRST_SUSPICION_S
 
     def failed(self, index: int, error: BatonError) -> None:
-        """Whether that says something about the router is for this to know."""
+        """Whether that counts against the router is decided here."""
         if not _is_routers_own(error):
             return
         with self._lock:
@@ -118,7 +118,7 @@ class Patience:
 
     def _pause_s(self, error: BatonError) -> float:
         if _is_routers_own(error) and self._failures < self._num_targets:
-            return self._rng.uniform(0.0, SPREAD_S)  # another router has not been asked yet
+            return self._rng.uniform(0.0, SPREAD_S)  # another router has not been tried yet
         if error.retry_after_s is not None:
             return error.retry_after_s * self._rng.uniform(1.0, 1.0 + MAX_JITTER)
         longest_s = min(self._retry.first_pause_s * 2.0 ** (self._failures - 1), self._retry.last_pause_s)

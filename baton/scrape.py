@@ -1,4 +1,4 @@
-"""A Prometheus configuration for the processes of a local cluster, whose ports nobody chose."""
+"""A Prometheus configuration for the processes of a local cluster, whose ports the system chose."""
 
 import json
 from collections.abc import Mapping

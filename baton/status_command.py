@@ -43,7 +43,7 @@ def _tokens(worker: WorkerStatus) -> int:
 
 
 def watch_status(client: BatonClient, console: Console) -> None:
-    """Until Ctrl-C. A router that cannot be reached is shown as that, and asked again."""
+    """Until Ctrl-C. A router that cannot be reached is shown as that, and called again."""
     before: Sample | None = None
     with (contextlib.suppress(KeyboardInterrupt),
           Live(console=console, auto_refresh=False, screen=console.is_terminal) as live):

@@ -1,4 +1,4 @@
-"""What a client says and hears, as plain values. Generated protobuf types stay behind `baton.wire`."""
+"""What a client sends and receives, as plain values. Generated protobuf types stay behind `baton.wire`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """`role` as the model's chat template knows it: user, assistant, system."""
+    """`role` as in the model's chat template: user, assistant, system."""
 
     role: str
     content: str
@@ -71,6 +71,7 @@ class Query:
     skip_text: bool = False
     speculate: bool | None = None
     resumed: tuple[tuple[int, ...], ...] = ()
+    resumed_from: tuple[str, ...] = ()  # `Chunk.compatibility` of each choice that is resumed
 
 
 class FinishReason(StrEnum):
@@ -127,11 +128,12 @@ class Chunk:
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     index: int = 0  # of the choice
+    compatibility: str = ""  # in the first chunk with tokens: of the workers that draw them
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The last event of a choice; `stop_string` or `stop_token_id` say what ended it, if one of them did."""
+    """The last event of a choice; `stop_string` or `stop_token_id` is what ended it, if one of them did."""
 
     request_id: str
     reason: FinishReason
@@ -147,7 +149,7 @@ Event = Chunk | Finish
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. `prompt_logprobs` are those of positions 1 and up, if they were asked for and it is choice 0."""
+    """A whole answer. `prompt_logprobs` are those of positions 1 and up, if they were requested and it is choice 0."""
 
     text: str
     token_ids: tuple[int, ...]

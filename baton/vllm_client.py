@@ -79,8 +79,9 @@ class AsyncVllmEngineClient:
                                         tokenized=self._pb.TokenizedInput(input_ids=ids))
 
     def _event(self, request_id: str, response: Any) -> Event:  # noqa: ANN401
-        said = response.complete if response.WhichOneof("response") == "complete" else response.chunk
-        usage = Usage(said.prompt_tokens, said.completion_tokens)
+        answer = response.complete if response.WhichOneof("response") == "complete" else response.chunk
+        usage = Usage(answer.prompt_tokens, answer.completion_tokens)
         if response.WhichOneof("response") == "chunk":
-            return Chunk(request_id, tuple(said.token_ids), "", (), usage)
-        return Finish(request_id, _REASONS.get(said.finish_reason, FinishReason.ABORTED), None, None, usage, Timings())
+            return Chunk(request_id, tuple(answer.token_ids), "", (), usage)
+        reason = _REASONS.get(answer.finish_reason, FinishReason.ABORTED)
+        return Finish(request_id, reason, None, None, usage, Timings())

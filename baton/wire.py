@@ -60,6 +60,7 @@ def request_of(query: Query) -> pb.GenerateRequest:
     _put_prompt(request, query.prompt)
     for index, token_ids in enumerate(query.resumed):
         _put(request.resumed.add(), f"resumed[{index}].", {"ids": token_ids})
+    _put(request, "", {"resumed_from": query.resumed_from})
     return request
 
 
@@ -91,8 +92,9 @@ def _put_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
         _put(request.token_ids, "token_ids.", {"ids": prompt})
     elif len(messages) < len(prompt):
         raise InvalidRequestError(FieldViolation("prompt", "must be token ids or chat messages, not both"))
-    for index, said in enumerate(messages):
-        _put(request.chat.messages.add(), f"chat.messages[{index}].", {"role": said.role, "content": said.content})
+    for index, message in enumerate(messages):
+        content = {"role": message.role, "content": message.content}
+        _put(request.chat.messages.add(), f"chat.messages[{index}].", content)
 
 
 def event_of(response: pb.GenerateResponse) -> Event:
@@ -103,7 +105,7 @@ def event_of(response: pb.GenerateResponse) -> Event:
         return Chunk(response.request_id, tuple(chunk.token_ids), chunk.text,
                      tuple(_logprobs_of(item) for item in chunk.logprobs), _usage_of(chunk.usage),
                      _prompt_logprobs_of(chunk.prompt_logprobs) if chunk.HasField("prompt_logprobs") else None,
-                     response.index)
+                     response.index, chunk.compatibility)
     if kind == "finish":
         return _finish_of(response)
     raise InternalError(f"the server sent an event this client does not know: {kind}")

@@ -4,7 +4,7 @@ Both have the same random bf16 weights, prompts and threads, each in a process o
 steps, so that a change of the machine's speed meets both. Three cases: prefill of a prompt, decode of 1 row and of 8
 rows behind that prompt. The reference is greedy `generate` over a static cache, run as it is installed; huge pages for
 tensors are part of what our roles set up (`--reference-huge-pages` gives them to it too). A case's ratio is the median
-over rounds of reference time / our time. `foreign_cores` says how many cores other processes took: above 0.2 the
+over rounds of reference time / our time. `foreign_cores` is how many cores other processes took: above 0.2 the
 figures are noise.
 """
 

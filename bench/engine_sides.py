@@ -51,7 +51,7 @@ class Side(Protocol):
         ...
 
     def begin(self, prompts: Tensor) -> None:
-        """Forget everything; put prompts [rows, n] into the cache and choose each row's next token."""
+        """Drop everything; put prompts [rows, n] into the cache and choose each row's next token."""
         ...
 
     def decode(self, steps: int) -> list[float]:

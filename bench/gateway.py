@@ -1,8 +1,9 @@
-"""`python -m bench.gateway`: what the OpenAI gateway adds to a request, and how soon a client that leaves is forgotten.
+"""`python -m bench.gateway`: what the OpenAI gateway adds to a request, and how soon the pages of a client that leaves
+are free.
 
 A local cluster with the gateway before it. The same greedy chat goes to the router over gRPC and to the gateway over
 HTTP, in turns; streams of a fixed length then show what a chunk costs the gateway's process and the router's; at last
-clients close their connection in the middle of a stream, and the decode pool tells when all its pages are free again.
+clients close their connection in the middle of a stream, and the decode pool reports when all its pages are free again.
 """
 
 import argparse
@@ -73,7 +74,8 @@ async def chunks(client: AsyncBatonClient, query: Query) -> AsyncIterator[Chunk]
 
 
 class Held:
-    """How many pages a decode pool has free, as it reports to several watchers in turns: one is told every 50 ms."""
+    """How many pages a decode pool has free, as it reports to several watchers in turns: one gets a report every 50
+    ms."""
 
     def __init__(self) -> None:
         self.pages_free = 0

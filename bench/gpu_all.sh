@@ -2,7 +2,7 @@
 # Everything there is to check and time on a GPU machine: bench/gpu_all.sh [OUTPUT-FOLDER [PART...]]
 #
 # Ends within GPU_ALL_SECONDS (default 570), the most valuable parts first. A part that fails, or has no more time, leaves
-# the others running, and what it had told until then lies in the output folder: PART.txt, and PART.err for what it said
+# the others running, and what it had reported until then is in the output folder: PART.txt, and PART.err for what it wrote
 # besides; summary.txt has a line for each. Needs the extra `gpu` (FlashInfer) and a CUDA toolkit for its just-in-time
 # kernels (nvcc on the PATH, or CUDA_HOME); no network.
 set -uo pipefail
@@ -30,7 +30,7 @@ part() { # NAME SECONDS COMMAND...: run it for at most so long
         return 0
     fi
     echo "== $name"
-    # The interrupt lets pytest tell what it has.
+    # The interrupt lets pytest report what it has.
     timeout --signal=INT --kill-after=5 "$limit" "$@" 2>"$out/$name.err" | tee "$out/$name.txt" || rc=$?
     if ((rc)); then
         status=1
@@ -38,7 +38,7 @@ part() { # NAME SECONDS COMMAND...: run it for at most so long
     fi
     case $rc in
     0) echo "$name: ok, $((SECONDS - began)) s" ;;
-    124 | 137) echo "$name: ended after $limit s, what it told until then is kept" ;;
+    124 | 137) echo "$name: ended after $limit s, what it reported until then is kept" ;;
     *) echo "$name: failed (status $rc), $((SECONDS - began)) s" ;;
     esac | tee -a "$out/summary.txt"
 }

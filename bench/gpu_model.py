@@ -4,8 +4,8 @@ An 8B-shaped Llama and a 9B-shaped Qwen3.5 hybrid with random bf16 weights, made
 are held against a device copy of the bytes they must read (weights once, and every row's cache), prefill against a
 large matrix product. A step begins with a batch on the host, which is planned, and ends with logits on the device;
 decode steps are captured as in a decode pool. What does not fit beside the weights is null. transformers decodes beside
-it where it can be imported. Each part is told when it is done, so that none is lost with a later one; one that fails is
-told as an error, and the next goes on.
+it where it can be imported. Each part is reported when it is done, so that none is lost with a later one; one that
+fails is reported as an error, and the next goes on.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """`python -m bench.gpu_warm`: compile what is compiled on first use, all at once, and run each piece once.
 
-FlashInfer compiles a kernel when the first plan asks for it, Triton when the first launch does: minutes, if one waits
+FlashInfer compiles a kernel when the first plan needs it, Triton when the first launch does: minutes, if one waits
 for the other. Here each piece has a process of its own, so all take as long as the slowest; what they compile is kept
 on disk for every later process. It is also the first look at a machine: a piece that cannot be compiled, planned or run
-is named, with the end of what it said.
+is named, with the end of what it wrote.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from runtime.errors import BatonError, ConfigError
 
 LIMIT_S = 240.0
 HEAD_DIMS = (64, 128, 256)
-_TAIL = 1500  # characters of what a piece that failed said
+_TAIL = 1500  # characters of what a piece that failed wrote
 _DEVICE = torch.device("cuda", 0)
 
 
@@ -99,7 +99,7 @@ PIECES: Mapping[str, Callable[[], Tensor]] = {
 
 
 def run_all(commands: Mapping[str, Sequence[str]], limit_s: float, tell: Callable[[str], None]) -> int:
-    """Every command at once, each for at most so long. Tells how each ended; returns how many failed."""
+    """Every command at once, each for at most so long. Reports how each ended; returns how many failed."""
     jobs = max(1, 2 * len(os.sched_getaffinity(0)) // max(1, len(commands)))
     environment = {**os.environ, "MAX_JOBS": os.environ.get("MAX_JOBS", str(jobs))}  # of each one's compilers
     began = time.monotonic()
@@ -109,11 +109,11 @@ def run_all(commands: Mapping[str, Sequence[str]], limit_s: float, tell: Callabl
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               start_new_session=True) as process:
             try:
-                said, _ = process.communicate(timeout=limit_s)
+                written, _ = process.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # its compilers, too, which hold its output open
                 return f"not done within {limit_s:g} s"
-        return f"exit status {process.returncode}\n{said[-_TAIL:]}" if process.returncode else ""
+        return f"exit status {process.returncode}\n{written[-_TAIL:]}" if process.returncode else ""
 
     with ThreadPoolExecutor(len(commands)) as threads:
         running = {threads.submit(run, command): name for name, command in commands.items()}

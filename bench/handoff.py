@@ -6,7 +6,7 @@ to "everything landed and was checked" on the destination. The reference is UCX'
 (out of cache, no digests, nothing scattered) under the same UCX settings, from memory that was written before, see
 `bench.ucx_reference`; `zeros_gbps` is the same from memory that never was. All take turns, and of all each side has a
 core of its own, as in containers; the pools are in huge pages, as the roles' are. Figures are medians over rounds in
-GB/s (1e9 bytes), the ratio is the median of the rounds' ratios. `foreign_cores` says how many cores other processes
+GB/s (1e9 bytes), the ratio is the median of the rounds' ratios. `foreign_cores` is how many cores other processes
 took: above 0.2 the figures are noise.
 
 With `--device cuda` both pools are on that device, so every byte crosses pinned buffers on both sides; `copy_gbps` is

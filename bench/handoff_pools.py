@@ -67,7 +67,7 @@ def _scattered_pages(seed: str) -> tuple[int, ...]:
 
 
 def source_process(connection: Connection, profile: TransportProfile, device: str, core: int) -> None:
-    """Serve handoffs on this core until told None: terms, destination in, moment of release out."""
+    """Serve handoffs on this core until None comes: terms, destination in, moment of release out."""
     os.sched_setaffinity(0, {core})
     side = _Side(profile, device, "source")
     while (number := connection.recv()) is not None:

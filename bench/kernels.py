@@ -4,7 +4,7 @@ One pass goes through the products of `--layers` layers of Qwen3-0.6B's shape (q
 weights different, so that few rows are bound by memory as in a model. Sides are processes that take turns for every
 pass: ours; oneDNN with packed weights as it is installed; and the same kept to AVX512-BF16, where the CPU has AMX. A
 ratio is the median over rounds of oneDNN's time / ours. `packing_gbps`: bytes of weights packed per second.
-`foreign_cores` says how many cores other processes took: above 0.2 the figures are noise.
+`foreign_cores` is how many cores other processes took: above 0.2 the figures are noise.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 A checkpoint of Qwen3-0.6B's shape (1.19 GB of random bf16) is loaded whole, as a pool of one stage loads it: read from
 the page cache and packed for the kernels. Loads with and without the digest take turns, the first one in turn, too;
 `cost` is the median over rounds of what the digest adds, as a share of the load without it; `cpu_cost` is the same of
-the CPU time of all threads, which other processes disturb less. `foreign_cores` says how many cores those took: above
+the CPU time of all threads, which other processes disturb less. `foreign_cores` is how many cores those took: above
 0.2 the seconds are noise.
 """
 

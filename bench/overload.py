@@ -48,7 +48,7 @@ class LoadReply:
     ended_s: float
     placed_s: float | None = None  # given to workers; of one that was answered
     error: str | None = None
-    refused_for_s: float | None = None  # refused on arrival: the wait it was told
+    refused_for_s: float | None = None  # refused on arrival: the wait it was given
     was_dropped: bool = False  # refused after it had waited
 
 

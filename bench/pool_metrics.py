@@ -1,4 +1,4 @@
-"""What a pool says about itself on /metrics, as benchmarks read it."""
+"""What a pool reports on /metrics, as benchmarks read it."""
 
 import asyncio
 import urllib.request

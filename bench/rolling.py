@@ -1,7 +1,7 @@
 """`python -m bench.rolling`: every worker of a local cluster is restarted, round after round, under a steady load.
 
 One process at a time: each prefill worker, each decode pool's leader and stages. Reports the requests that failed, of
-which there should be none, and what clients felt of it. Ends with 1 if any failed.
+which there should be none, and what clients saw of it. Ends with 1 if any failed.
 """
 
 import argparse
@@ -43,7 +43,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 
 async def steady_load(client: AsyncBatonClient, flags: argparse.Namespace, over: asyncio.Event) -> list[Outcome]:
-    """Requests at the asked rate until it is over; then those that have begun end."""
+    """Requests at the given rate until it is over; then those that have begun end."""
     info = await client.model_info()
     shape = Shape(Lengths("constant", flags.prompt_tokens), Lengths("constant", flags.output_tokens))
     outcomes: list[Outcome] = []

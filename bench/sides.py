@@ -1,4 +1,4 @@
-"""Sides of a comparison: processes that compute only while they are asked to, one line of text for each question."""
+"""Sides of a comparison: processes that compute only on request, one line of text for each question and answer."""
 
 import argparse
 import os

@@ -45,7 +45,7 @@ def backend_of(name: str, rank: int) -> LinkBackend | None:
 def channel_of(name: str, rank: int) -> PoolChannel:
     backend = backend_of(name, rank)
     frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + FRAME_OVERHEAD, profile=TransportProfile.AUTO)
-    return PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, backend=backend, why="was told to use UCX")
+    return PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, backend=backend, why="is set to use UCX")
 
 
 def answer(name: str) -> None:

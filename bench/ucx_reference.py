@@ -1,7 +1,7 @@
 """UCX's own bandwidth test as a reference: `ucx_perftest -t tag_bw` between two processes.
 
 As it comes, the test never writes what it sends: all of the buffer is the kernel's one page of zeros, which stays in
-the first-level cache whatever the message size, so it sends without reading memory. Nobody who sends a cache can do
+the first-level cache whatever the message size, so it sends without reading memory. No sender of a cache can do
 that. The reference therefore has memory of its own, filled when it is allocated; the test as it comes is reported
 beside it.
 """

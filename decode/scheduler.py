@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from decode.entry import DecodeEntry, DecodeLimits, Drawn, Emit, Finished, RequestMemory, Reservation
+from decode.entry import DecodeEntry, DecodeLimits, Drawn, Emit, Finished, RequestMemory, Reservation, StepBuilder
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
-from decode.steps import StepBuilder
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes, Verified
 from engine.core.request import DrawnToken, FinishReason, Request

@@ -97,7 +97,7 @@ def _task(rng: random.Random) -> tuple[str, str]:
 
 
 def _dialogue(turns: list[tuple[str, str]], opening: str, *, chat: bool) -> list[Piece]:
-    """The turns as chat messages or as plain "Q: … A: …" text, after an opening that nobody could predict."""
+    """The turns as chat messages or as plain "Q: … A: …" text, after an opening that cannot be predicted."""
     pieces = []
     for i, (question, answer) in enumerate(turns):
         lead = opening if i == 0 else ""

@@ -1,8 +1,8 @@
 """An EAGLE-3 draft head as plain torch modules, for training and for measuring it; serving has its own.
 
-Slot t holds what the target felt after token t (its hidden states after three layers) and the embedding of token t + 1;
-it predicts token t + 2. Further steps feed the head's own hidden state back in place of the target's (Li et al. 2025,
-"EAGLE-3"). Names and shapes are those of public llama_eagle3 checkpoints: `fc`, `midlayer.*`, `norm`, `lm_head`.
+Slot t holds the target's features after token t (its hidden states after three layers) and the embedding of token t +
+1; it predicts token t + 2. Further steps feed the head's own hidden state back in place of the target's (Li et al.
+2025, "EAGLE-3"). Names and shapes are those of public llama_eagle3 checkpoints: `fc`, `midlayer.*`, `norm`, `lm_head`.
 """
 
 import json

@@ -116,7 +116,7 @@ def set_rate(optimizers: list[torch.optim.Optimizer], step: int, total: int) -> 
 def recall_rate(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, questions: list[corpus.RecallQuestion]) -> float:
     """Share of questions answered exactly by greedy decoding.
 
-    One teacher-forced pass tells: the greedy continuation equals the answer if and only if every answer token is the
+    One teacher-forced pass decides: the greedy continuation equals the answer if and only if every answer token is the
     argmax after its true prefix. Rows are padded on the right, where a causal model does not look.
     """
     prompts = [tokenizer.encode(question.prompt).ids for question in questions]

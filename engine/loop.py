@@ -151,7 +151,7 @@ class EngineLoop:
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else wants to know
+            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read: no warning
             future.add_done_callback(
                 lambda ended: None if ended.exception() else self.post(lambda: undo(ended.result())))
             raise

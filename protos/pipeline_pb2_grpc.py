@@ -46,7 +46,7 @@ class PipelineServicer:
 
     def Join(self, request_iterator, context):
         """Membership and control. The stream's life is the stage's membership: when it drops, the leader fails what runs and
-        waits for a new stage; a stage whose leader is gone forgets its sessions and joins again.
+        waits for a new stage; a stage whose leader is gone drops its sessions and joins again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,7 +33,7 @@ class PipelineStub:
     def __new__(cls, channel: _aio.Channel) -> PipelineAsyncStub: ...
     Join: _grpc.StreamStreamMultiCallable[_pipeline_pb2.JoinRequest, _pipeline_pb2.JoinResponse]
     """Membership and control. The stream's life is the stage's membership: when it drops, the leader fails what runs and
-    waits for a new stage; a stage whose leader is gone forgets its sessions and joins again.
+    waits for a new stage; a stage whose leader is gone drops its sessions and joins again.
     """
 
 @_typing.type_check_only
@@ -41,7 +41,7 @@ class PipelineAsyncStub(PipelineStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_pipeline_pb2.JoinRequest, _pipeline_pb2.JoinResponse]  # type: ignore[assignment]
     """Membership and control. The stream's life is the stage's membership: when it drops, the leader fails what runs and
-    waits for a new stage; a stage whose leader is gone forgets its sessions and joins again.
+    waits for a new stage; a stage whose leader is gone drops its sessions and joins again.
     """
 
 class PipelineServicer(metaclass=_abc_1.ABCMeta):
@@ -52,7 +52,7 @@ class PipelineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pipeline_pb2.JoinResponse], _abc.AsyncIterator[_pipeline_pb2.JoinResponse]]:
         """Membership and control. The stream's life is the stage's membership: when it drops, the leader fails what runs and
-        waits for a new stage; a stage whose leader is gone forgets its sessions and joins again.
+        waits for a new stage; a stage whose leader is gone drops its sessions and joins again.
         """
 
 def add_PipelineServicer_to_server(servicer: PipelineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -59,7 +59,7 @@ def announcement_path(target: str) -> Path | None:
 
 
 async def announced_address(path: Path) -> str:
-    """The gRPC address that a process announces there, as soon as it does. Whoever starts it ends the wait."""
+    """The gRPC address that a process announces there, as soon as it does. The caller ends the wait."""
     while (announcement := read_announcement(path)) is None:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_S)
     return announcement.address

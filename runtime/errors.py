@@ -41,7 +41,7 @@ class BatonError(Exception):
 
     def again(self) -> Self:
         """The same error as an object of its own, to raise where others end with it, too: an object that several calls
-        raise collects the frames of all of them, and whoever clears those ends the others."""
+        raise collects the frames of all of them, and a call that clears those clears the others'."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self))
         return other

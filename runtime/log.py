@@ -4,8 +4,8 @@
     with bind(request_id=..., session_id=...): ...      ids on every line logged inside, also across awaits
     logger.info("prefill started", extra={"queue_s": 0.02})      extra fields become JSON keys or key=value
 
-Values may come from strangers, so nothing that is logged is trusted: every value, message and line of a traceback is
-cut to a stated length, and what is not printable is escaped. One record is one line; only a traceback has more, and
+Values may come from unknown callers, so nothing that is logged is trusted: every value, message and line of a traceback
+is cut to a stated length, and what is not printable is escaped. One record is one line; only a traceback has more, and
 these are indented, so that no value can look like a record of its own.
 """
 

@@ -186,7 +186,8 @@ class ServerSecurity:
             check_role(method, roles_of(context.auth_context()), pool=self.pool)
 
     def caller(self, context: Context) -> Caller:
-        """Who calls a method for clients, after `check`: the holder of a token, else of a certificate, else anybody."""
+        """Who calls a method for clients, after `check`: the holder of a token, else of a certificate, else
+        `ANYBODY`."""
         if self.tokens is not None:
             name = self.tokens.check(_authorization(context))
             return Caller(f"token:{name}", frozenset({name}))

@@ -210,7 +210,7 @@ SPECULATION = Dashboard("baton-speculation", "Baton / Speculation", "What drafts
           (PanelQuery(of_role("decode", "baton_output_tokens_total"), "drawn"),)),
 ))
 
-ROUTER = Dashboard("baton-router", "Baton / Router", "Who gets what, who is asked again, what clients are told.", (
+ROUTER = Dashboard("baton-router", "Baton / Router", "Which worker gets what, what is repeated, what clients get.", (
     Panel("Calls", "reqps", "gRPC calls that ended, by status code.",
           (PanelQuery(of_role("router", "baton_requests_total", "grpc_code"), "{{grpc_code}}"),)),
     Panel("Calls open", "short", "By method.",

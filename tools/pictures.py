@@ -1,6 +1,6 @@
 """Dashboards as pictures: each panel's queries over a stretch of time, drawn by matplotlib in the dashboard's layout.
 
-They show what the queries give, not how Grafana looks; the caption says so.
+They show what the queries give, not how Grafana looks; the caption states that.
 """
 
 import math

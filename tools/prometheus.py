@@ -1,4 +1,4 @@
-"""A Prometheus server for a while: on loopback, with targets that may change, asked over its HTTP API.
+"""A Prometheus server for a while: on loopback, with targets that may change, queried over its HTTP API.
 
 Rules are written for people's time: alerts that wait minutes, rates over minutes. `scaled` makes the same rules for a
 run of seconds: every duration, in `for` and in ranges, is divided by one factor, and nothing else changes.
@@ -54,7 +54,7 @@ class Prometheus:
         self.address = f"{LOCAL}:{port}"
 
     def watch(self, targets: list[Target]) -> None:
-        """Scrape these from now on; the server notices by itself."""
+        """Scrape these from now on; the server reads the change by itself."""
         groups = [{"targets": [f"{LOCAL}:{target.port}"], "labels": {"job": target.job, "namespace": target.namespace}}
                   for target in targets]
         new = self._folder / "targets.new"

@@ -2,9 +2,10 @@
 
 The whole cluster runs in this process (a prefill pool and a decode pool of two stages, real gRPC and UCX). A file of
 the product counts when the request, between its first message and its last event, enters one of the file's functions
-that the idle cluster does not enter. The idle cluster is looked at for some seconds before and after the request:
-reports, health checks and waiting threads are its work and not the request's, though they run beside it. A file of
-which the request enters only functions that an idle cluster enters, too, does not count.
+that the idle cluster does not enter; the request is sent some times, and each time must enter it. The idle cluster is
+looked at for some seconds before and after the request: reports, health checks and waiting threads are its work and not
+the request's, though they run beside it. A file of which the request enters only functions that an idle cluster enters,
+too, does not count.
 
 Shown beside it: the files of which the request enters any function, and those of the idle cluster.
 """
@@ -31,6 +32,7 @@ from tests.support.models.checkpoints import make_checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ("baton", "decode", "engine", "models", "pool", "prefill", "router", "runtime", "transfer")
 IDLE_S = 3.0
+NUM_REQUESTS = 3  # what one of them enters and another does not is work of the moment
 SETTLE_S = 1.0  # until what a request leaves to be done is done
 
 
@@ -115,21 +117,26 @@ async def _compile(checkpoint: Path) -> None:
         await _ask(client)
 
 
+async def _traced(client: AsyncBatonClient, entered: EnteredFunctions) -> frozenset[Function]:
+    with entered.collected() as request:
+        await _ask(client)
+    return frozenset(request)
+
+
 async def _trace(checkpoint: Path, entered: EnteredFunctions) -> RequestPath:
     async with cluster_in_process(checkpoint, decode_pp=2) as client:
         await _ask(client)  # what happens once only
         with entered.collected() as before:
             await asyncio.sleep(IDLE_S)
-        with entered.collected() as request:
-            await _ask(client)
+        requests = [await _traced(client, entered) for _ in range(NUM_REQUESTS)]
         await asyncio.sleep(SETTLE_S)
         with entered.collected() as after:
             await asyncio.sleep(IDLE_S)
-    return RequestPath(frozenset(request), frozenset(before | after))
+    return RequestPath(frozenset.intersection(*requests), frozenset(before | after))
 
 
 def trace() -> RequestPath:
-    """The path of one request through a cluster that has served another one before."""
+    """What each of some plain requests enters, in a cluster that has served another one before."""
     entered = EnteredFunctions()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder), "qwen3_5_text")

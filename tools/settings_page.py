@@ -25,7 +25,8 @@ _HEAD = """# Configuration
 
 A process takes its settings from flags and from one TOML file (`--config`); flags beat the file, the file beats
 defaults. The file has a table per role, so that a whole cluster can share it; an unknown key is refused, and a value
-that does not fit is refused naming the key and its limit. What holds is logged at the start.
+that does not fit is refused naming the key and its limit. Effective settings are logged at
+start-up (level debug).
 
 ```toml
 [router]

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from baton.cluster import demo_model
 from bench.partition.grid import Cell, CellResult, Edge, Way, grid
-from bench.partition.network import become_private, is_private
 from bench.report import Value, render
 from bench.storm.lines import LineFile
 from runtime.errors import BatonError, ConfigError
+from tests.support.network.hosts import become_private, is_private
 
 REFUSED = 77
 MODULE = "bench.partition"

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from bench.partition.network import enter
+from tests.support.network.hosts import enter
 
 
 def main() -> None:

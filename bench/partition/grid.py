@@ -13,10 +13,10 @@ from baton.cluster import ClusterConfig, LocalCluster
 from baton.nursery import ProcessPlaces
 from baton.retry import NO_RETRY
 from baton.values import Query
-from bench.partition.network import Network
 from bench.storm import leaks, truth
 from bench.storm.traffic import Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Answer, Counts, Fate, stalls
+from tests.support.network.hosts import Network
 
 NUM_QUESTIONS = 16
 LEAD_S, TAIL_S = 1.0, 2.0  # of load before a cut and after it is mended

@@ -23,7 +23,7 @@ _TICK_S = 0.05
 class Fate(StrEnum):
     RIGHT = "right"
     REFUSED = "refused"  # with a status that says so, and nothing before it
-    DAMAGED = "damaged"  # DATA_LOSS: a bit was wrong on its way, and nobody pretends otherwise
+    DAMAGED = "damaged"  # DATA_LOSS: a bit was wrong on its way, and the error reports it
     LOST = "lost"
     WRONG = "wrong"
     HUNG = "hung"

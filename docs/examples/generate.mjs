@@ -14,6 +14,7 @@ const silence = { "grpc.keepalive_time_ms": 1500, "grpc.keepalive_timeout_ms": 2
 const clients = targets.map((target) => new baton.v1.Generation(target, grpc.credentials.createInsecure(), silence));
 
 const tokens = []; // all that came; the next router computes them again and sends what follows
+let drawnBy = ""; // which workers drew them: others would go on with another answer
 const request = {
   chat: { messages: [{ role: "user", content: "Count from 3 by 2." }] },
   sampling: { temperature: 0.2, seed: crypto.randomInt(2 ** 47) }, // ours: the next router must draw with the same
@@ -23,9 +24,11 @@ const deadline = Date.now() + 30_000;
 
 async function attempt(client) {
   let held = ""; // text without tokens stands before the finish, and comes again without it
-  for await (const response of client.Generate({ ...request, resumed: [{ ids: tokens }] }, { deadline })) {
+  for await (const response of client.Generate({ ...request, resumed: [{ ids: tokens }], resumed_from: [drawnBy] },
+                                                { deadline })) {
     if (response.event === "finish") return `${held}\n${response.finish.reason}`;
     tokens.push(...response.chunk.token_ids);
+    drawnBy ||= response.chunk.compatibility;
     if (response.chunk.token_ids.length) process.stdout.write(response.chunk.text);
     else held += response.chunk.text;
   }

@@ -33,7 +33,7 @@ _HEADER = struct.Struct("<4sBBBxHxxIQQ")
 _DIGEST = struct.Struct("<Q")
 _KEYED_BYTES = _HEADER.size - _DIGEST.size
 _ENTRY = struct.Struct("<BBxx3I")
-_MAGIC, _SCHEMA = b"BATN", 8
+_MAGIC, SCHEMA = b"BATN", 9
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _ALIGNMENT = 64
 _MAX_DIMS = 3
@@ -92,7 +92,7 @@ def write(route: TensorRoute, packet: Packet) -> bytearray:
     frame[start:end] = packet.record
     if len(frame) > run:
         fill(torch.frombuffer(frame, dtype=torch.uint8, offset=run), packet.tensors)
-    _HEADER.pack_into(frame, 0, _MAGIC, _SCHEMA, packet.kind, route, len(specs), len(packet.record), packet.sequence, 0)
+    _HEADER.pack_into(frame, 0, _MAGIC, SCHEMA, packet.kind, route, len(specs), len(packet.record), packet.sequence, 0)
     _DIGEST.pack_into(frame, _KEYED_BYTES, digest_of(frame))
     return frame
 
@@ -107,8 +107,8 @@ def read(data: memoryview) -> Frame:
     if len(data) < _HEADER.size:
         raise IntegrityError(f"{len(data)} bytes are not a frame")
     magic, schema, kind, route, count, record_bytes, sequence, digest = _HEADER.unpack_from(data, 0)
-    if magic != _MAGIC or schema != _SCHEMA:
-        raise IntegrityError(f"{len(data)} bytes are not a frame of schema {_SCHEMA}: magic {magic!r}, schema {schema}")
+    if magic != _MAGIC or schema != SCHEMA:
+        raise IntegrityError(f"{len(data)} bytes are not a frame of schema {SCHEMA}: magic {magic!r}, schema {schema}")
     if digest_of(data) != digest:
         raise IntegrityError(f"frame {sequence} of {len(data)} bytes: what arrived is not what was sent (digest)")
     try:

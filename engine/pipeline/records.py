@@ -5,6 +5,7 @@ last one also the output of requests whose penalties or grammar need it: batches
 computed are the tensors of the same packet. Where a whole number may be absent, -1 stands for that.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +19,7 @@ from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRo
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.pipeline.channel import Packet, PacketKind
+from engine.pipeline.frames import SCHEMA
 from engine.pipeline.tables import (
     Array,
     Column,
@@ -93,6 +95,9 @@ _RESULT = Table(
     *_token_columns("scored"),
 )
 _ERROR = Table("error", column("text", "u1", "bytes"))
+# Stages that join a pool say how they lay out what goes between them: releases may differ in it.
+LAYOUT = hashlib.blake2b("\n".join([str(SCHEMA), *(table.layout for table in (_BATCH, _RESULT, _ERROR))]).encode(),
+                         digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True)

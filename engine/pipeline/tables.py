@@ -57,6 +57,12 @@ class Table:
                                           if isinstance(extent, str)))
         self._head = struct.Struct(f"<{len(self._sizes)}I")
 
+    @property
+    def layout(self) -> str:
+        """All that both ends must have alike, as text."""
+        columns = [f"{each.name} {each.dtype.descr} {each.shape}" for each in self._columns]
+        return "; ".join([self._name, *columns])
+
     def write(self, values: Mapping[str, object]) -> bytearray:
         """`values` by column: what numpy makes an array of the column's dtype and shape of.
 

@@ -189,7 +189,7 @@ def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: 
 def _link_backend(config: WorkerConfig, device: torch.device) -> tuple[LinkBackend | None, str]:
     """What carries this stage's tensors beside their frames, or why nothing does."""
     if config.stage_channel == "ucx":
-        return None, "was told to use UCX (--stage-channel)"
+        return None, "is set to use UCX (--stage-channel)"
     if device.type != "cuda" or not torch.distributed.is_nccl_available():
         why = f"computes on {device.type}" if device.type != "cuda" else f"has torch {torch.__version__} without NCCL"
         if config.stage_channel == "nccl":

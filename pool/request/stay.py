@@ -211,7 +211,7 @@ async def open_stream(parts: RequestParts, stream: AsyncIterator[MessageT], *, r
 def read_request(parts: RequestParts, message: types_pb2.EngineRequest) -> Request:
     """Raises InvalidRequestError naming every field that this pool could not serve."""
     request = request_from_proto(message, vocab_size=parts.plan.description.facts.vocab_size,
-                                 max_context_tokens=parts.plan.max_context_tokens)
+                                 max_context_tokens=parts.plan.size.context_tokens)
     note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
     return request
 

@@ -21,7 +21,7 @@ from runtime.host_memory import MIB, HostMemory, host_memory
 HOST_SHARE = 0.4  # a host has further processes: another worker, a router
 CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these have none
 PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
-MIN_CONTEXT_TOKENS = 512  # a shorter context serves nobody, unless it is all that the model has
+MIN_CONTEXT_TOKENS = 512  # a shorter context is of no use, unless it is all that the model has
 
 Memory = Callable[[str], HostMemory]
 

@@ -2,16 +2,21 @@
 
 from collections.abc import Sequence
 
+import llvmlite
+import numpy as np
+import torch
+
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.kernels.host.product import arithmetic_class
+from engine.pipeline.records import LAYOUT
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
 from pool.stage.pool_size import PoolSize
 from pool.stage.speculation import SpeculationPlan
 
 ANY = "any"  # no bits are promised
-MODELS_OWN = "the model's"  # nobody set another
+MODELS_OWN = "the model's"  # no other was set
 
 
 def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: Sequence[LayerRange],
@@ -23,15 +28,23 @@ def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: 
     exact = Numerics(config.numerics) is Numerics.EXACT
     settings = {
         "architecture": description.facts.architecture, "checkpoint": description.facts.revision,
-        "numerics": config.numerics, "arithmetic": arithmetic_class() if exact else ANY, "device": kind,
+        "numerics": config.numerics, "arithmetic": _arithmetic() if exact else ANY, "device": kind,
         "page_size": str(config.page_size), "num_pages": str(size.num_pages), "num_slots": str(size.num_slots),
         "max_held": str(max_held), "max_context": str(config.max_context or MODELS_OWN),
         "max_context_tokens": str(size.context_tokens),
         "chunk_tokens": str(config.chunk_tokens), "partition": ", ".join(map(str, ranges)),
-        "draft": "none" if speculation is None else speculation.draft.revision,
+        "draft": "none" if speculation is None else speculation.draft.revision, "frames": LAYOUT,
     }
     if speculation is not None:
         settings |= {"spec_topk": str(config.spec_topk), "spec_steps": str(config.spec_steps),
                      "spec_draft_tokens": str(config.spec_draft_tokens), "spec_prompt": str(speculation.handed),
                      "verifies drafts": str(speculates), "max_running": str(config.max_running)}
     return settings
+
+
+def _arithmetic() -> str:
+    """What bits depend on beside weights and inputs: the kernels' class of arithmetic, and the libraries, which take
+    other instructions on another CPU and may take others in another release."""
+    torch_release, capability = torch.__version__.partition("+")[0], torch.backends.cpu.get_cpu_capability()
+    return (f"{arithmetic_class()} torch-{torch_release}-{capability.lower()} numpy-{np.__version__} "
+            f"llvm-{llvmlite.__version__}")

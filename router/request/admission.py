@@ -77,7 +77,7 @@ class Admission:
         return self._line.num_arrived
 
     def wait_s(self) -> float:
-        """How long somebody who came now, behind everybody, would wait, as far as that was measured."""
+        """How long a request that came now, behind all others, would wait, as far as that was measured."""
         return self._rates().wait_s(self._line.work)
 
     def service_s(self, request: AdmissibleRequest) -> float:
@@ -138,7 +138,7 @@ class Admission:
 
     def _abandon(self, waiter: Waiter[_Held]) -> None:
         self._line.leave(waiter)
-        # Placed in the very moment it gave up: nobody else would release that.
+        # Placed in the very moment it gave up: nothing else would release that.
         placed = waiter.item.placed
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             placed.result().release()
@@ -148,6 +148,9 @@ class Admission:
         if problem and self._clock.now() - self._pairless_since_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise UnavailableError(problem, retry_after_s=self._away_s())
+        if self._is_orphan(request):
+            self._metrics.refused.labels(Cause.WORKERS).inc()
+            raise self._no_heirs()
         num_tokens, left_s = len(request.engine.prompt_token_ids), ends_at_s - self._clock.now()
         least_s = self._outlook.best_prefill.least_s(num_tokens)
         if least_s > left_s:
@@ -183,6 +186,15 @@ class Admission:
         text += "before its deadline" if refusal.cause is Cause.DEADLINE else f"for {self._limits.max_wait_s:g} s"
         return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
 
+    def _is_orphan(self, request: AdmissibleRequest) -> bool:
+        """Whether it resumes an answer of workers such as there are none now, though there are others."""
+        return bool(request.compatibility) and not self._directory.pair_problem() \
+            and not self._directory.has_pair(request.compatibility)
+
+    def _no_heirs(self) -> UnavailableError:
+        return UnavailableError("no workers of the weights and numerics that began this answer are usable",
+                                retry_after_s=self._away_s())
+
     def _away_s(self) -> float:
         """When there may be workers again: what has been away for so long may be away for as long again."""
         return min(max(self._clock.now() - self._pairless_since_s, MIN_AWAY_S), MAX_AWAY_S)
@@ -195,11 +207,15 @@ class Admission:
             num_tokens = len(request.engine.prompt_token_ids)
             if (passed_by is not None and num_tokens * SHORT_RATIO > passed_by) or self._drop_if_hopeless(waiter):
                 continue
-            pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens)
+            pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens, request.compatibility)
             if pair is not None:
                 self._place(waiter, pair)
+            elif self._is_orphan(request):
+                self._line.leave(waiter)
+                self._metrics.dropped.labels(Cause.WORKERS).inc()
+                self._fail(waiter, self._no_heirs())
             elif not self._directory.can_hold(request.context_tokens):
-                continue  # the workers that are large enough are away: nobody behind it waits for them
+                continue  # the workers that are large enough are away: no request behind it waits for them
             elif passed_by is None and self._directory.awaits_prefill(num_tokens, request.context_tokens):
                 passed_by = num_tokens
             else:

@@ -18,6 +18,7 @@ from router.text.model_facts import ModelLimits
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 
 MAX_UNREAD = 64
+MAX_COMPATIBILITY_CHARS = 256
 FED_AT_ONCE = 256  # tokens; other requests go on between two lots
 
 Emit = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
@@ -91,6 +92,8 @@ class Answer:
         self._emit = emit
         self._timeline = timeline
         self.token_ids = list(resumed)  # all that the client has
+        self.compatibility = ""  # of the workers; the client gets it with the first tokens
+        self._is_named = False
         self.has_ended = False
 
     @property
@@ -105,6 +108,8 @@ class Answer:
         chunk = self._output.add(tokens)
         self.token_ids.extend(chunk.token_ids)
         self._timeline.tokens(len(chunk.token_ids))
+        if not self._is_named and chunk.token_ids:
+            chunk.compatibility, self._is_named = self.compatibility, True
         await self._emit(generation_pb2.GenerateResponse(request_id=self._request_id, chunk=chunk))
 
     async def scores(self, scores: types_pb2.PromptLogprobs) -> None:
@@ -181,6 +186,13 @@ def resumed_violations(request: generation_pb2.GenerateRequest, facts: ModelLimi
         yield FieldViolation("resumed", f"has {len(request.resumed)} entries, the limit is one per choice: "
                                         f"{num_choices}")
         return
+    if len(request.resumed_from) > len(request.resumed):
+        yield FieldViolation("resumed_from", f"has {len(request.resumed_from)} entries, the limit is one per entry of "
+                                             f"resumed: {len(request.resumed)}")
+    for index, name in enumerate(request.resumed_from):
+        if len(name) > MAX_COMPATIBILITY_CHARS:
+            yield FieldViolation(f"resumed_from[{index}]", f"has {len(name)} characters, the limit is "
+                                                           f"{MAX_COMPATIBILITY_CHARS}")
     for index, choice in enumerate(request.resumed):
         if choice.ids and max(choice.ids) >= facts.vocab_size:
             place, token_id = next((i, token_id) for i, token_id in enumerate(choice.ids)

@@ -31,7 +31,8 @@ def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
     engine.request_id = f"{engine.request_id}/{index}"
     engine.sampling.seed = choice_seed(engine.sampling.seed, index)
     engine.ClearField("num_prompt_logprobs")
-    return replace(request, engine=engine, resumed=request.resumed[index:index + 1])
+    return replace(request, engine=engine, resumed=request.resumed[index:index + 1],
+                   resumed_from=request.resumed_from[index:index + 1])
 
 
 def emit_into(responses: ResponseQueue, request_id: str, index: int) -> Emit:

@@ -179,6 +179,7 @@ class RequestFlow:
     def _start(self, pair: WorkerPair) -> None:
         """Give the request to this pair, with what its client has already."""
         self._is_committed = False
+        self._answer.compatibility = pair.decode.compatibility
         self._prefill = PrefillStream.open(self._parts, pair.prefill)
         self._decode = DecodeStream(self._parts, pair.decode, self._answer.token_ids[1:])
 

@@ -34,9 +34,9 @@ class TokenWork:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of all usable pools together: tokens per second, infinite until measured and where nobody waits for them. Of one
-    of them: seconds per prompt token and between two tokens of an answer, and `tokens_ahead` in prompts that it has and
-    has not computed."""
+    """Of all usable pools together: tokens per second, infinite until measured and where no request waits for them. Of
+    one of them: seconds per prompt token and between two tokens of an answer, and `tokens_ahead` in prompts that it has
+    and has not computed."""
 
     prompt_tokens_per_s: float = math.inf
     output_tokens_per_s: float = math.inf
@@ -48,9 +48,9 @@ class Rates:
     @classmethod
     def of(cls, sources: Sequence[Worker], pools: Sequence[Worker], num_waiting: int = 0,
            num_tokens: int = 1) -> "Rates":
-        """While `num_waiting` requests wait, whose prompts have about so many tokens. Nobody waits for prefill while a
-        worker has room for a prompt; a decode pool that could take more of them draws for more. A pool that was not
-        measured counts as the mean of the others."""
+        """While `num_waiting` requests wait, whose prompts have about so many tokens. No request waits for prefill
+        while a worker has room for a prompt; a decode pool that could take more of them draws for more. A pool that was
+        not measured counts as the mean of the others."""
         prefill = [rate for worker in sources if (rate := worker.prefill_pace.tokens_per_s)]
         has_room = any(worker.as_candidate(num_tokens).has_room for worker in sources)
         sharing = [(worker, worker.num_sharing(num_waiting, num_tokens)) for worker in pools]
@@ -95,7 +95,7 @@ class AnswerLengths:
 class Caution:
     """How much longer services took than was estimated, at the worse end; by length, as shorter ones are less certain.
 
-    Without it whoever is served at the edge of its deadline, which under overload is everybody, ends as often behind it
+    Without it a request that is served at the edge of its deadline, as all are under overload, ends as often behind it
     as before it.
     """
 

@@ -59,17 +59,24 @@ SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
 @dataclass(frozen=True)
 class AdmissibleRequest:
     """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none.
-    `resumed`: of each choice in turn, the tokens its client has already, as far as there are any."""
+    `resumed`: of each choice in turn, the tokens its client has already, as far as there are any; `resumed_from`: of
+    each choice the compatibility of the workers that drew them, "" where any workers may go on."""
 
     engine: types_pb2.EngineRequest
     stop_strings: tuple[str, ...]
     wants_text: bool
     num_choices: int = 1
     resumed: tuple[tuple[int, ...], ...] = ()
+    resumed_from: tuple[str, ...] = ()
 
     def resumed_of(self, index: int) -> tuple[int, ...]:
         """Of choice `index`."""
         return self.resumed[index] if index < len(self.resumed) else ()
+
+    @property
+    def compatibility(self) -> str:
+        """What the workers of its first choice must fit; empty where any do."""
+        return self.resumed_from[0] if self.resumed_from else ""
 
     @property
     def context_tokens(self) -> int:
@@ -292,7 +299,8 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt
         speculate=request.speculate if request.HasField("speculate") else None,
     )
     return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
-                             num_choices=request.n if request.HasField("n") else 1, resumed=resumed)
+                             num_choices=request.n if request.HasField("n") else 1, resumed=resumed,
+                             resumed_from=tuple(request.resumed_from))
 
 
 def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], int]) -> types_pb2.SamplingParams:

@@ -1,7 +1,8 @@
 """Who waits for a pair of workers, in which order, who may wait at all, and who waits in vain. Pure; `Clock` seconds.
 
 Order: priority, then by when a request must begin: its deadline less what serving it takes, but not later than the
-limit of waiting allows. So those without a deadline stand in order of arrival, and time brings everybody to the front.
+limit of waiting allows. So those without a deadline stand in order of arrival, and time brings each of them to the
+front.
 
 Who comes is refused if it could not be served in time behind those who go before it; who was let in leaves only by
 being placed, by going away, or when its time does not suffice any more.
@@ -57,8 +58,8 @@ class Refusal:
 
     @property
     def retry_after_s(self) -> float:
-        """The wait; where nobody waits and those that run are all that slows it down, until they have ended. A start
-        value while nothing was measured."""
+        """The wait; where no request waits and those that run are all that slows it down, until they have ended. A
+        start value while nothing was measured."""
         return max(self.wait_s or self.service_s or START_RETRY_S, MIN_RETRY_S)
 
 
@@ -76,7 +77,7 @@ class Waiter(Generic[T]):
 
 @dataclass
 class WaitingLine(Generic[T]):
-    """The requests that wait. Whoever uses it gives the present rates and time."""
+    """The requests that wait. The caller gives the present rates and time."""
 
     limits: WaitingLimits
     outlook: Outlook

@@ -1,9 +1,9 @@
-"""Which workers there are, which can be used, and who gets the next request.
+"""Which workers there are, which can be used, and which gets the next request.
 
 Workers are named to the router or found (`router.workers.discovery`). Each is watched over one `Worker.Watch` stream.
-A worker is usable while that stream is alive, says that it serves, and describes the router's model. A prefill and a
-decode worker are a pair if their compatibility digests fit. Choosing a worker books the request on it; whoever books
-must release.
+A worker is usable while that stream is alive, reports that it serves, and describes the router's model. A prefill and a
+decode worker are a pair if their compatibility digests fit. Choosing a worker books the request on it; the caller
+must release it.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class Directory:
 
     @property
     def max_context_tokens(self) -> int:
-        """What the largest pair of workers heard of so far can hold, prompt plus completion: one that is away now may
+        """What the largest pair of workers seen so far can hold, prompt plus completion: one that is away now may
         come back. Smaller ones get what they can hold."""
         prefill, decode = ([worker for worker in self.workers if worker.role is role and
                             worker.max_context_tokens is not None] for role in WorkerRole)
@@ -147,11 +147,14 @@ class Directory:
         return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
                 f"has {here}, decode has {there}")
 
-    def place(self, prompt_token_ids: Sequence[int], context_tokens: int = 0) -> WorkerPair | None:
+    def place(self, prompt_token_ids: Sequence[int], context_tokens: int = 0,
+              compatibility: str = "") -> WorkerPair | None:
         """Book a compatible pair that could take the request now or soon; None if there is none. `context_tokens`, here
-        and below, is what the request may come to, prompt plus completion: smaller workers are passed over."""
+        and below, is what the request may come to, prompt plus completion: smaller workers are passed over.
+        `compatibility`: what both must fit; "" for any."""
         num_tokens = len(prompt_token_ids)
-        sources, pools = ([worker for worker in self._usable(role, context_tokens)
+        sources, pools = ([worker for worker in (self._fitting(role, compatibility, context_tokens) if compatibility
+                                                 else self._usable(role, context_tokens))
                            if worker.as_candidate(num_tokens, context_tokens).has_room] for role in WorkerRole)
         return self._book_pair(sources, pools, prompt_token_ids, context_tokens)
 
@@ -212,7 +215,7 @@ class Directory:
     def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker], prompt_token_ids: Sequence[int],
                    context_tokens: int) -> WorkerPair | None:
         """One of the sources and one of the pools, full or not. Both are chosen before either is booked: a booking that
-        is given back wakes whoever waits for room, and two of those would wake each other for ever."""
+        is given back wakes those that wait for room, and two of those would wake each other for ever."""
         digests = {pool.compatibility for pool in pools}
         fed = [worker for worker in sources if any(may_pair(worker.compatibility, digest) for digest in digests)]
         prefill = self._choose(fed, prompt_token_ids)

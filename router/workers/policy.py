@@ -4,8 +4,8 @@ argument.
 Every policy sees only workers that have room and were not tried for this request yet, and breaks ties by address, so
 that the same snapshot always gives the same answer.
 
-Speed is measured from what the router sees. It is weighed the less the older it is, and what nobody has confirmed for
-a while is forgotten: a pool that was slow once would otherwise get nothing by which it could show that it is not any
+Speed is measured from what the router sees. It is weighed the less the older it is, and what was not confirmed for
+a while is dropped: a pool that was slow once would otherwise get nothing by which it could show that it is not any
 more.
 """
 

@@ -1,9 +1,9 @@
-"""One worker as the router knows it: what it said about itself, and what the router has given it since.
+"""One worker as the router sees it: what it reported of itself, and what the router has given it since.
 
 Reports are always a little old. A `Booking` is the router's own count of what it gave away; estimates add the bookings
-made since the last report to what that report said, so that a burst does not all land on one worker. What a report
-says is free, less what was sent there since, is what can be booked: with one router a pool that is full refuses nobody,
-with several it may.
+made since the last report to what that report has, so that a burst does not all land on one worker. What a report shows
+as free, less what was sent there since, is what can be booked: with one router a pool that is full gets no request to
+refuse, with several it may.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Booking:
         return self.worker.incarnation != self.incarnation
 
     def lost(self, reason: str) -> None:
-        """The worker that was chosen cannot be reached. That says nothing about one that has started anew."""
+        """The worker that was chosen cannot be reached. One that has started anew is another worker."""
         if not self.is_outlived:
             self.worker.lost(reason)
 

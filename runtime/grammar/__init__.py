@@ -16,7 +16,7 @@ So no process of a cluster calls the library for a client's grammar. **A grammar
 The fork costs milliseconds, whatever the size of the vocabulary. Each child has a limit on its memory, and on the
 processor's time while it compiles, that the kernel enforces; a wait for it (`process`) has a deadline and a
 file descriptor to kill it by (`children`). A grammar that crashes the library, exhausts memory or never ends takes
-nobody along; the masks of different grammars are computed side by side, on other cores than the engine's thread.
+nothing along; the masks of different grammars are computed side by side, on other cores than the engine's thread.
 
 Four bounds stand before that, in this order: the size and shape of the text (`language`), what was refused before
 (`checking`), a compilation in a short time, of which many may wait, and one in a longer time, of which few may. A

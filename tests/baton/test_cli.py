@@ -15,6 +15,7 @@ import pytest
 from runtime.certificates import CertificateStore
 from runtime.security import ServerSecurity
 from runtime.tokens import TokenList
+from runtime.version import VERSION
 from tests.support.network.authority import Authority
 from tests.support.router.generation import EchoGeneration, serve_echo
 
@@ -43,6 +44,17 @@ async def baton(*arguments: str, stdin: str = "",
 async def test_generate_streams_text(address: str) -> None:
     done = await baton("generate", "one two", "--target", address)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one two \n", "")
+
+
+async def test_a_prompt_may_be_piped_in(echo: EchoGeneration, address: str) -> None:
+    for arguments in ((), ("-",)):
+        done = await baton("generate", *arguments, "--target", address, stdin="one\ntwo\n")
+        assert (done.returncode, done.stdout) == (0, "one two \n")
+    assert {request.text for request in echo.requests} == {"one\ntwo"}
+
+
+async def test_it_says_its_version() -> None:
+    assert (await baton("--version")).stdout == f"baton {VERSION}\n"
 
 
 async def test_choices_are_shown_when_they_are_whole_and_a_missing_schema_is_one_line(address: str) -> None:
@@ -192,4 +204,16 @@ async def test_a_secured_server_is_reached_with_flags_or_variables(tmp_path: Pat
     done = await baton("generate", "one two", "--target", address, *certificate)
     assert (done.returncode, done.stdout) == (1, "")
     assert "no token" in done.stderr
+    assert done.stderr.endswith("; show one with --token-file FILE (or BATON_TOKEN_FILE)\n")
+    for command in ("generate", "status"):
+        done = await baton(command, *(["one"] if command == "generate" else []), "--target", address)
+        assert done.stderr.endswith(f"; {address} speaks TLS: give --tls-ca FILE (or BATON_TLS_CA)\n")
     await server.drain(grace_s=0)
+
+
+async def test_a_plain_server_is_told_apart_from_none(tmp_path: Path, address: str) -> None:
+    ca = Authority().files(tmp_path / "client", "client").ca
+    done = await baton("status", "--target", address, "--tls-ca", str(ca))
+    assert done.stderr.endswith(f"; {address} does not speak TLS: leave --tls-ca (and BATON_TLS_CA) out\n")
+    done = await baton("status", "--target", "127.0.0.1:1", "--tls-ca", str(ca))
+    assert "TLS:" not in done.stderr

@@ -1,5 +1,7 @@
 """What has come of an answer: each token once, and the next attempt asks for the rest."""
 
+from dataclasses import replace
+
 from baton.resumption import AnswerSoFar
 from baton.values import (
     Chunk,
@@ -77,3 +79,11 @@ def test_scores_of_the_prompt_come_once() -> None:
     assert answer.news(chunk(scores=scores(1, 3))) == [chunk(scores=scores(1, 3))]
     assert answer.news(chunk(scores=scores(1, 2))) == []
     assert answer.news(chunk(scores=scores(3, 4))) == [chunk(scores=scores(4, 3))]
+
+
+def test_the_next_attempt_names_the_workers_that_drew_what_came() -> None:
+    answer = AnswerSoFar(Query("x", n=2), lambda: 7)
+    first = Chunk("r", (5,), "a", (), USAGE, index=1, compatibility="new")
+    answer.news(first)
+    answer.news(replace(first, compatibility="other"))  # a later attempt's: it fits, or it had been refused
+    assert answer.query().resumed_from == ("", "new")

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.partition.network import Network, become_private, enter, is_private
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
+from tests.support.network.hosts import Network, become_private, enter, is_private
 from transfer.ucx.binding import UcxBinding
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport

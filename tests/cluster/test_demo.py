@@ -17,7 +17,7 @@ def test_the_demo_gives_the_right_answer() -> None:
                           check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "Near the library Ivan hid a red notebook.\n\nright:" in done.stdout
-    assert "handoff still to do after prefill" in done.stdout
+    assert "KV transfer time not overlapped with prefill" in done.stdout
     assert "├ 0-4 ┼ 4-8 ┤" in done.stdout, "decode has two stages"
 
 

@@ -82,6 +82,8 @@ FIELDS: dict[str, tuple[Json, Any]] = {
     "skip_text": ({"skipText": True}, lambda a: a.token_ids and not a.text),
     "priority": ({"priority": -3}, lambda a: a.finishes),
     "speculate": ({"speculate": False}, lambda a: a.finishes),
+    "resumed": ({"resumed": [{"ids": []}]}, "greedy"),  # nothing is here yet: the whole answer
+    "resumed_from": ({"resumed": [{"ids": []}], "resumedFrom": [""]}, "greedy"),
     "n": ({"n": 3}, lambda a: sorted(r.get("index", 0) for r in a.responses if "finish" in r) == [0, 1, 2]),
     "num_top_logprobs": ({"numTopLogprobs": 2}, lambda a: len(a.chunks[0]["logprobs"][0]["top"]) == 2),
     "num_prompt_logprobs": ({"numPromptLogprobs": 1, "tokenIds": {"ids": [5, 6, 7]}},

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _COMMON = {
     "KEEPALIVE_INTERVAL": "1s",
-    "TCP_CONN_NB": "y",  # else whoever connects waits in the kernel, for minutes where packets are lost
+    "TCP_CONN_NB": "y",  # else a connect waits in the kernel, for minutes where packets are lost
     "TCP_TX_SEG_SIZE": "1m",
     "TCP_RX_SEG_SIZE": "1m",
     "POSIX_ERROR_HANDLING": "y",

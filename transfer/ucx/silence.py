@@ -11,10 +11,11 @@ PEER_SILENCE_S = 5.0
 
 
 class SilentPeers(Generic[PeerT]):
-    """To be asked several times a second. A network that loses packets without an error ends no message, and no
-    keepalive of UCX's speaks while bytes wait to be acknowledged: only that nothing moves shows it.
+    """To be called several times a second. A network that loses packets without an error ends no message, and no
+    keepalive of UCX's is sent while bytes wait to be acknowledged: only that nothing moves shows it.
 
-    Time in which nobody asked counts for little: a process that was held up itself did not see what its peers did.
+    Time between calls that lie far apart counts for little: a process that was held up itself did not see what its
+    peers did.
     """
 
     def __init__(self, clock: Clock, limit_s: float = PEER_SILENCE_S) -> None:

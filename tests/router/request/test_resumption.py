@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from protos import generation_pb2, types_pb2
-from runtime.errors import InvalidRequestError
+from runtime.errors import InvalidRequestError, UnavailableError
 from tests.router.harness import FACTS, RouterHarness, running_router, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
@@ -152,11 +152,34 @@ async def test_a_pool_may_die_under_an_answer_that_came_from_elsewhere() -> None
         await router.assert_nothing_left()
 
 
+async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
+    """In the middle of an upgrade there are pools of old and new weights; then the old ones are gone."""
+    fabric, journal = Fabric(), Journal()
+    old, new = ((FakePrefill(f"p-{name}", fabric, journal, compatibility=name),
+                 FakeDecode(f"d-{name}", fabric, journal, compatibility=name)) for name in ("old", "new"))
+    tokens = expected_tokens(PROMPT, NUM_TOKENS)
+    async with running_router(*old, *new) as router:
+        for name in ("old", "new", "old", "new"):
+            answer = await router.ask(a_question(tokens[:4], resumed_from=[name]))
+            assert answer.token_ids == tokens[4:]
+            assert [chunk.compatibility for chunk in answer.chunks] == [name] + [""] * 4
+        both = await said(router, a_question(tokens[:4], tokens[:2], n=2, resumed_from=["old", "new"]))
+        assert {index: choice.token_ids for index, choice in both.items()} == {0: tokens[4:], 1: tokens[2:]}
+        for worker in old:
+            await worker.die()
+        with pytest.raises(UnavailableError, match="no workers of the weights and numerics that began this answer"):
+            await router.ask(a_question(tokens[:4], resumed_from=["old"]))
+        assert (await router.ask(a_question(tokens[:4], resumed_from=["new"]))).token_ids == tokens[4:]
+        await router.assert_nothing_left()
+
+
 TOKENS = expected_tokens(PROMPT, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(("request_", "field", "says"), [
     (a_question([], []), "resumed", "has 2 entries, the limit is one per choice: 1"),
+    (a_question([6], resumed_from=["", ""]), "resumed_from", "has 2 entries, the limit is one per entry of resumed: 1"),
+    (a_question([6], resumed_from=["x" * 257]), "resumed_from[0]", "has 257 characters, the limit is 256"),
     (a_question([6, FACTS.vocab_size]), "resumed[0].ids[1]", "512 is not in the vocabulary of 512 tokens"),
     (a_question([], [*TOKENS, 0], n=2), "resumed[1].ids", "has 10 tokens, more than the 9 that the answer may have"),
     (a_question([6, FACTS.eos_token_ids[0], 7]), "resumed[0].ids[2]", "follows the end of the answer"),

@@ -1,0 +1,140 @@
+"""`baton chat` as a person uses it: in a terminal of its own, against an echo router."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pexpect
+import pytest
+
+from baton.client import BatonClient
+from baton.conversation import Conversation
+from baton.values import ChatMessage, Chunk, Event, Finish, FinishReason, Query, Sampling, Stop, Timings, Usage
+from runtime.errors import FieldViolation, InvalidRequestError
+from tests.support.router.generation import EchoGeneration, serve_echo
+
+# Python 3.12 warns of what a pseudo-terminal needs in a process with threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
+PASTE, PASTED, ENTER = "\x1b[200~", "\x1b[201~", "\r"
+
+
+class Person:
+    """Types and reads. Every wait is on a thread: the echo answers on the test's own loop."""
+
+    def __init__(self, echo: EchoGeneration, address: str, *flags: str) -> None:
+        self.echo = echo
+        self._terminal = pexpect.spawn(
+            sys.executable, ["-m", "baton", "chat", "--target", address, *flags], encoding="utf-8", timeout=120,
+            dimensions=(24, 80), env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"})
+
+    def type(self, keys: str) -> None:
+        self._terminal.send(keys)
+
+    def interrupt(self) -> None:
+        self._terminal.sendintr()
+
+    async def reads(self, word: str) -> None:
+        await asyncio.to_thread(self._terminal.expect_exact, word)
+
+    async def leaves(self) -> int:
+        await asyncio.to_thread(self._terminal.expect, pexpect.EOF)
+        await asyncio.to_thread(self._terminal.close)
+        return cast(int, self._terminal.exitstatus)
+
+    async def asked(self, count: int) -> list[list[str]]:
+        """What the messages of each request said, once there were `count` requests."""
+        async with asyncio.timeout(120):
+            while len(self.echo.requests) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return [[message.content for message in request.chat.messages] for request in self.echo.requests]
+
+
+@asynccontextmanager
+async def conversation(*flags: str) -> AsyncIterator[Person]:
+    echo = EchoGeneration()
+    server, address = await serve_echo(echo)
+    person = Person(echo, address, *flags)
+    try:
+        await person.reads("/help says more")
+        yield person
+    finally:
+        person._terminal.close(force=True)
+        await server.drain(grace_s=0)
+
+
+async def test_what_is_pasted_is_one_turn_and_commands_are_no_questions() -> None:
+    async with conversation() as person:
+        person.type(f"{PASTE}first line\nsecond line{PASTED}")
+        person.type(ENTER)
+        assert await person.asked(1) == [["first line\nsecond line"]]
+        for command, answer in (("/help", "/clear   forget"), ("/fly", "there is no /fly"), ("/clear", "(forgotten)")):
+            person.type(command + ENTER)
+            await person.reads(answer)
+        person.type("again" + ENTER)
+        assert (await person.asked(2))[1:] == [["again"]]
+        person.type("/exit" + ENTER)
+        assert await person.leaves() == 0
+
+
+async def test_a_line_can_be_edited_and_an_earlier_one_taken_again() -> None:
+    left, up = "\x1b[D", "\x1b[A"
+    async with conversation() as person:
+        person.type("helo" + left + "l" + ENTER)
+        assert await person.asked(1) == [["hello"]]
+        await person.reads("hello ")
+        person.type(up + ENTER)
+        assert (await person.asked(2))[1][-1] == "hello"
+        person.type("\x04")
+        assert await person.leaves() == 0
+
+
+async def test_an_interrupt_ends_the_answer_and_not_the_conversation() -> None:
+    async with conversation() as person:
+        person.type("hang" + ENTER)
+        async with asyncio.timeout(120):
+            await person.echo.started.wait()
+        person.interrupt()
+        await person.reads("(stopped)")
+        person.type("go on" + ENTER)
+        assert (await person.asked(2))[1][-1] == "go on"
+        person.interrupt()
+        await person.reads("Ctrl-D or /exit ends")
+        person.type("\x04")
+        assert await person.leaves() == 0
+
+
+async def test_an_answer_that_fails_costs_itself_only() -> None:
+    async with conversation("--temperature", "-1") as person:
+        for _ in range(2):
+            person.type("hello" + ENTER)
+            await person.reads("baton: sampling.temperature: must be from 0 to 100, got -1")
+        assert await person.asked(2) == [["hello"], ["hello"]], "nothing of the first is kept"
+        person.type("/exit" + ENTER)
+        assert await person.leaves() == 0
+
+
+class SmallContext:
+    """A client whose server has room for four messages."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def generate(self, query: Query, *, timeout_s: float | None = None) -> Generator[Event, None, None]:
+        self.seen.append(len(query.prompt))
+        if len(query.prompt) > 4:
+            raise InvalidRequestError(FieldViolation("chat", "has 90 tokens; the context limit of 64 tokens is"))
+        yield Chunk("r", (1,), "yes", (), Usage(1, 1))
+        yield Finish("r", FinishReason.STOP, None, None, Usage(1, 1), Timings())
+
+
+def test_a_full_context_forgets_the_oldest_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    client = SmallContext()
+    talk = Conversation(cast(BatonClient, client), "be brief", Sampling(), Stop(), None)
+    for question in ("one", "two", "three"):
+        assert talk.answer(question) == "stop"
+    assert client.seen == [2, 4, 6, 4], "the system message, and the turns that fit"
+    assert talk.history[0] == ChatMessage("user", "two")
+    assert capsys.readouterr().out.count("its oldest turn is forgotten") == 1

@@ -1,0 +1,27 @@
+"""The first ten minutes of a new user, played in two terminals, are what the page shows."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tools.first_minutes import PAGE, levelled, play
+
+# Python 3.12 warns of what a pseudo-terminal needs in a process with threads.
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")]
+_PROCESS_LINE = re.compile(r"^(\^C)?(router|prefill|decode)\S* +│.*\n?", re.MULTILINE)
+
+
+def scenes_of(page: str) -> Iterator[tuple[str, str]]:
+    for found in re.finditer(r"^## (.*?)\n\n```console\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        yield found[1], comparable(found[2])
+
+
+def comparable(shown: str) -> str:
+    """What processes log besides may come in any order, and more of it on a slow machine."""
+    return levelled(_PROCESS_LINE.sub("", shown.rstrip("\n") + "\n").replace("^C", ""))
+
+
+def test_they_are_what_the_page_shows() -> None:
+    played = [(scene.title, comparable(scene.shown)) for scene in play()]
+    assert played == list(scenes_of(PAGE.read_text()))

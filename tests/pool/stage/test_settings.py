@@ -1,0 +1,67 @@
+"""What two stages, or two pools, compare of the machines and releases that they run on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.memory.budget import decode_requests
+from engine.pipeline.tables import Table, column, row_type
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import plan_stage
+from runtime.errors import IncompatiblePeerError
+from tests.support.drafts.eagle import save_draft
+from tests.support.models.checkpoints import make_checkpoint
+from transfer.plan.compatibility import check_settings
+
+ELSEWHERE = """
+import json, sys
+from pathlib import Path
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import plan_stage
+print(json.dumps(dict(plan_stage(WorkerConfig(model=Path(sys.argv[1]), num_pages=8, numerics=sys.argv[2])).settings)))
+"""
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_a_stage_whose_cpu_computes_other_bits_is_refused_where_bits_are_promised(tmp_path: Path,
+                                                                                    numerics: str) -> None:
+    """torch takes other instructions on another CPU: softmax and sums differ in their last bits. Such stages used to
+    join each other, and other tokens were drawn."""
+    model = make_checkpoint(tmp_path, "llama")
+    here = plan_stage(WorkerConfig(model=model, num_pages=8, numerics="exact" if numerics == "exact" else "fast"))
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, str(model), numerics], capture_output=True, text=True,
+                          timeout=240, check=True, env={**os.environ, "ATEN_CPU_CAPABILITY": "default"})
+    there = json.loads(done.stdout)
+    if numerics == "fast":
+        check_settings(here.settings, there)
+    else:
+        with pytest.raises(IncompatiblePeerError, match=r"arithmetic is .* here, .* torch-[0-9.]+-default .* there"):
+            check_settings(here.settings, there)
+
+
+def test_a_stage_of_a_release_with_other_frames_is_refused(tmp_path: Path) -> None:
+    settings = plan_stage(WorkerConfig(model=make_checkpoint(tmp_path, "llama"), num_pages=8)).settings
+    with pytest.raises(IncompatiblePeerError, match=r"frames is [0-9a-f]{12} here, 000000000000 there"):
+        check_settings(settings, {**settings, "frames": "0" * 12})
+
+
+def test_stages_that_keep_the_states_of_another_number_of_trees_do_not_join(tmp_path: Path) -> None:
+    """Small pools hold three times what they run, so that both hold 33 requests here."""
+    model, draft = make_checkpoint(tmp_path, "qwen3_5_text"), save_draft(tmp_path / "eagle3", layers=(0, 1, 3))
+    here, there = (plan_stage(WorkerConfig(model=model, draft=draft, num_pages=64, max_running=max_running),
+                              max_held=decode_requests(max_running), speculates=True) for max_running in (11, 33))
+    assert (here.max_held, there.max_held, here.num_scratch, there.num_scratch) == (33, 33, 12, 34)
+    with pytest.raises(IncompatiblePeerError, match=r"differ: max_running is 11 here, 33 there$"):
+        check_settings(here.settings, there.settings)
+
+
+def test_a_table_with_another_column_has_another_layout() -> None:
+    rows, others = row_type(a="i8", b="i4"), row_type(a="i8", c="i4")
+    columns = [column("x", rows, "n"), column("x", rows, "m"), column("x", "i8", "n"), column("x", others, "n")]
+    tables = [*(Table("t", each) for each in columns), Table("t", columns[0], column("y", "i4"))]
+    assert len({table.layout for table in tables}) == len(tables)
+    assert Table("t", column("x", rows, "n")).layout == tables[0].layout
