@@ -82,6 +82,7 @@ bench: venv ## benchmarks, one JSON line each
 	$(BIN)/python -m bench.e2e --json
 	$(BIN)/python -m bench.stages --json
 	$(BIN)/python -m bench.speculation --json
+	$(BIN)/python -m bench.gateway --json
 
 clean: ## remove the virtual environment and everything generated outside version control
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,7 +18,6 @@ from bench.storm.traffic import Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Answer, Counts, Fate, stalls
 from tests.support.network.hosts import Network
 
-PROCESSES = ("router", "prefill-0", "prefill-1", "decode-0.0", "decode-0.1", "decode-1.0", "decode-1.1")
 NUM_QUESTIONS = 16
 LEAD_S, TAIL_S = 1.0, 2.0  # of load before a cut and after it is mended
 SETTLE_S = 60.0
@@ -27,7 +26,7 @@ ROUTER_FLAGS = ("--drain-s", "2")
 
 
 class Edge(StrEnum):
-    """Between which processes; of two of each role, it is always the first that is cut off."""
+    """Between which processes; of each role it is always the first that is cut off."""
 
     ROUTER_PREFILL = "router-prefill"
     ROUTER_DECODE = "router-decode"
@@ -136,13 +135,15 @@ class Grid:
 
 
 @asynccontextmanager
-async def grid(model: Path, *, rate: float, timeout_s: float, seed: int,
+async def grid(model: Path, *, pools: int, rate: float, timeout_s: float, seed: int,
                sink: Callable[[str, str], None]) -> AsyncIterator[Grid]:
-    """Two prefill workers, two decode pools of two stages and a router, each process on a host of its own."""
-    with Network(PROCESSES) as network:
+    """A router, and `pools` prefill workers and decode pools of two stages, each process on a host of its own."""
+    names = [name for pool in range(pools) for name in (f"prefill-{pool}", f"decode-{pool}.0", f"decode-{pool}.1")]
+    with Network(("router", *names)) as network:
         places = Apart(network)
-        config = ClusterConfig(model=model, prefill=2, decode=2, decode_pp=2, listen=f"{places.host('router')}:0",
-                               worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS, stop_grace_s=5, places=places)
+        config = ClusterConfig(model=model, prefill=pools, decode=pools, decode_pp=2,
+                               listen=f"{places.host('router')}:0", worker_flags=WORKER_FLAGS,
+                               router_flags=ROUTER_FLAGS, stop_grace_s=5, places=places)
         async with (LocalCluster(config, sink=sink) as cluster,
                     AsyncBatonClient(cluster.address, retry=NO_RETRY) as client):
             questions = make_questions(await client.model_info(), NUM_QUESTIONS, seed=seed)

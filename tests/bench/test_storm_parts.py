@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from baton.values import ClusterStatus, WorkerStatus
+from bench.partition.grid import Edge, Way
 from bench.storm import child, leaks
 from bench.storm.control import Control
 from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
@@ -170,3 +171,12 @@ def test_whatever_a_worker_still_holds_is_a_leak() -> None:
 
 def test_open_files_that_come_and_go_are_no_leak() -> None:
     assert leaks.grown({"a": 20, "b": 20}, {"a": 30, "b": 33, "new": 500}) == 3
+
+
+def test_a_cut_is_of_one_edge_and_of_the_ways_that_are_asked_for() -> None:
+    assert Way.BOTH.of(("a", "b")) == [("a", "b"), ("b", "a")]
+    assert Way.THERE.of(("a", "b")) == [("a", "b")]
+    assert Way.BACK.of(("a", "b")) == [("b", "a")]
+    assert Edge("router-decode").pairs == (("router", "decode-0.0"),)
+    assert Edge("prefill-decode").pairs == (("prefill-0", "decode-0.0"), ("prefill-0", "decode-0.1"))
+    assert all(first.startswith(("router", "prefill-0", "decode-0")) for edge in Edge for first, _ in edge.pairs)

@@ -15,7 +15,7 @@ from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
 MODULE, REFUSED, MOST_S = "tests.bench.unreachable", 77, 60
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def listen() -> None:

@@ -4,6 +4,7 @@ One cluster with the shipped model. The expected values are Baton's own answers 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -269,6 +270,20 @@ async def test_a_gateway_that_dies_comes_back_under_its_address(running: Running
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def test_a_router_that_dies_is_used_again_when_it_is_back(running: RunningCluster) -> None:
+    """No circuit stays open for minutes: there is no other router to go to."""
+    expected = (await greedy_chat(running)).text
+    running.cluster.processes["router"].kill()
+    async with client_of(running.cluster.http_address) as client, asyncio.timeout(120):
+        while True:
+            with contextlib.suppress(openai.InternalServerError):
+                got = await client.chat.completions.create(model="model", messages=MESSAGES, temperature=0)
+                break
+            await asyncio.sleep(0.1)
+    assert got.choices[0].message.content == expected
+    await running.cluster.wait_serving(timeout_s=60)
 
 
 class Elsewhere(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types

@@ -63,7 +63,9 @@ class UcxTransport:
                  spin_s: float = SPIN_S) -> None:
         """Raises ConfigError when UCX cannot work here."""
         self._ucx = UcxLibrary()
-        self._context, self._worker = create_worker(self._ucx, profile, "handoff", HANDOFF_OPTIONS, binding)
+        self._sockets = SocketLimits()
+        with self._sockets.listening():
+            self._context, self._worker = create_worker(self._ucx, profile, "handoff", HANDOFF_OPTIONS, binding)
         self.address = frame_address(self._worker.address.tobytes())
         self._clock = clock
         self._spin_s = spin_s
@@ -75,7 +77,6 @@ class UcxTransport:
         self._num_pending = 0
         self._next_peer_check_s = 0.0
         self._next_socket_check_s = 0.0
-        self._sockets = SocketLimits()
         self._moved: set[Peer] = set()  # peers of which a message has ended since the last check
         self._silent: SilentPeers[Peer] = SilentPeers(clock)
         self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
@@ -95,8 +96,9 @@ class UcxTransport:
             self.close_peer(peer)
         raw = unframe_address(address)
         try:
-            endpoint = self._worker.create_endpoint_from_worker_address(self._ucx.address(raw),
-                                                                        endpoint_error_handling=True)
+            with self._sockets.connecting():
+                endpoint = self._worker.create_endpoint_from_worker_address(self._ucx.address(raw),
+                                                                            endpoint_error_handling=True)
         except self._ucx.error as error:
             raise PeerLostError(f"cannot connect to the peer's transfer worker: {error}") from error
         peer = self._peers[address] = UcxPeer(address, endpoint)
