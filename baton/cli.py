@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient, BatonClient
-from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig, demo_model
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, advice, connection
 from baton.conversation import converse
 from baton.demo import run_demo

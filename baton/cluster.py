@@ -18,18 +18,17 @@ import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
-from baton.gateway import check_can_serve, wait_ready
-from baton.nursery import HERE, Child, Nursery, NurseryLink, ProcessPlaces, Spawn, spawn
+from baton.cluster_config import ClusterConfig
+from baton.gateway import wait_ready
+from baton.nursery import Child, Nursery, NurseryLink, Spawn, spawn
 from baton.preflight import (
     ROLES,
     PoolShape,
-    check_partition,
     check_port,
     listen_address,
     memory_flags,
@@ -43,80 +42,15 @@ from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address, read_tables
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import human_line
-from runtime.model_folder import check_model_folder
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
+from runtime.security import ChannelSecurity, PeerRole
 from runtime.tokenizer_files import find_tokenizer, make_tokenizer
 
 _SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
 _GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _NARRATOR = "baton"
-_MAX_PROCESSES = 64
 _REAP_S = 5.0
 _POLL_S = 0.1
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
-    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
-    given, a gateway before all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those on
-    a GPU compile kernels as they start, and move bytes beside it.
-
-    With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
-    or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
-
-    model: Path
-    prefill: int = 1
-    decode: int = 1
-    prefill_pp: int = 1
-    decode_pp: int = 1
-    prefill_partition: str = ""
-    decode_partition: str = ""
-    routers: int = 1
-    listen: str | None = None  # None: that of the file, else DEFAULT_TARGET
-    memory_mb: int | None = None  # cache of each worker; None: a share of what is free
-    max_context: int | None = None
-    http: str = ""
-    worker_flags: tuple[str, ...] = ()
-    router_flags: tuple[str, ...] = ()
-    config_file: Path | None = None
-    one_core_each: bool = True
-    log_level: str = "info"
-    ready_timeout_s: float = 180.0
-    stop_grace_s: float = 8.0
-    forks_workers: bool = True
-    nursery: Nursery | None = None
-    places: ProcessPlaces = HERE
-    security: ChannelSecurity = PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
-
-    @property
-    def shapes(self) -> tuple[PoolShape, ...]:
-        """The pools of each role."""
-        given = (("--memory-mb", self.memory_mb), ("--max-context", self.max_context))
-        words = (word for flag, value in given if value is not None for word in (flag, str(value)))
-        flags = (*self.worker_flags, *words)
-        return (PoolShape("prefill", self.prefill, self.prefill_pp, self.prefill_partition, flags),
-                PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags))
-
-    def check(self) -> None:
-        """Raises ConfigError naming the setting and its limit, before anything is started."""
-        parse_address(self.listen or DEFAULT_TARGET, field="listen")
-        for name in ("prefill", "decode", "prefill_pp", "decode_pp", "routers"):
-            count: int = getattr(self, name)
-            if not 1 <= count <= _MAX_PROCESSES:
-                raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
-                                  field=name)
-        check_model_folder(self.model)
-        for shape in self.shapes:
-            check_partition(shape, self.model)
-        if self.http:
-            check_can_serve(self.http, self.security)
-
-
-def demo_model() -> Path:
-    """The checkpoint that ships with Baton."""
-    return Path(str(resources.files("demo") / "model"))
 
 
 @dataclass(frozen=True)

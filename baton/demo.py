@@ -7,7 +7,8 @@ import time
 from rich.console import Console
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig, demo_model
 from baton.render import QuietPrinter, status_view, timings_table
 from baton.values import ChatMessage, Chunk, ClusterStatus, Event, Query, Sampling, Stop
 from baton.wire import completion_of

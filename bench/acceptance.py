@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import Query, Sampling, Stop
 from bench.pool_metrics import Figures, decode_ports
 from bench.report import Value, render

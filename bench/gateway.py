@@ -20,7 +20,8 @@ from pathlib import Path
 import httpx2
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import ChatMessage, Chunk, Query, Sampling, Stop
 from bench.report import Value, render
 from protos import worker_pb2, worker_pb2_grpc

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig
 from baton.values import Completion, Query, Sampling, Stop
 from bench.gpu_model import LLAMA_8B, DeviceRandom
 from bench.report import Value, render

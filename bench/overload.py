@@ -20,7 +20,8 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import percentiles
 from baton.values import Finish, Query
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan

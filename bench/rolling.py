@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Outcome, Slo, run_load, summarise
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.report import Value, render

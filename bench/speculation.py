@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster, demo_model
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import Finish, Query, Sampling, Stop
 from bench.pool_metrics import PoolPorts, decode_ports, planner_calls
 from bench.report import Value, render

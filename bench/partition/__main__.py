@@ -12,7 +12,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from bench.partition.grid import Cell, CellResult, Edge, Way, grid
 from bench.report import Value, render
 from bench.storm.lines import LineFile

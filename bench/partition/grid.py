@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig
 from baton.nursery import ProcessPlaces
 from baton.retry import NO_RETRY
 from baton.values import Query

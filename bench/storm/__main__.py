@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from bench.report import Value, render
 from bench.storm.lines import LineFile
 from bench.storm.schedule import FaultKind, Weather

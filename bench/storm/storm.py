@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig
 from baton.retry import Retry
 from bench.storm import leaks, truth
 from bench.storm.faults import Injector, SmallDisk, StormPlaces

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig
 from baton.process import ProcessSpec, RoleProcess
 from baton.values import Query
 from runtime.announce import Announcement

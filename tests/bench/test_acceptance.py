@@ -4,7 +4,7 @@
 
 import pytest
 
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from bench.acceptance import BARS, SHAPES, ask_all, held_out_queries
 from decode import worker
 from decode.speculation import VerifiedStep

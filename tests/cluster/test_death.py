@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from baton.values import Completion
 from engine.core.request import Request
 from runtime.errors import BatonError

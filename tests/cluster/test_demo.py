@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from baton.values import Query, Sampling, Stop
 from demo.corpus import recall_questions
 from tests.support.cluster.clusters import running_cluster

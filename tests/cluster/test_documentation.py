@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup, TyperOption
 
 from baton.cli import app
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from baton.gateway import app as gateway_app
 from tests.support.cluster.one_process import cluster_in_process
 

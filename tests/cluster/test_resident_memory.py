@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from baton.values import Query, Sampling, Stop
 from tests.support.cluster.clusters import running_cluster
 

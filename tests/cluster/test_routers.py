@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncBatonClient
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from baton.values import (
     ChatMessage,
     Completion,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from baton.cluster import demo_model
+from baton.cluster_config import demo_model
 from demo.corpus import speculation_prompts
 from engine.core.request import Request
 from tests.cluster.conftest import Reference

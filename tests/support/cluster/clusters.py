@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 
 from baton.client import AsyncBatonClient
-from baton.cluster import ClusterConfig, LocalCluster
+from baton.cluster import LocalCluster
+from baton.cluster_config import ClusterConfig
 from baton.nursery import HERE, Nursery, ProcessPlaces
 from baton.values import ClusterStatus, WorkerStatus
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity

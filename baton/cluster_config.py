@@ -1,0 +1,79 @@
+"""What a local cluster consists of, checked before any of it starts."""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from baton.client import DEFAULT_TARGET
+from baton.gateway import check_can_serve
+from baton.nursery import HERE, Nursery, ProcessPlaces
+from baton.preflight import PoolShape, check_partition
+from runtime.config import parse_address
+from runtime.errors import ConfigError
+from runtime.model_folder import check_model_folder
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+
+_MAX_PROCESSES = 64
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
+    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
+    given, a gateway before all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those on
+    a GPU compile kernels as they start, and move bytes beside it.
+
+    With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
+    or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
+
+    model: Path
+    prefill: int = 1
+    decode: int = 1
+    prefill_pp: int = 1
+    decode_pp: int = 1
+    prefill_partition: str = ""
+    decode_partition: str = ""
+    routers: int = 1
+    listen: str | None = None  # None: that of the file, else DEFAULT_TARGET
+    memory_mb: int | None = None  # cache of each worker; None: a share of what is free
+    max_context: int | None = None
+    http: str = ""
+    worker_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    config_file: Path | None = None
+    one_core_each: bool = True
+    log_level: str = "info"
+    ready_timeout_s: float = 180.0
+    stop_grace_s: float = 8.0
+    forks_workers: bool = True
+    nursery: Nursery | None = None
+    places: ProcessPlaces = HERE
+    security: ChannelSecurity = PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
+
+    @property
+    def shapes(self) -> tuple[PoolShape, ...]:
+        """The pools of each role."""
+        given = (("--memory-mb", self.memory_mb), ("--max-context", self.max_context))
+        words = (word for flag, value in given if value is not None for word in (flag, str(value)))
+        flags = (*self.worker_flags, *words)
+        return (PoolShape("prefill", self.prefill, self.prefill_pp, self.prefill_partition, flags),
+                PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags))
+
+    def check(self) -> None:
+        """Raises ConfigError naming the setting and its limit, before anything is started."""
+        parse_address(self.listen or DEFAULT_TARGET, field="listen")
+        for name in ("prefill", "decode", "prefill_pp", "decode_pp", "routers"):
+            count: int = getattr(self, name)
+            if not 1 <= count <= _MAX_PROCESSES:
+                raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
+                                  field=name)
+        check_model_folder(self.model)
+        for shape in self.shapes:
+            check_partition(shape, self.model)
+        if self.http:
+            check_can_serve(self.http, self.security)
+
+
+def demo_model() -> Path:
+    """The checkpoint that ships with Baton."""
+    return Path(str(resources.files("demo") / "model"))
