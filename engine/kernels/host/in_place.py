@@ -114,6 +114,7 @@ def _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
+            memory[0] = 0  # a use, or numba frees it above, behind the last one: addresses do not keep it
             return
         kv_head = item % a.num_kv_heads
         row, first, count = tiles[item // a.num_kv_heads]

@@ -1,5 +1,8 @@
 """The host's attention kernel: what it computes, what changes no bit of it, and what happens when it cannot."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numba
@@ -18,6 +21,31 @@ from runtime.errors import InternalError
 dtypes = st.sampled_from([torch.bfloat16, torch.float32])
 page_sizes = st.sampled_from([1, 4, 16, 64, 100, 128])
 head_dims = st.sampled_from([4, 24, 33, 64, 80, 128, 200])
+
+
+AT_THE_SAME_TIME = """
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from engine.kernels.host.compiled import Team
+from engine.kernels.host.in_place import attend_in_place
+from tests.engine.kernels.test_in_place import drawn, rows_of
+
+torch.set_num_threads(1)
+cases = []
+for contexts, counts, tile in (([20, 3], [5, 1], 5), ([100], [60], 60), ([3], [1], 1), ([7] * 8, [1] * 8, 1)):
+    plan = rows_of(contexts, counts, 16, tile=tile)
+    for dim in (32, 64, 128):
+        pages = drawn(plan.tables.numel() + 1, 2, 1, 16, dim, dtype=torch.bfloat16, seed=1)
+        cases.append((pages, drawn(sum(counts), 2, dim, dtype=torch.bfloat16, seed=2), plan))
+expected = [attend_in_place(*case, 0.2, Team()) for case in cases]
+
+def repeat(_: int) -> bool:
+    return all(torch.equal(attend_in_place(*case, 0.2, Team()), one)
+               for _ in range(200) for case, one in zip(cases, expected, strict=True))
+
+with ThreadPoolExecutor(4) as pool:
+    print("the same bits" if all(pool.map(repeat, range(4))) else "other bits")
+"""
 
 
 class Idle(Team):
@@ -145,3 +173,11 @@ def test_damaged_files_of_an_earlier_process_are_no_obstacle(tmp_path: Path, mon
     for path in kept:
         path.write_bytes(path.read_bytes()[:20])
     assert compile_anew(torch.float32, tiled=False).address
+
+
+def test_threads_that_attend_at_the_same_time_write_no_memory_of_each_other() -> None:
+    """As the stages of several pools in one process do. One heap for all threads, so that what one frees too early is
+    another's at once."""
+    child = subprocess.run([sys.executable, "-c", AT_THE_SAME_TIME], env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+                           timeout=200, capture_output=True, text=True)
+    assert (child.returncode, child.stdout) == (0, "the same bits\n"), child.stderr
