@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -160,9 +160,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     return await self._run(behavior, request, context)
 
         async def guarded(requests: object, context: Context) -> object:
-            async with self._answered(method, context) if is_open else self._call(method, context):
-                return await served(requests, context)
-            return None  # it was given up on
+            end = self._answer if is_open else self._call
+            return await end(method, context, lambda: served(requests, context))
 
         make = grpc.stream_stream_rpc_method_handler if handler.response_streaming \
             else grpc.stream_unary_rpc_method_handler
@@ -199,15 +198,17 @@ class CallGuard(grpc.aio.ServerInterceptor):
         except TimeoutError:
             raise RequestAborted(f"the client has read nothing for {self._limits.write_s:g} s") from None
 
-    @contextlib.asynccontextmanager
-    async def _call(self, method: str, context: Context) -> AsyncIterator[None]:
+    async def _call(self, method: str, context: Context, serve: Callable[[], Awaitable[object]]) -> object:
+        """What `serve` gives; None where it was given up on. No context manager: an error that goes through one stays
+        in the frames of it, and the request in the error."""
         started = time.monotonic()
-        code, failure = grpc.StatusCode.OK, None
+        code = grpc.StatusCode.OK
+        failure: RpcFailure | None = None
         tracing = UNTRACED if method in self._background else self._tracing
         with tracing.call(method, context_of(context.invocation_metadata())) as span, self._registered(method):
             try:
                 self._security.check(method, context)
-                yield
+                return await serve()
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
                 task = asyncio.current_task()
@@ -220,21 +221,23 @@ class CallGuard(grpc.aio.ServerInterceptor):
             except Exception as error:  # noqa: BLE001 (the process edge: every error becomes a status)
                 failure = _failed(method, error)
             finally:
-                code = failure.code if failure else code
+                code = code if failure is None else failure.code
                 self._metrics.ended(method, code.name, time.monotonic() - started)
                 span.note(grpc_code=code.name)
             if failure is not None:
                 await _abort(context, failure)
+            return None
 
-    @contextlib.asynccontextmanager
-    async def _answered(self, method: str, context: Context) -> AsyncIterator[None]:
+    async def _answer(self, method: str, context: Context, serve: Callable[[], Awaitable[object]]) -> object:
         """Errors become statuses, and nothing else."""
         try:
-            yield
+            return await serve()
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 (the process edge: every error becomes a status)
-            await _abort(context, _failed(method, error))
+            failure = _failed(method, error)
+        await _abort(context, failure)
+        return None
 
     @contextlib.contextmanager
     def _registered(self, method: str) -> Iterator[None]:

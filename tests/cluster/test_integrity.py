@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncBatonClient
+from baton.retry import NO_RETRY
 from baton.values import Chunk, Query
 from engine.memory.layout import Buffer
 from pool.stage import stage as stage_module
@@ -61,7 +62,7 @@ async def outcome(client: AsyncBatonClient, query: Query) -> tuple[list[int], Ba
 async def test_a_flipped_byte_is_caught_and_named_wherever_it_is(checkpoint: Path, reference: Reference) -> None:
     question = make_questions(3, seed=21)[2]
     right = on_the_wire(reference.answers([question]))[0]
-    async with cluster_in_process(checkpoint) as client:
+    async with cluster_in_process(checkpoint, retry=NO_RETRY) as client:
         FlippingTransport.num_sent = 0
         assert shown(await client.complete(as_query(question), timeout_s=60)) == right
         num_messages = FlippingTransport.num_sent

@@ -98,7 +98,7 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
 @pytest.mark.parametrize(("flags", "line"), [
     (["--decode", "h:1", "--model", "."], "router.prefill"),
     (["--prefill", "h:1", "--decode", "nowhere", "--model", "."], "HOST:PORT"),
-    (["--prefill", "h:1", "--decode", "h:2", "--model", "/nowhere"], "no config.json"),
+    (["--prefill", "h:1", "--decode", "h:2", "--model", "/nowhere"], "/nowhere does not exist; --model takes"),
     (["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--log-level", "loud"], "log level"),
 ])
 async def test_what_cannot_work_is_one_clear_line(flags: list[str], line: str) -> None:

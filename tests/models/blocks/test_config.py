@@ -145,6 +145,7 @@ def test_unknown_architecture_lists_the_known_ones() -> None:
 def test_a_folder_without_config_or_with_a_bad_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         read_model(tmp_path)
+    (tmp_path / "weights.safetensors").touch()
     for content in ("{", "[]", "\x00"):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ConfigError, match=r"config\.json"):

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 
 from baton.client import AsyncBatonClient
+from baton.retry import DEFAULT_RETRY, Retry
 from decode.worker import DecodeRole
 from pool.process import PoolRole, run_worker
 from pool.stage.config import WorkerConfig
@@ -30,7 +31,7 @@ START_TIMEOUT_S = 60.0
 async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp: int = 1, prefill_partition: str = "",
                              decode_partition: str = "", prefill: Mapping[str, object] = MappingProxyType({}),
                              decode: Mapping[str, object] = MappingProxyType({}),
-                             router: Mapping[str, object] = MappingProxyType({}),
+                             router: Mapping[str, object] = MappingProxyType({}), retry: Retry = DEFAULT_RETRY,
                              **settings: object) -> AsyncIterator[AsyncBatonClient]:
     """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage, `prefill`, `decode` and
     `router` those of one role only. On leaving, whatever was asked must have been given back."""
@@ -52,7 +53,7 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
             address = await _announced(Path(folder) / "router.json", tasks)
             async with open_channel(address) as channel:
                 await wait_serving(channel, SERVICE, timeout_s=START_TIMEOUT_S)  # and its warm-up out of the way
-            async with AsyncBatonClient(address) as client:
+            async with AsyncBatonClient(address, retry=retry) as client:
                 yield client
                 await _until_clean(client)
         finally:
