@@ -44,7 +44,7 @@ BARS = {"itl_p99": (0.0, 0.1), "decode": (2.5, float("inf")), "ttft": (0.0, 1.5)
 
 
 @dataclass
-class Answer:
+class MixedRequest:
     """One request as its client sees it; times are those of `time.monotonic`."""
 
     sent_s: float = field(default_factory=time.monotonic)
@@ -72,8 +72,8 @@ class Answer:
 class Turn:
     """One side's turn: the streams and long prompts, and the window that counts for streams."""
 
-    streams: Sequence[Answer]
-    longs: Sequence[Answer]
+    streams: Sequence[MixedRequest]
+    longs: Sequence[MixedRequest]
     began_s: float
     ended_s: float
 
@@ -96,11 +96,11 @@ async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespa
     def prompt(tokens: int) -> list[int]:
         return [draw.randrange(1000, VOCAB_SIZE) for _ in range(tokens)]
 
-    streams, longs = list[Answer](), list[Answer]()
+    streams, longs = list[MixedRequest](), list[MixedRequest]()
     async with asyncio.TaskGroup() as group:
         following = []
         for _ in range(flags.streams):
-            streams.append(Answer())
+            streams.append(MixedRequest())
             following.append(group.create_task(
                 streams[-1].follow(side, prompt(STREAM_PROMPT), MAX_CONTEXT - STREAM_PROMPT)))
         for stream in streams:
@@ -108,7 +108,7 @@ async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespa
         began_s, reading = time.monotonic(), []
         for index in range(flags.prompts):
             await asyncio.sleep(began_s + LEAD_S + index * flags.interval - time.monotonic())
-            longs.append(Answer())
+            longs.append(MixedRequest())
             reading.append(group.create_task(longs[-1].follow(side, prompt(flags.prompt_tokens), LONG_ANSWER)))
         await asyncio.sleep(began_s + LEAD_S + flags.prompts * flags.interval - time.monotonic())
         ended_s = time.monotonic()
@@ -168,7 +168,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                 max_requests=2 * flags.streams))
         _keep_to(clients)
         for side in sides.values():
-            await Answer().follow(side, range(1000, 1000 + flags.prompt_tokens), LONG_ANSWER)  # warms up
+            await MixedRequest().follow(side, range(1000, 1000 + flags.prompt_tokens), LONG_ANSWER)  # warms up
         began_s, busy, own = time.monotonic(), busy_s(), family_cpu_s()
         for turn in range(flags.turns):
             for name, side in sides.items():

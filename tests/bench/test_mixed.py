@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.mixed import Answer, Turn, missed, run_turn, summarise
+from bench.mixed import MixedRequest, Turn, missed, run_turn, summarise
 from bench.mixed_sides import vllm_side
 from runtime.errors import BatonError, UnavailableError
 
@@ -45,8 +45,8 @@ class LLM:
 '''
 
 
-def answer(sent_s: float, *messages: tuple[float, int], failed: bool = False) -> Answer:
-    return Answer(sent_s, list(messages), failed)
+def answer(sent_s: float, *messages: tuple[float, int], failed: bool = False) -> MixedRequest:
+    return MixedRequest(sent_s, list(messages), failed)
 
 
 def turn(gap_s: float, ttft_s: float, *, lost: bool = False) -> Turn:
