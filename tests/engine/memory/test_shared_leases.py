@@ -26,11 +26,12 @@ class SharingMachine(RuleBasedStateMachine):
         self.pages.ledger.serve(self.evict)
         self.cache: dict[int, None] = {}
         self.held: dict[PageLease, tuple[list[int], list[int]]] = {}
+        self.asked: list[int] = []  # pages that the lease which is being granted shares
         self.names = itertools.count()
 
     def evict(self, count: int) -> Iterable[int]:
         """Whatever the ledger says of who holds what, the model decides."""
-        victims = [page for page in self.cache if page not in self.leased][:count]
+        victims = [page for page in self.cache if page not in self.leased and page not in self.asked][:count]
         assert len(victims) == count, "more was asked for than nobody holds"
         for page in victims:
             del self.cache[page]
@@ -46,7 +47,7 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule(target=leases, count=st.integers(0, 6), num_shared=st.integers(0, 4))
     def alloc(self, count: int, num_shared: int) -> object:
-        shared = list(self.cache)[:num_shared]
+        shared = self.asked = list(self.cache)[:num_shared]
         if count > len(self.available - set(shared)):
             with pytest.raises(CapacityError):
                 self.pages.alloc(count, owner="late", shared=shared)
