@@ -4,7 +4,7 @@ from engine.core.request import Request, SamplingParams
 from engine.memory.layout import CacheKind
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
-from pool.prefix.tree import PrefixTree, TreeShape
+from pool.prefix.tree import PrefixTree, ResumeRule
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
@@ -44,7 +44,7 @@ class PrefillRole:
         has_states = any(spec.kind in (CacheKind.CONV, CacheKind.STATE) for spec in geometry.specs)
         tree = None
         if config.prefix_cache and not has_states:
-            tree = PrefixTree(TreeShape(config.page_size, grid), clock, is_page_held=pages.ledger.is_leased)
+            tree = PrefixTree(ResumeRule(config.page_size, grid), clock, is_page_held=pages.ledger.is_leased)
         return PrefillLeading(PrefillScheduler(
             pages=pages, slots=slots, clock=clock, tree=tree,
             limits=PrefillLimits(page_size=config.page_size, chunk_tokens=config.chunk_tokens, grid=grid,

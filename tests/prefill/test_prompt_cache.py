@@ -13,7 +13,7 @@ from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.integrity import read_books
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
-from pool.prefix.tree import PrefixTree, TreeShape
+from pool.prefix.tree import PrefixTree, ResumeRule
 from prefill.entry import Event, FirstToken, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
@@ -47,7 +47,7 @@ class Rig:
 
     def __init__(self, *, num_pages: int = 40, max_running: int = 4) -> None:
         pages, clock = PageAllocator(num_pages), ManualClock()
-        tree = PrefixTree(TreeShape(PAGE), clock, is_page_held=pages.ledger.is_leased)
+        tree = PrefixTree(ResumeRule(PAGE), clock, is_page_held=pages.ledger.is_leased)
         self.scheduler = PrefillScheduler(
             pages=pages, slots=SlotAllocator(0), clock=clock, tree=tree,
             limits=PrefillLimits(page_size=PAGE, chunk_tokens=CHUNK, grid=1, max_running=max_running, max_queued=64))
