@@ -4,25 +4,15 @@ Only what stage 0 has the result of is kept: full pages, of which every batch su
 kept page is of, the ledger who holds it. Belongs to the engine thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
 
 from engine.memory.leases import PageAllocator
 from pool.prefix.tree import Found, PrefixTree
 from prefill.entry import PrefillEntry
-
-
-@dataclass
-class CacheCounts:
-    """Since the start: tokens of prompts that looked for a beginning of theirs, those of them whose pages were there,
-    and those that were not computed again; pages that were given up for others, or because an operator or the pipeline
-    said so."""
-
-    queried: int = 0
-    matched: int = 0
-    reused: int = 0
-    evicted: int = 0
-    flushed: int = 0
+from runtime.metrics import CacheMetrics
 
 
 @dataclass
@@ -32,7 +22,7 @@ class PromptCache:
     tree: PrefixTree | None
     pages: PageAllocator
     page_size: int
-    counts: CacheCounts = field(default_factory=CacheCounts)
+    metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
     _coming: dict[bytes, PrefillEntry] = field(default_factory=dict)  # block, and who computes it
 
     def __post_init__(self) -> None:
@@ -56,9 +46,9 @@ class PromptCache:
         if self.tree is None or not entry.blocks:
             return
         self.tree.resumed(entry.blocks, found.num_tokens)
-        self.counts.queried += len(entry.request.prompt_token_ids)
-        self.counts.matched += found.num_tokens
-        self.counts.reused += found.num_tokens
+        self.metrics.queried.inc(len(entry.request.prompt_token_ids))
+        self.metrics.matched.inc(found.num_tokens)
+        self.metrics.reused.inc(found.num_tokens)
         for block in entry.blocks[len(found.page_ids):]:
             self._coming.setdefault(block, entry)
 
@@ -68,6 +58,7 @@ class PromptCache:
         if self.tree is None or not count:
             return
         self.pages.ledger.keep(self.tree.insert(entry.blocks[:count], page_ids[:count]).page_ids)
+        self.metrics.pages.set(self.tree.num_pages)
         for block in entry.blocks[:count]:
             self._coming.pop(block, None)
 
@@ -83,10 +74,15 @@ class PromptCache:
             return 0
         given = self.tree.clear().page_ids
         self.pages.ledger.let_go(given)
-        self.counts.flushed += len(given)
+        self._gave_up(given, "flush")
         return len(given)
 
-    def _evict(self, count: int) -> Iterable[int]:
-        given = self.tree.evict_pages(count).page_ids if self.tree is not None else []
-        self.counts.evicted += len(given)
+    def _evict(self, count: int) -> Sequence[int]:
+        """For a lease that finds too few pages free."""
+        given = [] if self.tree is None else self.tree.evict_pages(count).page_ids
+        self._gave_up(given, "pressure")
         return given
+
+    def _gave_up(self, page_ids: Sequence[int], cause: str) -> None:
+        self.metrics.evicted.labels(cause).inc(len(page_ids))
+        self.metrics.pages.set(0 if self.tree is None else self.tree.num_pages)

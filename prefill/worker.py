@@ -17,6 +17,7 @@ from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, ConfigError
+from runtime.metrics import CacheMetrics
 from runtime.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 
@@ -59,6 +60,7 @@ class PrefillLeading:
         self.scheduler = scheduler
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
+        self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)
         service = PrefillService(PrefillParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
             grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s,

@@ -7,17 +7,20 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from prometheus_client import CollectorRegistry
 
 from engine.core.batch import ForwardBatch
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.integrity import read_books
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
+from engine.sampling.sampler import Scores
 from pool.prefix.tree import PrefixTree, ResumeRule
 from prefill.entry import Event, FirstToken, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
 from runtime.errors import PeerLostError
+from runtime.metrics import CacheMetrics
 from runtime.prefix_blocks import block_names
 
 PAGE, CHUNK = 4, 8
@@ -51,9 +54,15 @@ class Rig:
         self.scheduler = PrefillScheduler(
             pages=pages, slots=SlotAllocator(0), clock=clock, tree=tree,
             limits=PrefillLimits(page_size=PAGE, chunk_tokens=CHUNK, grid=1, max_running=max_running, max_queued=64))
+        self.registry = CollectorRegistry()
+        self.scheduler.cache.metrics = CacheMetrics.create(self.registry)
         self.memory: dict[int, dict[int, int]] = {}
         self.prompts: dict[int, Prompt] = {}
         self.num_computed = 0
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter of the cache."""
+        return self.registry.get_sample_value(f"baton_cache_{name}_total", labels) or 0
 
     def submit(self, *token_ids: int, priority: int = 0, caches: bool = True, salt: str = "",
                num_prompt_logprobs: int | None = None) -> Prompt:
@@ -88,7 +97,7 @@ class Rig:
                 for place in range(context, context + count):
                     self.memory[batch.page_tables[row].tolist()[place // PAGE]][place % PAGE] = -1
         tokens = [DrawnToken(1) for row in batch.sampling if row is not None]
-        scores = [() for row in batch.scoring if row is not None]
+        scores: list[Scores] = [() for row in batch.scoring if row is not None]
         self.scheduler.on_result(batch, StepResult(0, [] if error else tokens, error, scores=[] if error else scores))
 
     def run(self, *prompts: Prompt) -> None:
@@ -145,8 +154,7 @@ def test_counts_are_of_tokens() -> None:
     for _ in range(2):
         rig.compute(*range(19))
     rig.compute(*range(19), caches=False)
-    counts = rig.scheduler.cache.counts
-    assert (counts.queried, counts.matched, counts.reused) == (38, 16, 16)
+    assert [rig.count(name) for name in ("queried_tokens", "matched_tokens", "reused_tokens")] == [38, 16, 16]
 
 
 def test_who_takes_no_part_neither_finds_nor_leaves_anything() -> None:
@@ -206,13 +214,10 @@ def test_a_more_urgent_prompt_does_not_wait_for_one_that_is_less() -> None:
 def test_who_waits_for_a_prompt_that_ends_computes_the_rest_itself(ends: str) -> None:
     rig = Rig()
     first, second = rig.submit(*range(24), 1), rig.submit(*range(24), 2)
-    for _ in range(2):
+    for error in (None, StepFailed("no") if ends == "failed" else None):
         batch = rig.launch()
         assert batch is not None
-        if ends == "failed" and _:
-            rig.answer(batch, StepFailed("no"))
-        else:
-            rig.answer(batch)
+        rig.answer(batch, error)
     rig.scheduler.release(first.key)
     rig.run(second)
     assert second.started.num_cached == (8 if ends == "failed" else 16)
@@ -253,7 +258,7 @@ def test_cached_pages_go_before_anybody_waits_and_held_ones_do_not() -> None:
     assert held.started.num_cached == 20
     rig.compute(*range(100, 115))  # four pages are free
     other = rig.compute(*range(200, 215))
-    assert rig.scheduler.cache.counts.evicted >= 3
+    assert rig.count("evicted_pages", cause="pressure") >= 3
     assert not set(other.started.page_ids) & set(held.started.page_ids)
     waiting = rig.submit(*range(300, 320))
     assert rig.launch() is None, "five pages, and only four are not held"

@@ -43,12 +43,12 @@ class Rig:
 
     def run_batch(self, batch: ForwardBatch, *parts: tuple[Tokens, int, StateRow]) -> list[tuple[Tensor, Tensor]]:
         cut = [slice(each.fed, each.fed + count) for each, count, _ in parts]
-        inputs = [torch.cat([each.inputs[i][part] for (each, *_), part in zip(parts, cut, strict=True)])
-                  for i in range(5)]
+        q, k, v, g, beta = (torch.cat([each.inputs[i][part] for (each, *_), part in zip(parts, cut, strict=True)])
+                            for i in range(5))
         x = torch.cat([each.x[part] for (each, *_), part in zip(parts, cut, strict=True)])
         self.recurrent.commit(batch)
         conv = self.recurrent.causal_conv(LAYER, x, WEIGHT, batch)
-        out = self.recurrent.gated_delta_rule(LAYER, *inputs, batch)
+        out = self.recurrent.gated_delta_rule(LAYER, q, k, v, g, beta, batch)
         for each, count, _ in parts:
             each.fed += count
         counts = [count for _, count, _ in parts]
