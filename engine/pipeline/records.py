@@ -18,6 +18,7 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.core.state_rows import Snapshot, StateRow
 from engine.pipeline.channel import Packet, PacketKind
 from engine.pipeline.frames import SCHEMA
 from engine.pipeline.tables import (
@@ -71,6 +72,9 @@ _BATCH = Table(
     # One per row that scores.
     column("scoring", row_type(row="i4", num_top="i8"), "scoring"),
     *lists("scoring.tokens", "i8", per="scoring"),
+    # One per row, where a prefix cache does something with states.
+    column("states", "i4", "states"),
+    *lists("states.snapshots", row_type(num_tokens="i8", slot_id="i8"), per="states"),
     # One per row, on a pool that speculates.
     column("spec", row_type(accepted_context="i8", next_token_id="i8", draft_start="i8", num_draft_tokens="i8",
                             scratch="i4"), "spec"),
@@ -134,6 +138,8 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
         "positions": batch.positions.numpy(),
         "ended_keys": batch.ended_keys,
         **_sampling_values(batch.sampling), **_scoring_values(batch.scoring), **_spec_values(spec),
+        "states": [row.resumed_slot for row in batch.states],
+        **put_lists("states.snapshots", [row.snapshots for row in batch.states]),
     })
     return Packet(record, tuple(tensors), PacketKind.BATCH, sequence)
 
@@ -205,14 +211,14 @@ def _batch_of(arrays: Mapping[str, Array], tensors: Sequence[Tensor]) -> StageIn
     rows, num_tokens = arrays["rows"].tolist(), len(arrays["positions"])
     counts_of(arrays["rows"]["query_len"], num_tokens, "tokens of the rows")
     _refuse_negative(arrays, ("rows", "context_len"), ("page_tables", ""), ("slot_ids", ""), ("positions", ""),
-                     ("outputs", "kept"), ("spec", "scratch"))
+                     ("outputs", "kept"), ("spec", "scratch"), ("states", ""))
     batch = ForwardBatch(
         mode=_MODES[mode], request_keys=tuple(row[0] for row in rows), query_lens=tuple(row[1] for row in rows),
         context_lens=tuple(row[2] for row in rows), token_ids=None, positions=_owned(arrays["positions"]),
         page_tables=_owned(arrays["page_tables"]), slot_ids=_owned(arrays["slot_ids"]),
         sampling=_spread(_sampling_of(arrays), len(rows)),
         scoring=_spread(_scoring_of(arrays), len(rows)) if has_scoring else (),
-        ended_keys=tuple(arrays["ended_keys"].tolist()),
+        ended_keys=tuple(arrays["ended_keys"].tolist()), states=_states_of(arrays, len(rows)),
         spec_info=_spec_of(arrays, [row[1] for row in rows], num_tokens) if has_spec else None)
     if any(len(tensor) != num_tokens if tensor.dim() else True for tensor in tensors):
         raise ValueError(f"tensors of other than {num_tokens} tokens")
@@ -292,6 +298,14 @@ def _scoring_values(rows: Sequence[ScoringRow | None]) -> dict[str, object]:
 def _scoring_of(arrays: Mapping[str, Array]) -> Iterator[tuple[int, ScoringRow]]:
     for (place, num_top), tokens in zip(arrays["scoring"].tolist(), get_lists(arrays, "scoring.tokens"), strict=True):
         yield place, ScoringRow(tokens, num_top)
+
+
+def _states_of(arrays: Mapping[str, Array], num_rows: int) -> tuple[StateRow, ...]:
+    rows = tuple(StateRow(slot, tuple(Snapshot(*values) for values in snapshots)) for slot, snapshots in zip(
+        arrays["states"].tolist(), get_lists(arrays, "states.snapshots"), strict=True))
+    if len(rows) not in (0, num_rows):
+        raise ValueError(f"the states of {len(rows)} rows of {num_rows}")
+    return rows
 
 
 def _spec_values(spec: SpecInfo | None) -> dict[str, object]:
