@@ -45,6 +45,7 @@ class CachedPool:
         self._leased: set[int] = set()
         self._kept: set[int] = set()
         self._tree = PrefixTree(rule, self._clock, is_page_held=self._leased.__contains__)
+        self.journal = self._tree.journal
         self._pages, self._slots = list(range(1, num_pages + 1)), list(range(1, num_slots + 1))
 
     def compute(self, prompt: TracedPrompt) -> int:

@@ -6,10 +6,12 @@ kept page is of, the ledger who holds it. Belongs to the engine thread.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from prometheus_client import CollectorRegistry
 
 from engine.memory.leases import PageAllocator
+from pool.prefix.journal import PointJournal
 from pool.prefix.tree import Found, PrefixTree
 from prefill.entry import PrefillEntry
 from runtime.metrics import CacheMetrics
@@ -27,6 +29,11 @@ class PromptCache:
 
     def __post_init__(self) -> None:
         self.pages.ledger.serve(self._evict)
+
+    @cached_property
+    def journal(self) -> PointJournal:
+        """Of the tree; an empty one where nothing is kept."""
+        return PointJournal() if self.tree is None else self.tree.journal
 
     def is_coming(self, entry: PrefillEntry) -> bool:
         """Whether a prompt that is no less urgent computes some of this one right now."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from math import log2
 
 from pool.prefix.eviction import EvictionOrder
+from pool.prefix.journal import PointJournal
 from runtime.clock import Clock
 from runtime.errors import InternalError
 
@@ -56,11 +57,10 @@ class Found:
 
 @dataclass
 class Changed:
-    """Ids that the tree took over, or gave up; names of the resume points that came or went with them."""
+    """Ids that the tree took over, or gave up."""
 
     page_ids: list[int] = field(default_factory=list)
     slot_ids: list[int] = field(default_factory=list)
-    resume_points: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def _never(item: int) -> bool:
 
 
 class PrefixTree:
-    """See the module. Blocks are given by their names, in order from the prompt's first."""
+    """See the module. Blocks are given by their names, in order from the prompt's first. `journal` has the names of the
+    resume points, for those who watch."""
 
     def __init__(self, rule: ResumeRule, clock: Clock, *, is_page_held: Callable[[int], bool] = _never,
                  is_slot_held: Callable[[int], bool] = _never) -> None:
@@ -98,6 +99,7 @@ class PrefixTree:
         self._rule = rule
         self._clock = clock
         self._is_page_held, self._is_slot_held = is_page_held, is_slot_held
+        self.journal = PointJournal()
         self._root = BlockNode(b"", None, 0, 0, 0.0)
         self._nodes: dict[bytes, BlockNode] = {}
         self._leaves = EvictionOrder(_worth)
@@ -143,11 +145,11 @@ class PrefixTree:
             self._nodes[node.name] = node
             taken.page_ids.append(node.page_id)
             if not self._rule.has_states and self._is_resume_point(node):
-                taken.resume_points.append(node.name)
+                self.journal.stored(node.name)
         if slot_id is not None and node.slot_id is None:
             node.slot_id, node.num_saved = slot_id, node.depth - self._resume_point(node).depth
             taken.slot_ids.append(slot_id)
-            taken.resume_points.append(node.name)
+            self.journal.stored(node.name)
         self._use(node)
         return taken
 
@@ -232,7 +234,7 @@ class PrefixTree:
     def _drop_snapshot(self, node: BlockNode, given: Changed) -> None:
         assert node.slot_id is not None
         given.slot_ids.append(node.slot_id)
-        given.resume_points.append(node.name)
+        self.journal.removed(node.name)
         node.slot_id = None
         self._snapshots.discard(node)
 
@@ -240,7 +242,7 @@ class PrefixTree:
         """A leaf without a snapshot; returns its parent, which was used whenever it was."""
         assert node.parent is not None
         if not self._rule.has_states and self._is_resume_point(node):
-            given.resume_points.append(node.name)
+            self.journal.removed(node.name)
         given.page_ids.append(node.page_id)
         self._leaves.discard(node)
         del self._nodes[node.name]

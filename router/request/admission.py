@@ -207,7 +207,7 @@ class Admission:
             num_tokens = len(request.engine.prompt_token_ids)
             if (passed_by is not None and num_tokens * SHORT_RATIO > passed_by) or self._drop_if_hopeless(waiter):
                 continue
-            pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens, request.compatibility)
+            pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
             if pair is not None:
                 self._place(waiter, pair)
             elif self._is_orphan(request):

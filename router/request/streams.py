@@ -38,6 +38,11 @@ class PrefillStream:
     def address(self) -> str:
         return self._booking.worker.address
 
+    @property
+    def num_held(self) -> int:
+        """Tokens of the prompt that its worker had when it was chosen, as it reported."""
+        return self._booking.num_held
+
     def deliver_to(self, destination: transfer_pb2.DestinationTerms) -> None:
         self.stream.send(prefill_pb2.RunRequest(destination=destination))
 
@@ -71,7 +76,7 @@ class PrefillStream:
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         await asyncio.sleep(RETRY_PAUSE_S)
-        directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
+        directory, prompt = self._parts.directory, self._parts.prompt
         self._booking = await search(
             directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried,
                                                       context_tokens=self._parts.context_tokens),
@@ -226,7 +231,7 @@ class DecodeStream:
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
-        directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
+        directory, prompt = self._parts.directory, self._parts.prompt
         book = partial(directory.book_decode, prompt, compatibility, context_tokens=self._parts.context_tokens)
         booking = book(tried=self._tried)
         if booking is None:
