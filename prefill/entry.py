@@ -1,9 +1,10 @@
 """A prompt on a prefill pool: the events that its stream gets, and the scheduler's state of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.core.request import DrawnToken
+from engine.memory.leases import SlotLease
 from engine.sampling.sampler import Scores
 from pool.request.entry import Entry, Failed
 
@@ -40,13 +41,29 @@ Emit = Callable[[Event], object]
 @dataclass
 class PrefillEntry(Entry[Event]):
     """One prompt. `blocks` are its pages' names in the cache, as far as they are full; none where it takes no part.
-    `awaited` is the one that another prompt was computing when this one was looked at last."""
+    `awaited` is the one that another prompt was computing when this one was looked at last.
+
+    Its first `num_cached` tokens were there when it began, and the state after them in the slot `resumed`, which is
+    held until the row that copies it is over. `wanted_snapshots`: after so many tokens, in order, its states are worth
+    keeping; `snapshots`: those that rows in flight hand out, and where.
+    """
 
     blocks: tuple[bytes, ...] = ()
     awaited: bytes = b""
+    num_cached: int = 0
+    resumed: SlotLease | None = None
+    wanted_snapshots: tuple[int, ...] = ()
+    snapshots: list[tuple[int, SlotLease]] = field(default_factory=list)
     has_failed: bool = False
     arrived_s: float = 0.0
     started_s: float = 0.0
+
+    def free(self) -> None:
+        """Give everything back."""
+        super().free()
+        for lease in (self.resumed, *(lease for _, lease in self.snapshots)):
+            if lease is not None:
+                lease.end()
 
     @property
     def remaining(self) -> int:

@@ -24,7 +24,7 @@ from engine.core.rows import Row, build_batch, chunk_end, sampling_row, scoring_
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
-from pool.prefix.tree import PrefixTree
+from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from prefill.entry import Emit, FirstToken, PrefillEntry, PrefillLimits, Scored, Started
@@ -46,7 +46,7 @@ class PrefillScheduler:
     slots: SlotAllocator
     limits: PrefillLimits
     clock: Clock
-    tree: PrefixTree | None = None  # without one no prompt is kept
+    cache_rule: ResumeRule | None = None  # where a prompt may go on from what is kept; without it nothing is
     _entries: dict[int, PrefillEntry] = field(default_factory=dict)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
@@ -154,7 +154,7 @@ class PrefillScheduler:
     @cached_property
     def cache(self) -> PromptCache:
         """What is kept of prompts."""
-        return PromptCache(self.tree, self.pages, self.limits.page_size)
+        return PromptCache(self.cache_rule, self.pages, self.slots, self.clock)
 
     def on_idle(self) -> None:
         check_integrity([self.pages.ledger, self.slots.ledger],
@@ -253,8 +253,10 @@ class PrefillScheduler:
         spec = None
         if self.limits.drafts:
             spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)
+        num_spare = self.slots.num_available - (self.limits.max_running - self._num_held)  # one for each that may start
         rows.append(Row(entry.key, prompt[entry.computed:end], entry.computed, entry.pages.page_ids,
-                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.computed, end)))
+                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.computed, end),
+                        self.cache.states_of(entry, end, num_spare=num_spare)))
         taken = end - entry.computed
         entry.advance(end)
         entry.in_flight += 1

@@ -51,7 +51,7 @@ class PrefillParts(RequestParts):
     def blocks_of(self, request: Request) -> tuple[bytes, ...]:
         """The names of its prompt's full pages, the same on every pool that may be paired with this one; none where
         the request declines the cache, or there is none."""
-        if self.scheduler.tree is None or not request.uses_cache:
+        if self.scheduler.cache_rule is None or not request.uses_cache:
             return ()
         return block_names(request.prompt_token_ids, self.plan.geometry.page_size, salt=request.cache_salt,
                            compatibility=self.leader.compatibility.digest)

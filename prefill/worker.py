@@ -1,10 +1,9 @@
 """The prefill role: what `pool.process` needs to know to run it."""
 
 from engine.core.request import Request, SamplingParams
-from engine.memory.layout import CacheKind
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
-from pool.prefix.tree import PrefixTree, ResumeRule
+from pool.prefix.tree import ResumeRule
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
@@ -28,6 +27,7 @@ class PrefillRole:
     name = "prefill"
     service = "baton.v1.Prefill"
     speculates = False
+    keeps_prompts = True
 
     def max_held(self, max_running: int) -> int:
         return max_running
@@ -41,13 +41,10 @@ class PrefillRole:
         if config.chunk_tokens % grid:
             raise ConfigError(f"chunk_tokens must be a multiple of {grid} for this model, got {config.chunk_tokens}",
                               field="chunk_tokens")
-        pages, slots, clock = PageAllocator(geometry.num_pages), SlotAllocator(geometry.num_slots), SystemClock()
-        has_states = any(spec.kind in (CacheKind.CONV, CacheKind.STATE) for spec in geometry.specs)
-        tree = None
-        if config.prefix_cache and not has_states:
-            tree = PrefixTree(ResumeRule(config.page_size, grid), clock, is_page_held=pages.ledger.is_leased)
+        has_states = any(spec.kind.is_recurrent for spec in geometry.specs)
         return PrefillLeading(PrefillScheduler(
-            pages=pages, slots=slots, clock=clock, tree=tree,
+            pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots), clock=SystemClock(),
+            cache_rule=ResumeRule(config.page_size, grid, has_states) if config.prefix_cache else None,
             limits=PrefillLimits(page_size=config.page_size, chunk_tokens=config.chunk_tokens, grid=grid,
                                  max_running=config.max_running, max_queued=config.max_queued,
                                  drafts=stage.plan.speculation is not None)))

@@ -175,3 +175,7 @@ class SlotAllocator:
     def alloc(self, *, owner: str) -> SlotLease:
         """Raises CapacityError when every slot is taken."""
         return SlotLease(self.ledger, owner, 0 if self.is_stateless else 1)
+
+    def share(self, slot_id: int, *, owner: str) -> SlotLease:
+        """Of a slot that a cache keeps: to read it."""
+        return SlotLease(self.ledger, owner, 0, [slot_id])

@@ -23,7 +23,7 @@ from runtime.clock import Clock
 from runtime.errors import InternalError
 
 # Chosen by bench.cache_policy on a trace of conversations.
-SNAPSHOT_SHARE = 0.2  # of a cache's memory; the rest is for pages
+SNAPSHOT_SHARE = 5  # of a cache's memory, one part in so many; the rest is for pages
 HALF_LIFE_S = 120.0  # after which a prompt that did not come back is half as likely to
 HIT_WEIGHT = 3  # each time that it did, it is so much likelier than one that never did
 

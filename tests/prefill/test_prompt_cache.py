@@ -11,11 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from engine.core.batch import ForwardBatch
 from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.state_rows import NO_STATES
 from engine.memory.integrity import read_books
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from engine.sampling.sampler import Scores
-from pool.prefix.tree import PrefixTree, ResumeRule
+from pool.prefix.tree import ResumeRule
 from prefill.entry import Event, FirstToken, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
@@ -23,7 +24,7 @@ from runtime.errors import PeerLostError
 from runtime.metrics import CacheMetrics
 from runtime.prefix_blocks import block_names
 
-PAGE, CHUNK = 4, 8
+PAGE, CHUNK, GRID = 4, 8, 8
 
 
 @dataclass
@@ -46,14 +47,17 @@ class Prompt:
 
 class Rig:
     """A scheduler over pages of four tokens. `memory` has the tokens whose entries each page holds: a batch reads and
-    writes there as a model does, and what it reads must be its own prompt."""
+    writes there as a model does, and what it reads must be its own prompt. With slots the model has recurrent states,
+    and chunks end on a grid of eight; `states` has the tokens that each slot's state has read."""
 
-    def __init__(self, *, num_pages: int = 40, max_running: int = 4) -> None:
-        pages, clock = PageAllocator(num_pages), ManualClock()
-        tree = PrefixTree(ResumeRule(PAGE), clock, is_page_held=pages.ledger.is_leased)
+    def __init__(self, *, num_pages: int = 40, max_running: int = 4, num_slots: int = 0) -> None:
+        grid = GRID if num_slots else 1
         self.scheduler = PrefillScheduler(
-            pages=pages, slots=SlotAllocator(0), clock=clock, tree=tree,
-            limits=PrefillLimits(page_size=PAGE, chunk_tokens=CHUNK, grid=1, max_running=max_running, max_queued=64))
+            pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots), clock=ManualClock(),
+            cache_rule=ResumeRule(PAGE, grid, has_states=bool(num_slots)),
+            limits=PrefillLimits(page_size=PAGE, chunk_tokens=2 * GRID if num_slots else CHUNK, grid=grid,
+                                 max_running=max_running, max_queued=64))
+        self.states: dict[int, tuple[int, ...]] = {}
         self.registry = CollectorRegistry()
         self.scheduler.cache.metrics = CacheMetrics.create(self.registry)
         self.memory: dict[int, dict[int, int]] = {}
@@ -89,13 +93,35 @@ class Rig:
                 assert pages[place // PAGE] not in kept, "what others read is written"
                 self.memory.setdefault(pages[place // PAGE], {})[place % PAGE] = tokens[place]
             self.num_computed += count
+        self.advance_states(batch)
         return batch
+
+    def advance_states(self, batch: ForwardBatch) -> None:
+        """As a model with recurrent layers does, in the order in which batches are launched."""
+        if not self.scheduler.slots.num_total:
+            return
+        kept = self.scheduler.slots.ledger.kept_ids()
+        for row, slot in enumerate(batch.slot_ids.tolist()):
+            states, context = batch.states[row] if batch.states else NO_STATES, batch.context_lens[row]
+            tokens = self.prompts[batch.request_keys[row]].token_ids
+            if states.resumed_slot:
+                self.states[slot] = self.states[states.resumed_slot]
+            assert context == 0 or self.states[slot] == tokens[:context], "another prompt's state"
+            self.states[slot] = tokens[:context + batch.query_lens[row]]
+            for snapshot in states.snapshots:
+                assert snapshot.num_tokens % GRID == 0
+                assert context < snapshot.num_tokens <= context + batch.query_lens[row]
+                self.states[snapshot.slot_id] = tokens[:snapshot.num_tokens]
+            written = {slot, *(snapshot.slot_id for snapshot in states.snapshots)}
+            assert not written & kept, "what others go on from is written"
 
     def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
         if error is not None:  # whatever was written is worth nothing
             for row, (context, count) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
                 for place in range(context, context + count):
                     self.memory[batch.page_tables[row].tolist()[place // PAGE]][place % PAGE] = -1
+                for snapshot in batch.states[row].snapshots if batch.states else ():
+                    self.states[snapshot.slot_id] = (-1,)
         tokens = [DrawnToken(1) for row in batch.sampling if row is not None]
         scores: list[Scores] = [() for row in batch.scoring if row is not None]
         self.scheduler.on_result(batch, StepResult(0, [] if error else tokens, error, scores=[] if error else scores))
@@ -115,9 +141,10 @@ class Rig:
         return prompt
 
     def check(self) -> None:
-        books = read_books(self.scheduler.pages.ledger)
-        assert not books.faults, str(books)
-        assert books.num_free + books.num_cached + books.num_leased == books.num_total
+        for ledger in (self.scheduler.pages.ledger, self.scheduler.slots.ledger):
+            books = read_books(ledger)
+            assert not books.faults, str(books)
+            assert books.num_free + books.num_cached + books.num_leased == books.num_total
         self.scheduler.on_idle()
 
 
@@ -301,14 +328,59 @@ def test_a_flush_leaves_those_that_run_their_pages() -> None:
     rig.check()
 
 
+def test_a_state_is_kept_at_the_end_of_a_prompt_and_where_prompts_part() -> None:
+    rig = Rig(num_slots=12)
+    rig.compute(*range(30))
+    assert rig.compute(*range(30)).started.num_cached == 24
+    assert rig.compute(*range(30), 99, 98, 97).started.num_cached == 24
+    parted = rig.compute(*range(19), *range(50, 70))
+    assert parted.started.num_cached == 0, "nobody had kept a state before they parted"
+    assert rig.compute(*range(19), *range(70, 90)).started.num_cached == 16, "the junction"
+    assert rig.compute(*range(19), *range(50, 70)).started.num_cached == 32
+    rig.check()
+
+
+def test_prompts_of_a_model_with_states_wait_for_one_that_will_leave_theirs() -> None:
+    rig = Rig(num_slots=12)
+    prompts = [rig.submit(*range(30)) for _ in range(3)]
+    rig.run(*prompts)
+    assert [prompt.started.num_cached for prompt in prompts] == [0, 24, 24]
+
+
+def test_requests_have_slots_before_states_do() -> None:
+    rig = Rig(num_slots=4, max_running=3)  # three slots
+    prompts = [rig.submit(*range(start, start + 20)) for start in (0, 100, 200)]
+    rig.run(*prompts)
+    assert not rig.scheduler.slots.ledger.kept_ids()
+    for prompt in prompts[:2]:
+        rig.scheduler.release(prompt.key)
+    rig.compute(*range(300, 320))
+    assert not rig.scheduler.slots.ledger.kept_ids(), "two more may start at any moment"
+    rig.check()
+
+
+def test_a_slot_for_a_request_is_taken_from_the_states() -> None:
+    rig = Rig(num_slots=5, max_running=3)
+    for start in (0, 100, 200):
+        rig.compute(*range(start, start + 20))
+    assert len(rig.scheduler.slots.ledger.kept_ids()) == 3
+    prompts = [rig.submit(*range(start, start + 20)) for start in (300, 400, 500)]
+    rig.run(*prompts)
+    assert len(rig.scheduler.slots.ledger.kept_ids()) <= 1
+    for prompt in prompts:
+        rig.scheduler.release(prompt.key)
+    rig.check()
+    assert rig.scheduler.load().slots_free == 4
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random histories of a small pool: prompts over few tokens come and go, batches fail, up to two are in flight."""
 
     prompts = Bundle("prompts")
 
-    @initialize(num_pages=st.integers(6, 30))
-    def begin(self, num_pages: int) -> None:
-        self.rig = Rig(num_pages=num_pages)
+    @initialize(num_pages=st.integers(6, 30), num_slots=st.sampled_from((0, 0, 5, 7, 10)))
+    def begin(self, num_pages: int, num_slots: int) -> None:
+        self.rig = Rig(num_pages=num_pages, num_slots=num_slots)
         self.in_flight: list[ForwardBatch] = []
         self.numbers = itertools.count(1)
 
@@ -349,7 +421,8 @@ class CacheMachine(RuleBasedStateMachine):
         for key in self.rig.prompts:
             self.rig.scheduler.release(key)
         self.rig.check()
-        assert self.rig.scheduler.pages.num_available == self.rig.scheduler.pages.num_total
+        for pool in (self.rig.scheduler.pages, self.rig.scheduler.slots):
+            assert pool.num_available == pool.num_total
 
 
 TestCacheMachine = CacheMachine.TestCase
