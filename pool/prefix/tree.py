@@ -11,6 +11,7 @@ Who may not be given up is not decided here: leases count holders, and the tree 
 belongs to the thread that schedules.
 """
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ from pool.prefix.eviction import EvictionOrder
 from runtime.clock import Clock
 from runtime.errors import InternalError
 
-HALF_LIFE_S = 120.0  # after which a prompt is half as likely to come back
+# Chosen by bench.cache_policy on a trace of conversations.
+SNAPSHOT_SHARE = 0.2  # of a cache's memory; the rest is for pages
+HALF_LIFE_S = 120.0  # after which a prompt that did not come back is half as likely to
+HIT_WEIGHT = 3  # each time that it did, it is so much likelier than one that never did
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +37,7 @@ class BlockNode:
     page_id: int
     used_s: float
     slot_id: int | None = None  # of its snapshot
+    num_saved: int = 0  # blocks that need not be computed for this snapshot
     num_children: int = 0
     num_hits: int = 0  # prompts that went on from here
 
@@ -96,7 +101,7 @@ class PrefixTree:
         self._root = BlockNode(b"", None, 0, 0, 0.0)
         self._nodes: dict[bytes, BlockNode] = {}
         self._leaves = EvictionOrder(_worth)
-        self._snapshots = EvictionOrder(_worth)
+        self._snapshots = EvictionOrder(_snapshot_worth)
 
     @property
     def num_pages(self) -> int:
@@ -106,10 +111,7 @@ class PrefixTree:
         """What there is of a prompt of `num_tokens` tokens with these blocks. Changes nothing."""
         last = self._rule.last_point(num_tokens)
         known = self._deepest(names)
-        point = known
-        while point.depth > last or not self._is_resume_point(point):
-            assert point.parent is not None
-            point = point.parent
+        point = self._resume_point(known, last)
         return Found(point.depth * self._rule.block_tokens, self._page_ids(point), point.slot_id,
                      self._snapshot_tokens(point.depth, known.depth, last))
 
@@ -125,12 +127,14 @@ class PrefixTree:
         Returns what the tree took over: not the ids of blocks and states that it has already.
 
         Raises:
-            InternalError: a model with states was given none, or one where no prompt is cut.
+            InternalError: a state is missing, or stands where no prompt is cut, or the model has none.
         """
         if not names:
             return Changed()
-        if self._rule.has_states and (slot_id is None or not self._rule.is_point(len(names))):
-            raise InternalError(f"{len(names)} pages without a state behind them that a prompt could go on from")
+        if self._rule.has_states != (slot_id is not None):
+            raise InternalError(f"{len(names)} pages {'with' if slot_id else 'without'} a state behind them")
+        if slot_id is not None and not self._rule.is_point(len(names)):
+            raise InternalError(f"a state behind {len(names)} pages, where no prompt is cut")
         node, taken = self._deepest(names), Changed()
         for depth in range(node.depth, len(names)):
             self._leaves.discard(node)
@@ -141,7 +145,7 @@ class PrefixTree:
             if not self._rule.has_states and self._is_resume_point(node):
                 taken.resume_points.append(node.name)
         if slot_id is not None and node.slot_id is None:
-            node.slot_id = slot_id
+            node.slot_id, node.num_saved = slot_id, node.depth - self._resume_point(node).depth
             taken.slot_ids.append(slot_id)
             taken.resume_points.append(node.name)
         self._use(node)
@@ -164,6 +168,13 @@ class PrefixTree:
         """The last of these blocks that is there; a block is there only if those before it are."""
         depth = bisect_left(names, 1, key=lambda name: name not in self._nodes)
         return self._nodes[names[depth - 1]] if depth else self._root
+
+    def _resume_point(self, node: BlockNode, deepest: int = sys.maxsize) -> BlockNode:
+        """The next one from here towards the root that is not behind `deepest`."""
+        while node.depth > deepest or not self._is_resume_point(node):
+            assert node.parent is not None
+            node = node.parent
+        return node
 
     def _is_resume_point(self, node: BlockNode) -> bool:
         if node is self._root:
@@ -239,5 +250,10 @@ class PrefixTree:
 
 
 def _worth(node: BlockNode) -> float:
-    """Seconds: when it was used last, and later for what was used more often."""
-    return node.used_s + HALF_LIFE_S * log2(1 + node.num_hits)
+    """Of a block's page: how likely a prompt is to go on from there soon, as a logarithm, in seconds."""
+    return node.used_s + HALF_LIFE_S * log2(1 + HIT_WEIGHT * node.num_hits)
+
+
+def _snapshot_worth(node: BlockNode) -> float:
+    """Of its snapshot, one slot each: by what it saves then, too."""
+    return _worth(node) + HALF_LIFE_S * log2(node.num_saved)
