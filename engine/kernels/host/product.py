@@ -13,6 +13,7 @@ An element's bits depend on its row of x and of the residual and on its column o
 from array import array
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,12 +35,13 @@ from engine.kernels.host.compiled import (
     pointer_to,
     record,
     rounded,
+    take_seat,
     wide,
 )
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
 from engine.kernels.host.functions import silu
 from engine.kernels.host.packing import SEGMENTS, Segments, pack
-from engine.kernels.host.tiles import is_tiled, make_tiles, release_tiles, rows_times_blocks
+from engine.kernels.host.tiles import LAYOUT_BYTES, is_tiled, make_tiles, release_tiles, rows_times_blocks
 from runtime.errors import InternalError
 
 REVISION = 2  # of sums and roundings: another number, other bits
@@ -113,12 +115,13 @@ class PackedWeight:
             residual = residual if residual.stride(1) == 1 else residual.contiguous()
             residual_at, residual_stride = residual.data_ptr(), residual.stride(0)
         w_up, bias_up = (0, 0) if up is None else up.addresses
-        shares = _share_out(num_rows, count, num_blocks, self.segments.multiple > 1, torch.get_num_threads())
-        launch_integers(_compiled_for(self.dtype, out_dtype), (
-            *shares, num_rows, count * columns, columns, num_blocks, self.segments.steps,
+        work = _share_out(num_rows, count, num_blocks, 1 if up is None else 2, self.segments.multiple > 1,
+                          torch.get_num_threads())
+        launch_integers(_compiled_for(self.dtype, out_dtype), work.num_items, (
+            *work.fields, num_rows, count * columns, columns, num_blocks, self.segments.steps,
             x.data_ptr(), x.stride(0) * item_bytes, x.stride(1) * item_bytes if headwise else 0, 0,
             self.addresses[0], w_up, SEGMENTS * self.segments.steps * BLOCK_STEP_BYTES, self.addresses[1], bias_up,
-            residual_at, residual_stride, out.data_ptr()), self._team)
+            residual_at, residual_stride, out.data_ptr()), self._team, scratch_bytes=work.scratch_bytes)
         return out
 
 
@@ -153,20 +156,28 @@ class PackedGroup:
                 table.extend((address, up, start, count))
                 start += count
         x, num_blocks = first.segments.arranged(x), first.blocks.shape[1]
-        shares = _share_out(max(counts), len(table) // _SHARE_FIELDS, num_blocks, first.segments.multiple > 1,
-                            torch.get_num_threads())
-        launch_integers(_compiled_for(first.dtype, first.dtype), (
-            *shares, num_rows, columns, columns, num_blocks, first.segments.steps, x.data_ptr(),
+        work = _share_out(max(counts), len(table) // _SHARE_FIELDS, num_blocks, 2 if self._ups[0] else 1,
+                          first.segments.multiple > 1, torch.get_num_threads())
+        launch_integers(_compiled_for(first.dtype, first.dtype), work.num_items, (
+            *work.fields, num_rows, columns, columns, num_blocks, first.segments.steps, x.data_ptr(),
             x.stride(0) * first.dtype.itemsize, 0, table.buffer_info()[0], self._addresses[0], self._ups[0],
-            SEGMENTS * first.segments.steps * BLOCK_STEP_BYTES, 0, 0, 0, 0, out.data_ptr()), self._team)
+            SEGMENTS * first.segments.steps * BLOCK_STEP_BYTES, 0, 0, 0, 0, out.data_ptr()), self._team,
+            scratch_bytes=work.scratch_bytes)
         return out
 
 
+class _Work(NamedTuple):
+    """How a product is shared out."""
+
+    num_items: int
+    scratch_bytes: int  # of a thread: the sums of an item, then the layout of tiles
+    fields: tuple[int, ...]  # of the record, up to `share_rows`
+
+
 @lru_cache(maxsize=4096)
-def _share_out(num_rows: int, num_matrices: int, num_blocks: int, tiled: bool,  # noqa: FBT001
-               num_threads: int) -> tuple[int, ...]:
-    """The fields from `num_items` on. Items are groups of blocks, for all rows where that gives every thread some, else
-    for shares of them."""
+def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: int, tiled: bool,  # noqa: FBT001
+               num_threads: int) -> _Work:
+    """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
     tile_rows, chunk_rows = (tiles.MAX_ROWS, tiles.MAX_ROWS) if tiled else (_TILE_ROWS, _CHUNK_ROWS)
     has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads
     group = _GROUP_BLOCKS if has_many or num_rows > tile_rows else 1
@@ -175,8 +186,9 @@ def _share_out(num_rows: int, num_matrices: int, num_blocks: int, tiled: bool,  
     wanted = 1 if num_threads == 1 else max(1, -(-_ITEMS_PER_THREAD * num_threads // num_items))
     chunks = -(-num_chunks // min(wanted, num_chunks))
     num_shares = -(-num_chunks // chunks)
-    return (num_items * num_shares, tile_rows, min(chunk_rows, num_rows), num_groups, group, num_shares,
-            chunks * chunk_rows)
+    rows = min(chunk_rows, num_rows)
+    return _Work(num_items * num_shares, num_panels * SEGMENTS * rows * _SUM_ROW_BYTES + LAYOUT_BYTES,
+                 (tile_rows, rows, num_groups, group, num_shares, chunks * chunk_rows))
 
 
 @cache
@@ -199,8 +211,10 @@ def _take_items(pointer, stored, stored_out):
     """One thread's part: some blocks of columns for some rows at a time, until none are left."""
     a = carray(pointer, 1)[0]
     num_panels = 2 if a.w_up else 1
-    sums = np.empty((num_panels, SEGMENTS, a.chunk_rows, _GROUP_COLUMNS), np.float32)
-    layout = np.zeros(64, np.uint8)
+    sums_at, panel_bytes = take_seat(pointer), SEGMENTS * a.chunk_rows * _SUM_ROW_BYTES
+    sums = carray(pointer_to(sums_at, np.float32), (num_panels, SEGMENTS, a.chunk_rows, _GROUP_COLUMNS))
+    layout = sums_at + num_panels * panel_bytes
+    carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)[:] = 0
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -225,7 +239,7 @@ def _take_items(pointer, stored, stored_out):
             for panel in range(num_panels):
                 w, bias = (ups, a.bias_up) if panel else (weights, a.bias)
                 w += first_block * a.w_block_bytes
-                _multiply(a, x, rows, w, num_blocks, sums[panel].ctypes.data, stored)
+                _multiply(a, x, rows, w, num_blocks, sums_at + panel * panel_bytes, stored)
                 _add_up(sums[panel], rows, num_columns, bias, column)
             if num_panels == 2:
                 _gate(sums[0, 0], sums[1, 0], rows, num_columns)

@@ -10,16 +10,17 @@ from functools import cache
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.host.amx import has_tiles
-from engine.kernels.host.compiled import STRICT_PART
+from engine.kernels.host.compiled import STRICT_PART, pointer_to
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, Form, write_rows
 
 STEPS = 16  # of a block that one instruction takes
 MAX_ROWS = 32  # two tiles
+LAYOUT_BYTES = 64  # of what configures them
 
 _TILE_ROWS, _SUMS, _ROWS_OF_X, _WEIGHTS = 16, (0, 1, 2, 3), (4, 5), (6, 7)
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -50,14 +51,15 @@ def rows_times_blocks(max_rows: int, blocks: int):
 
 @njit(**STRICT_PART)
 def make_tiles(stored, rows, layout):
-    """Tiles for that many rows, 1 to MAX_ROWS. layout: uint8 [64], zeroed."""
-    layout[0] = 1
+    """Tiles for that many rows, 1 to MAX_ROWS. layout: the address of LAYOUT_BYTES zeros."""
+    bytes_ = carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)
+    bytes_[0] = 1
     for tile in range(8):
-        layout[16 + 2 * tile] = 64
+        bytes_[16 + 2 * tile] = 64
         second = tile == 5 or (rows > _TILE_ROWS and (tile == 2 or tile == 3))
         count = rows - _TILE_ROWS if second else min(rows, _TILE_ROWS)
-        layout[48 + tile] = max(1, count) if tile < 6 else _TILE_ROWS
-    _take_layout(stored, layout.ctypes.data)
+        bytes_[48 + tile] = max(1, count) if tile < 6 else _TILE_ROWS
+    _take_layout(stored, layout)
 
 
 @intrinsic
