@@ -119,7 +119,7 @@ def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers:
         return cfunc(**options)(work)
 
 
-def launch(kernel, kind: np.dtype, team: Team, *, num_items: int, scratch_bytes: int = 0,
+def launch(kernel, kind: np.dtype, team: Team, /, *, num_items: int, scratch_bytes: int = 0,
            **values: torch.Tensor | float) -> None:
     """Run the kernel on a record of that kind with these numbers, the addresses of these tensors, which are kept until
     it is done, and 0 for what is not given. Each thread has a seat of `scratch_bytes`, on a cache line's boundary, with
@@ -128,6 +128,8 @@ def launch(kernel, kind: np.dtype, team: Team, *, num_items: int, scratch_bytes:
     Raises:
         InternalError: not all items were done.
     """
+    if not num_items:
+        return
     arguments, seats = np.zeros(1, kind), _seats(num_items, scratch_bytes)
     for name, value in (*values.items(), ("num_items", num_items), ("scratch", seats)):
         arguments[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
@@ -139,6 +141,8 @@ def launch(kernel, kind: np.dtype, team: Team, *, num_items: int, scratch_bytes:
 def launch_integers(kernel, num_items: int, integers: Sequence[int], team: Team, *, scratch_bytes: int = 0) -> None:
     """`launch` for a record that has nothing but integers, of which these are the kernel's own: much less work to
     fill. The caller keeps what lies at the addresses among them."""
+    if not num_items:
+        return
     seats = _seats(num_items, scratch_bytes)
     arguments = array("q", (0, 0, num_items, 0, seats.data_ptr(), seats.shape[1], *integers))
     team.run(kernel.address, arguments.buffer_info()[0], num_parts=num_items)

@@ -27,7 +27,8 @@ def print_bits() -> None:
         for contexts, counts, head_dim in (([20, 3], [5, 1], 24), ([100], [60], 33)):
             plan = rows_of(contexts, counts, 16)
             pages = drawn(plan.tables.numel() + 1, 2, 1, 16, head_dim, dtype=dtype, seed=4)
-            outputs.append(attend_in_place(pages, drawn(sum(counts), 2, head_dim, dtype=dtype, seed=5), plan, 0.2, team))
+            queries = drawn(sum(counts), 2, head_dim, dtype=dtype, seed=5)
+            outputs.append(attend_in_place(pages, queries, plan, 0.2, team))
     print(*(hashlib.sha256(output.float().numpy().tobytes()).hexdigest()[:16] for output in outputs))
 
 
