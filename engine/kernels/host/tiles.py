@@ -164,7 +164,7 @@ def _write_tiles(b, blocks, rows, x, x_row, x_tile, x_step, w, w_block, y, y_row
     b.position_at_end(two)
     for first in range(0, blocks, 2):
         at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
-        _Tiles(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps).write(2, min(2, blocks))
+        _Tiles(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps).write(2, min(2, blocks), fetches=first + 2 == blocks > 2)
     b.branch(end)
     b.position_at_end(end)
 
@@ -176,7 +176,8 @@ class _Tiles:
         self._b, self._x, self._x_row, self._x_tile, self._x_step = builder, x, x_row, x_tile, x_step
         self._w, self._w_block, self._y, self._y_row, self._steps = w, w_block, y, y_row, steps
 
-    def write(self, row_tiles: int, blocks: int) -> None:
+    def write(self, row_tiles: int, blocks: int, *, fetches: bool = False) -> None:
+        """`fetches`: x was read before, so there is time to fetch what comes behind it."""
         b = self._b
         places = [(m, n, _SUMS[2 * m + n]) for m in range(row_tiles) for n in range(blocks)]
         for _m, _n, tile in places:
@@ -188,12 +189,15 @@ class _Tiles:
         k.add_incoming(_I64(0), entry)
         for m in range(row_tiles):
             terms = b.add(self._x, b.mul(k, self._x_step))
-            self._load(_ROWS_OF_X[m], b.add(terms, b.mul(self._x_tile, _I64(m))), self._x_row)
+            terms = b.add(terms, b.mul(self._x_tile, _I64(m)))
+            self._load(_ROWS_OF_X[m], terms, self._x_row)
+            if fetches:
+                self._fetch(b.add(terms, b.mul(self._steps, self._x_step)), self._x_row)
         for n in range(blocks):
             tile = _WEIGHTS[n % 2]
             weights = b.add(b.add(self._w, b.mul(k, _I64(BLOCK_STEP_BYTES))), b.mul(self._w_block, _I64(n)))
             if row_tiles == 1:
-                self._fetch(b.add(weights, _I64(_AHEAD_BYTES)))
+                self._fetch(b.add(weights, _I64(_AHEAD_BYTES)), _I64(BLOCK_STEP_BYTES))
             self._load(tile, weights, _I64(BLOCK_STEP_BYTES))
             for m in range(row_tiles):
                 _call(b, "tdpbf16ps", _I8(_SUMS[2 * m + n]), _I8(_ROWS_OF_X[m]), _I8(tile))
@@ -205,10 +209,10 @@ class _Tiles:
             at = b.add(b.add(self._y, b.mul(self._y_row, _I64(TILE_ROWS * m))), _I64(n * BLOCK_STEP_BYTES))
             _call(b, "tilestored64", _I8(tile), b.inttoptr(at, _POINTER), self._y_row)
 
-    def _fetch(self, address) -> None:
-        """A tile's weights into the cache."""
-        for line in range(STEPS):
-            at = self._b.inttoptr(self._b.add(address, _I64(line * BLOCK_STEP_BYTES)), _POINTER)
+    def _fetch(self, address, stride) -> None:
+        """A tile's lines into the cache."""
+        for line in range(TILE_ROWS):
+            at = self._b.inttoptr(self._b.add(address, self._b.mul(stride, _I64(line))), _POINTER)
             kind = ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32])
             fetch = cgutils.get_or_insert_function(self._b.module, kind, "llvm.prefetch.p0")
             self._b.call(fetch, [at, _I32(0), _I32(3), _I32(1)])
