@@ -12,49 +12,23 @@ An element's bits depend on its row of x and of the residual and on its column o
 
 from array import array
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import dot, functions, strided, sums, tiles
-from engine.kernels.host.amx import has_tiles
-from engine.kernels.host.compiled import (
-    DONE,
-    NEXT,
-    STORED_AS,
-    STRICT,
-    STRICT_PART,
-    Team,
-    compile_kernel,
-    count_up,
-    launch_integers,
-    pointer_to,
-    record,
-    rounded,
-    take_seat,
-    wide,
-)
-from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
-from engine.kernels.host.functions import silu
+from engine.kernels.host import tiles
+from engine.kernels.host.compiled import STORED_AS, Team, launch_integers
+from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
 from engine.kernels.host.packing import SEGMENTS, Segments, pack
-from engine.kernels.host.strided import fetch_for_writing, floats, size_of
-from engine.kernels.host.sums import join
-from engine.kernels.host.tiles import LAYOUT_BYTES, in_tiles, is_tiled, make_tiles, release_tiles, rows_times_blocks
+from engine.kernels.host.product_kernel import SHARE_FIELDS, TILE_ROWS, compiled_for, instructions
+from engine.kernels.host.tiles import LAYOUT_BYTES, in_tiles, is_tiled
 from runtime.errors import InternalError
 
 REVISION = 2  # of sums and roundings: another number, other bits
 
-_ARGUMENTS = record("tile_rows", "unit_rows", "chunk_rows", "share_chunks", "group_blocks", "num_groups", "num_rows",
-                    "out_columns", "num_columns", "num_blocks", "num_matrices", "segment_steps", "x", "x_row_bytes",
-                    "x_tile_bytes", "x_step_bytes", "x_matrix_bytes", "shares", "w", "w_up", "w_block_bytes", "bias",
-                    "bias_up", "residual", "residual_stride", "out")
-_SHARE_FIELDS = 4  # of a matrix that has rows of its own: its address, the second's, the first row, their number
 _GROUP_BLOCKS = 4
-_TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
 _CHUNK_ROWS = 24  # rows that share a pass over two segments of the weights while they are in the nearest cache
 _ITEMS_PER_THREAD = 4
 _STEP_BYTES = 4  # of a row of x
@@ -63,13 +37,7 @@ _SHARE_BYTES = 5 << 18  # of x in tiles: stays in a core's own cache while the w
 
 def arithmetic_class() -> str:
     """Processes that give the same one here give the same bits from the same weights and inputs."""
-    return f"{REVISION}-{_instructions()}"
-
-
-def _instructions() -> str:
-    if has_tiles():
-        return "tiles"
-    return "pairs" if has_pair_products() else "widened"
+    return f"{REVISION}-{instructions()}"
 
 
 class PackedWeight:
@@ -129,7 +97,7 @@ class PackedWeight:
             work = _share_out(num_rows, count, num_blocks, num_panels, self._tiled, num_threads)
             distances = (row_bytes, tiles.TILE_ROWS * row_bytes, _STEP_BYTES,
                          x.stride(1) * x.itemsize if headwise else 0)
-        launch_integers(_compiled_for(self.dtype, out_dtype), work.num_items, (
+        launch_integers(compiled_for(self.dtype, out_dtype), work.num_items, (
             *work.fields, num_rows, count * columns, columns, num_blocks, count, self.segments.steps, x.data_ptr(),
             *distances, 0,
             self.addresses[0], w_up, SEGMENTS * self.segments.steps * BLOCK_STEP_BYTES, self.addresses[1], bias_up,
@@ -168,10 +136,10 @@ class PackedGroup:
                 table.extend((address, up, start, count))
                 start += count
         x, num_blocks = first.segments.arranged(x), first.blocks.shape[1]
-        num_matrices, row_bytes = len(table) // _SHARE_FIELDS, x.stride(0) * x.itemsize
+        num_matrices, row_bytes = len(table) // SHARE_FIELDS, x.stride(0) * x.itemsize
         work = _share_out(max(counts), num_matrices, num_blocks, 2 if self._ups[0] else 1, first.segments.multiple > 1,
                           torch.get_num_threads())
-        launch_integers(_compiled_for(first.dtype, first.dtype), work.num_items, (
+        launch_integers(compiled_for(first.dtype, first.dtype), work.num_items, (
             *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.steps, x.data_ptr(),
             row_bytes, tiles.TILE_ROWS * row_bytes, _STEP_BYTES, 0, table.buffer_info()[0], self._addresses[0],
             self._ups[0], SEGMENTS * first.segments.steps * BLOCK_STEP_BYTES, 0, 0, 0, 0, out.data_ptr()), self._team,
@@ -191,7 +159,7 @@ class _Work(NamedTuple):
 def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: int, tiled: bool,  # noqa: FBT001
                num_threads: int) -> _Work:
     """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
-    tile_rows, chunk_rows = (tiles.MAX_ROWS, tiles.MAX_ROWS) if tiled else (_TILE_ROWS, _CHUNK_ROWS)
+    tile_rows, chunk_rows = (tiles.MAX_ROWS, tiles.MAX_ROWS) if tiled else (TILE_ROWS, _CHUNK_ROWS)
     has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads
     group = _GROUP_BLOCKS if has_many or num_rows > tile_rows else 1
     num_groups, num_chunks = -(-num_blocks // group), -(-num_rows // chunk_rows)
@@ -216,137 +184,3 @@ def _share_out_tiles(num_rows: int, num_blocks: int, num_panels: int, tile_bytes
 
 def _scratch_bytes(tile_rows: int, chunk_rows: int, blocks: int, num_panels: int) -> int:
     return LAYOUT_BYTES + (2 * tile_rows + (1 + num_panels) * chunk_rows) * blocks * BLOCK_STEP_BYTES
-
-
-@cache
-def _compiled_for(dtype: torch.dtype, out_dtype: torch.dtype):
-    stored, stored_out = STORED_AS[dtype], STORED_AS[out_dtype]
-
-    def work(pointer):
-        _take_items(pointer, stored, stored_out)
-
-    name = f"product_{_instructions()}_{stored.__name__}_{stored_out.__name__}"
-    parts = (__file__, dot.__file__, tiles.__file__, sums.__file__, strided.__file__, functions.__file__)
-    return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
-
-
-_wide, _narrow = rows_times_blocks(_TILE_ROWS, _TILE_BLOCKS), rows_times_blocks(_TILE_ROWS, 1)
-
-
-@njit(**STRICT_PART)
-def _take_items(pointer, stored, stored_out):
-    """One thread's part: some blocks of columns for some rows at a time, until none are left."""
-    a = carray(pointer, 1)[0]
-    layout, shaped_rows = take_seat(pointer), 0
-    carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)[:] = 0
-    sums_at, all_groups, num_panels = layout + LAYOUT_BYTES, a.num_groups * a.num_matrices, 2 if a.w_up else 1
-    while True:
-        item = count_up(pointer, NEXT)
-        if item >= a.num_items:
-            release_tiles(stored)
-            return
-        share, group = item // all_groups, item % all_groups
-        matrix, block = group // a.num_groups, group % a.num_groups * a.group_blocks
-        weights, ups, start, num_rows, column, x_at = a.w, a.w_up, 0, a.num_rows, matrix * a.num_columns, a.x
-        if a.shares:
-            own = carray(pointer_to(a.shares + matrix * _SHARE_FIELDS * 8, np.int64), _SHARE_FIELDS)
-            weights, ups, start, num_rows, column = own[0], own[1], own[2], own[3], 0
-        else:
-            weights += matrix * a.num_blocks * a.w_block_bytes
-            ups += matrix * a.num_blocks * a.w_block_bytes
-            x_at += matrix * a.x_matrix_bytes
-        num_blocks = min(a.group_blocks, a.num_blocks - block)
-        num_columns = min(num_blocks * LANES, a.num_columns - block * LANES)
-        column += block * LANES
-        first_row = share * a.share_chunks * a.chunk_rows
-        end_row = min(first_row + a.share_chunks * a.chunk_rows, num_rows)
-        for row in range(first_row, end_row, a.chunk_rows):
-            rows, first = min(a.chunk_rows, end_row - row), start + row
-            tile_rows = rows if a.unit_rows == 1 else tiles.MAX_ROWS
-            if tile_rows != shaped_rows:
-                make_tiles(stored, tile_rows, layout)
-                shaped_rows = tile_rows
-            out = a.out + (first * a.out_columns + column) * size_of(stored_out)
-            for panel in range(num_panels):
-                w = (ups if panel else weights) + block * a.w_block_bytes
-                _multiply(a, x_at + _row_offset(a, first), rows, w, num_blocks, sums_at, panel, stored)
-                if panel == 0:
-                    _claim(out, rows, a.out_columns * size_of(stored_out), num_columns * size_of(stored_out))
-            _finish(a, sums_at, first, rows, column, num_columns, out, stored, stored_out)
-        count_up(pointer, DONE)
-
-
-@njit(**STRICT_PART)
-def _multiply(a, x, rows, w, num_blocks, sums_at, panel, stored):
-    """`rows` rows times `num_blocks` blocks. Two segments of the weights serve all rows at a time."""
-    sum_row = a.group_blocks * BLOCK_STEP_BYTES
-    even, odd = sums_at, sums_at + a.tile_rows * sum_row
-    half = odd + a.tile_rows * sum_row
-    total = half + (1 + panel) * a.chunk_rows * sum_row
-    num_tiles, units = (rows + a.tile_rows - 1) // a.tile_rows, (rows + a.unit_rows - 1) // a.unit_rows
-    for pair in range(SEGMENTS // 2):
-        for tile in range(num_tiles):
-            start, end = units * tile // num_tiles * a.unit_rows, units * (tile + 1) // num_tiles * a.unit_rows
-            for segment in range(2 * pair, 2 * pair + 2):
-                first = segment * a.segment_steps
-                _multiply_tile(a, end - start, x + _row_offset(a, start) + first * a.x_step_bytes,
-                               w + first * BLOCK_STEP_BYTES, num_blocks, odd if segment % 2 else even, stored)
-            join(pair, total + start * sum_row, half + start * sum_row, even, odd, (end - start) * a.group_blocks)
-
-
-@njit(**STRICT_PART)
-def _row_offset(a, row):
-    """Where in x a row begins; of tiles, the first of each 16."""
-    return row // tiles.TILE_ROWS * a.x_tile_bytes + row % tiles.TILE_ROWS * a.x_row_bytes
-
-
-@njit(**STRICT_PART)
-def _multiply_tile(a, rows, x, w, num_blocks, y, stored):
-    """One segment's sums of one tile of rows."""
-    block, y_row = 0, a.group_blocks * BLOCK_STEP_BYTES
-    while block + _TILE_BLOCKS <= num_blocks:
-        _wide(stored, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
-              a.w_block_bytes, y + block * BLOCK_STEP_BYTES, y_row, a.segment_steps)
-        block += _TILE_BLOCKS
-    while block < num_blocks:
-        _narrow(stored, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
-                a.w_block_bytes, y + block * BLOCK_STEP_BYTES, y_row, a.segment_steps)
-        block += 1
-
-
-@njit(**STRICT_PART)
-def _claim(out, rows, row_bytes, width):
-    """The lines of the result into the cache while products are computed: the loads behind a store that waits for its
-    line would wait, too."""
-    for row in range(rows):
-        for offset in range(0, width, BLOCK_STEP_BYTES):
-            fetch_for_writing(out + row * row_bytes + offset)
-
-
-@njit(**STRICT_PART)
-def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored, stored_out):
-    """What follows the sums, by pointers: of such loops LLVM makes vectors."""
-    sum_row = a.group_blocks * BLOCK_STEP_BYTES
-    totals_at = sums_at + (2 * a.tile_rows + a.chunk_rows) * sum_row
-    for r in range(rows):
-        totals = floats(totals_at + r * sum_row)
-        if a.bias:
-            _add(totals, floats(a.bias + 4 * column), num_columns)
-        if a.w_up:
-            ups = floats(totals_at + (a.chunk_rows + r) * sum_row)
-            if a.bias_up:
-                _add(ups, floats(a.bias_up + 4 * column), num_columns)
-            for n in range(num_columns):
-                totals[n] = silu(totals[n]) * ups[n]
-        if a.residual:
-            at = (first_row + r) * a.residual_stride + column
-            _add(totals, pointer_to(a.residual + at * size_of(stored), stored), num_columns)
-        out = pointer_to(out_at + r * a.out_columns * size_of(stored_out), stored_out)
-        for n in range(num_columns):
-            out[n] = rounded(totals[n], stored_out)
-
-
-@njit(**STRICT_PART)
-def _add(totals, others, count):
-    for n in range(count):
-        totals[n] += wide(others[n])

@@ -164,7 +164,8 @@ def _write_tiles(b, blocks, rows, x, x_row, x_tile, x_step, w, w_block, y, y_row
     b.position_at_end(two)
     for first in range(0, blocks, 2):
         at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
-        _Tiles(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps).write(2, min(2, blocks), fetches=first + 2 == blocks > 2)
+        written = _Tiles(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps)
+        written.write(2, min(2, blocks), fetches=first + 2 == blocks > 2)
     b.branch(end)
     b.position_at_end(end)
 
