@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic, overload
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from engine.kernels.host.alone import alone
 from runtime.errors import InternalError
@@ -76,8 +76,9 @@ STRICT_PART = {**STRICT, "inline": "always"}
 NEXT, DONE, _SEATS = 0, 1, 3  # the places of these fields in every record
 _LINE_BYTES = 64  # of a cache: seats share none
 # The processes of a host that start together would all compile the same kernels; so one does, and the others load them.
+# Each kernel of each installation is locked by itself: whoever compiles one and stands still holds up no other.
 LOCK_FILE = Path(tempfile.gettempdir()) / f"baton-kernels-{os.getuid()}.lock"
-PATIENCE_S = 120.0
+PATIENCE_S = 20.0  # the slowest kernel takes half of it
 
 
 def has_kernels(*dtypes: torch.dtype) -> bool:
@@ -111,9 +112,10 @@ def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers:
     nothing finds another version's. `numbers`: NUMBERS or STRICT."""
     files = [Path(source).read_bytes() for source in (*sources, __file__)]
     work.__qualname__ = f"{name}_{xxh3_64_hexdigest(b''.join(files))}"
+    subject = xxh3_64_intdigest(f"{__file__} {work.__qualname__}".encode()) >> 1
     options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **numbers}
     try:
-        with alone(LOCK_FILE, patience_s=PATIENCE_S):
+        with alone(LOCK_FILE, subject, patience_s=PATIENCE_S):
             return cfunc(**options, cache=True)(work)
     except Exception:  # noqa: BLE001 - nowhere to keep it, a full disk, a damaged file: a fault of the code comes again
         return cfunc(**options)(work)
