@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 
-
 import grpc
 import pytest
 
