@@ -20,7 +20,7 @@ from protos import worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.prefix_index import PrefixIndex
-from router.workers.prompt import Prompt
+from router.workers.prompt import RoutedPrompt
 from runtime.metrics import RouterMetrics
 from runtime.prefix_blocks import block_names
 
@@ -70,7 +70,7 @@ async def choice_s() -> dict[str, float]:
     index = directory.workers[0].index
     taken: dict[str, list[float]] = {"names_s": [], "look_up_s": [], "place_s": []}
     for token_ids in prompts:
-        prompt = Prompt(token_ids)
+        prompt = RoutedPrompt(token_ids)
         taken["names_s"].append(taken_s(partial(prompt.block_names, PAGE_SIZE, "m")))
         taken["look_up_s"].append(taken_s(partial(index.depths, prompt.block_names(PAGE_SIZE, "m"))))
         taken["place_s"].append(taken_s(partial(directory.place, prompt, PROMPT_TOKENS)))

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from router.request.worker_stream import RETRY_PAUSE_S, FlowLimits
 from router.workers.directory import Directory, WorkerPair
-from router.workers.prompt import Prompt
+from router.workers.prompt import RoutedPrompt
 from router.workers.worker import Booking
 from runtime.errors import BatonError, DrainingError, PeerLostError, RequestAborted, UnavailableError
 from runtime.metrics import RouterMetrics
@@ -36,7 +36,7 @@ class Migrations:
     num_lost: int = 0
     _under_way: MoveReason | None = None
 
-    async def another_pair(self, lost: Booking, error: BatonError, prompt: Prompt,
+    async def another_pair(self, lost: Booking, error: BatonError, prompt: RoutedPrompt,
                            context_tokens: int = 0) -> WorkerPair:
         """A pair in place of the one whose pool is gone, rather not with the same pool.
 
@@ -70,7 +70,7 @@ class Migrations:
             self.metrics.migrations.labels(self._under_way.value, outcome).inc()
         self._under_way = None
 
-    async def _search(self, lost: Booking, prompt: Prompt, context_tokens: int) -> WorkerPair | None:
+    async def _search(self, lost: Booking, prompt: RoutedPrompt, context_tokens: int) -> WorkerPair | None:
         """Longer while there is a pair that is only full."""
         loop, compatibility = asyncio.get_running_loop(), lost.compatibility
         began = loop.time()

@@ -17,7 +17,7 @@ from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Draw, Policy, choose
 from router.workers.prefix_index import PrefixIndex
-from router.workers.prompt import Prompt
+from router.workers.prompt import RoutedPrompt
 from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
@@ -157,7 +157,7 @@ class Directory:
         return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
                 f"has {here}, decode has {there}")
 
-    def place(self, prompt: Prompt, context_tokens: int = 0,
+    def place(self, prompt: RoutedPrompt, context_tokens: int = 0,
               compatibility: str = "") -> WorkerPair | None:
         """Book a compatible pair that could take the request now or soon; None if there is none. `context_tokens`, here
         and below, is what the request may come to, prompt plus completion: smaller workers are passed over.
@@ -173,7 +173,7 @@ class Directory:
         return any(worker.as_candidate(num_tokens, context_tokens).has_room
                    for worker in self._usable(WorkerRole.DECODE, context_tokens))
 
-    def book_prefill(self, prompt: Prompt, compatibility: str, *,
+    def book_prefill(self, prompt: RoutedPrompt, compatibility: str, *,
                      tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A prefill worker for a request that lost its own, which goes before those held back; one that was tried only
         if there is no other."""
@@ -183,14 +183,14 @@ class Directory:
         chosen = self._choose(others or fitting, prompt)
         return None if chosen is None else self._book(chosen, prompt, context_tokens)
 
-    def book_decode(self, prompt: Prompt, compatibility: str, *,
+    def book_decode(self, prompt: RoutedPrompt, compatibility: str, *,
                     tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
         fitting = self._fitting(WorkerRole.DECODE, compatibility, context_tokens)
         chosen = self._choose(fitting, prompt, tried)
         return None if chosen is None else self._book(chosen, prompt, context_tokens)
 
-    def place_again(self, prompt: Prompt, compatibility: str, lost: str,
+    def place_again(self, prompt: RoutedPrompt, compatibility: str, lost: str,
                     context_tokens: int = 0) -> WorkerPair | None:
         """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
         again and there is no other."""
@@ -222,7 +222,7 @@ class Directory:
         """Every worker, for people."""
         return [self._status_of(worker) for worker in self.workers]
 
-    def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker], prompt: Prompt,
+    def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker], prompt: RoutedPrompt,
                    context_tokens: int) -> WorkerPair | None:
         """One of the sources and one of the pools, full or not. Both are chosen before either is booked: a booking that
         is given back wakes those that wait for room, and two of those would wake each other for ever."""
@@ -237,13 +237,13 @@ class Directory:
             return None
         return WorkerPair(*(self._book(chosen, prompt, context_tokens) for chosen in (prefill, decode)))
 
-    def _book(self, chosen: _Chosen, prompt: Prompt, context_tokens: int) -> Booking:
+    def _book(self, chosen: _Chosen, prompt: RoutedPrompt, context_tokens: int) -> Booking:
         role = chosen.worker.role
         self._metrics.decisions.labels(self._policies[role].value, "chosen").inc()
         self._turns[role] += 1
         return chosen.worker.book(prompt.num_tokens, context_tokens, chosen.num_held)
 
-    def _choose(self, workers: Sequence[Worker], prompt: Prompt,
+    def _choose(self, workers: Sequence[Worker], prompt: RoutedPrompt,
                 tried: frozenset[str] = frozenset()) -> _Chosen | None:
         """Whom the policy of their role would pick, full or not; nothing is booked."""
         if not workers:
@@ -260,7 +260,7 @@ class Directory:
             return None
         return _Chosen(by_address[chosen.address], chosen.num_held)
 
-    def _num_held(self, workers: Sequence[Worker], prompt: Prompt) -> dict[str, int]:
+    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> dict[str, int]:
         """Tokens of the prompt that workers have in their prefix caches, by address."""
         kinds = {(worker.info.page_size, worker.compatibility) for worker in workers if worker.info is not None}
         return {address: depth * page_size for page_size, compatibility in kinds if page_size

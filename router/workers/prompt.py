@@ -8,7 +8,7 @@ from runtime.prefix_blocks import block_names
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RoutedPrompt:
     """`salt` and `uses_cache` as in `baton.v1.EngineRequest`."""
 
     token_ids: Sequence[int]
@@ -31,7 +31,7 @@ class Prompt:
         return self._names[key]
 
 
-def prompt_of(request: types_pb2.EngineRequest) -> Prompt:
+def prompt_of(request: types_pb2.EngineRequest) -> RoutedPrompt:
     uses_cache = request.prefix_cache if request.HasField("prefix_cache") else True
     is_scored = request.HasField("num_prompt_logprobs")  # then every token is computed
-    return Prompt(request.prompt_token_ids, request.cache_salt, uses_cache and not is_scored)
+    return RoutedPrompt(request.prompt_token_ids, request.cache_salt, uses_cache and not is_scored)

@@ -15,7 +15,7 @@ from pool.prefix.tree import ResumeRule
 from protos import worker_pb2
 from router.workers.policy import Candidate, Draw, Policy, choose
 from router.workers.prefix_index import PrefixIndex
-from router.workers.prompt import Prompt
+from router.workers.prompt import RoutedPrompt
 from runtime.prefix_blocks import NAME_BYTES, block_names
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(6)]
@@ -132,7 +132,7 @@ def test_predicted_is_reused_for_10000_of_10000(rule: ResumeRule) -> None:
                 num_anew += 1
                 index.forget(worker.address)
                 worker.watch_anew()
-        held = index.depths(Prompt(token_ids).block_names(PAGE, "m"))
+        held = index.depths(RoutedPrompt(token_ids).block_names(PAGE, "m"))
         candidates = [Candidate(address, load=rng.randrange(40), num_held=held.get(address, 0) * PAGE)
                       for address in workers]
         chosen = choose(Policy.PREFIX_CACHE, candidates, Draw(number, rng, token_ids))
