@@ -19,8 +19,7 @@ from pool.prefix.journal import PointJournal
 from protos import worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions
-from router.workers.prefix_index import PrefixIndex
-from router.workers.prompt import RoutedPrompt
+from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.metrics import RouterMetrics
 from runtime.prefix_blocks import block_names
 

@@ -11,13 +11,14 @@ Who may not be given up is not decided here: leases count holders, and the tree 
 belongs to the thread that schedules.
 """
 
+import heapq
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import log2
 
-from pool.prefix.eviction import EvictionOrder
 from pool.prefix.journal import PointJournal
 from runtime.clock import Clock
 from runtime.errors import InternalError
@@ -26,6 +27,7 @@ from runtime.errors import InternalError
 SNAPSHOT_SHARE = 5  # of a cache's memory, one part in so many; the rest is for pages
 HALF_LIFE_S = 120.0  # after which a prompt that did not come back is half as likely to
 HIT_WEIGHT = 3  # each time that it did, it is so much likelier than one that never did
+_SPARE_ENTRIES = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -41,6 +43,49 @@ class BlockNode:
     num_saved: int = 0  # blocks that need not be computed for this snapshot
     num_children: int = 0
     num_hits: int = 0  # prompts that went on from here
+
+
+class EvictionOrder:
+    """Nodes by their worth, least first.
+
+    A node's worth may rise at any time: it is looked at again when its turn comes. Where it falls, `put` says so.
+    """
+
+    def __init__(self, worth: Callable[[BlockNode], float]) -> None:
+        self._worth = worth
+        self._heap: list[tuple[float, int, BlockNode]] = []
+        self._latest: dict[BlockNode, int] = {}  # which of a node's entries counts
+        self._serial = count()
+
+    def put(self, node: BlockNode) -> None:
+        """It may be given up from now on, for what it is worth now."""
+        serial = self._latest[node] = next(self._serial)
+        heapq.heappush(self._heap, (self._worth(node), serial, node))
+        if len(self._heap) > 2 * len(self._latest) + _SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if self._latest.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, node: BlockNode) -> None:
+        """It may not any more. Idempotent."""
+        self._latest.pop(node, None)
+
+    def take(self, may_go: Callable[[BlockNode], bool]) -> BlockNode | None:
+        """Remove and return the one of least worth that may go; None if none may."""
+        passed, found = [], None
+        while self._heap and found is None:
+            entry = worth, serial, node = heapq.heappop(self._heap)
+            if self._latest.get(node) != serial:
+                continue
+            if self._worth(node) > worth:
+                self.put(node)
+            elif may_go(node):
+                self.discard(node)
+                found = node
+            else:
+                passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
 
 
 @dataclass(frozen=True)
@@ -206,7 +251,7 @@ class PrefixTree:
         if node.slot_id is not None:
             self._snapshots.put(node)
 
-    def _evict(self, order: EvictionOrder[BlockNode], ids: Callable[[Changed], list[int]],
+    def _evict(self, order: EvictionOrder, ids: Callable[[Changed], list[int]],
                is_held: Callable[[int], bool], count: int) -> Changed:
         given = Changed()
         num_free, num_seen = 0, 0

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from router.request.worker_stream import RETRY_PAUSE_S, FlowLimits
 from router.workers.directory import Directory, WorkerPair
-from router.workers.prompt import RoutedPrompt
+from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking
 from runtime.errors import BatonError, DrainingError, PeerLostError, RequestAborted, UnavailableError
 from runtime.metrics import RouterMetrics

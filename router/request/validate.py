@@ -12,7 +12,7 @@ from protos import generation_pb2, types_pb2
 from router.request.answer import resumed_violations, too_many_resumed
 from router.text.model_facts import ModelLimits
 from router.text.tokenise import Message, Tokeniser
-from router.workers.prompt import RoutedPrompt, prompt_of
+from router.workers.prefix_index import RoutedPrompt, prompt_of
 from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 

@@ -20,7 +20,7 @@ from grpc.aio import StreamStreamMultiCallable
 
 from protos import decode_pb2, prefill_pb2, types_pb2
 from router.workers.directory import Directory
-from router.workers.prompt import RoutedPrompt
+from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking, Worker
 from runtime.errors import (
     BatonError,

@@ -16,8 +16,7 @@ from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Draw, Policy, choose
-from router.workers.prefix_index import PrefixIndex
-from router.workers.prompt import RoutedPrompt
+from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from protos import worker_pb2
 from router.workers.directory import Directory, DirectoryOptions
-from router.workers.prompt import RoutedPrompt
+from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
 from runtime.metrics import RouterMetrics
 from runtime.prefix_blocks import block_names

@@ -14,8 +14,7 @@ from bench.cache_policy import CachedPool, TracedPrompt
 from pool.prefix.tree import ResumeRule
 from protos import worker_pb2
 from router.workers.policy import Candidate, Draw, Policy, choose
-from router.workers.prefix_index import PrefixIndex
-from router.workers.prompt import RoutedPrompt
+from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.prefix_blocks import NAME_BYTES, block_names
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(6)]
