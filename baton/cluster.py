@@ -186,20 +186,21 @@ class LocalCluster:
             self._folder.cleanup()
 
     async def _start(self) -> None:
-        if self._config.forks_workers:
-            self._link = await self._connect_nursery()
+        if self._config.forks_workers and self._config.nursery is None:
+            self._nursery = Nursery()
         await asyncio.to_thread(make_tokenizer, self._config.model)  # once, for all of them
         if self._config.http and find_tokenizer(self._config.model) is None:
             raise ConfigError(f"--http needs a tokenizer: {self._config.model} has none", field="http")
         num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
         self._say(f"starting {num_processes} processes with {self._config.model}")
+        for name in self._router_names:
+            self._launch_router(name)
+        await self._connect_nursery()
         for pool in self._pools:
             self._launch_stage(pool, 0)
         for pool in self._pools:
             for stage in range(1, pool.shape.num_stages):
                 self._launch_stage(pool, stage)
-        for name in self._router_names:
-            self._launch_router(name)
         for process in self.processes.values():
             await process.announced(timeout_s=self._config.ready_timeout_s)
         self._say("waiting for the pools to form and warm up (the first time they compile kernels: half a minute)")
@@ -277,11 +278,10 @@ class LocalCluster:
 
         return placed
 
-    async def _connect_nursery(self) -> NurseryLink:
-        nursery = self._config.nursery
-        if nursery is None:
-            nursery = self._nursery = Nursery(Path(self._folder.name))
-        return await nursery.connect()
+    async def _connect_nursery(self) -> None:
+        nursery = self._config.nursery or self._nursery
+        if nursery is not None and self._config.forks_workers:
+            self._link = await nursery.connect()
 
     async def _fork(self, module: str, arguments: Sequence[str], *, core: str,
                     environment: Mapping[str, str]) -> Child:

@@ -1,8 +1,9 @@
-"""`python -m pool.nursery SOCKET`: loads what every worker loads, then forks a worker for each order that comes.
+"""`python -m pool.nursery PARENT_PID SOCKET`: loads what every worker loads, then forks a worker for each order.
 
-Loading torch and numba is most of a worker's start. A local cluster does it once; its workers, and those that replace
-dead ones, are there in a fraction of the time, and share the memory. What is loaded here starts no thread, opens no
-device and no connection, so a fork of this process is as good as a new one. Workers die with this process.
+Loading torch, numba and UCX is most of a worker's start. A local cluster does it once; its workers, and those that
+replace dead ones, are there in a fraction of the time, and share the memory. What is loaded here leaves no thread and
+opens no device and no connection, so a fork of this process is as good as a new one. Workers die with this process,
+and this one with its parent.
 """
 
 import gc
@@ -14,19 +15,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Thread
 from typing import TypeVar
 
 from runtime.errors import InternalError
 from runtime.orders import Order, OrderAnswer, open_socket, receive_order, send_answer
 from runtime.quiet import quiet_grpc
-from runtime.tied import tie_to_parent
+from runtime.tied import ALL_CORES, tie_to_parent
+from transfer.ucx.api import load_ucx
 
 T = TypeVar("T")
 
 
 def main() -> None:
     """Until the parent ends this process; in a fork, until its worker has ended."""
-    (path,) = sys.argv[1:]
+    parent, path = sys.argv[1:]
+    tie_to_parent(int(parent), ALL_CORES)
     with open_socket() as listener:
         listener.bind(path)
         listener.listen()
@@ -36,16 +40,24 @@ def main() -> None:
 
 
 def load() -> None:
-    """What forks find in place. Raises InternalError if a thread has been started: no fork would have it."""
+    """What forks find in place. Raises InternalError if a thread is left: no fork would have it."""
     quiet_grpc()
-    import pool.start  # noqa: F401
-    from engine.kernels.host.compiled import load_numba
+    gc.disable()  # modules stay: a seventh of the time would go into looking for what does not
+    import engine.kernels.host.compiled  # torch and numba
 
-    load_numba()
+    # UCX measures a clock for 0.4 s as it loads, and the dynamic linker loads nothing else meanwhile: so beside what is
+    # Python alone.
+    ucx = Thread(target=load_ucx)
+    ucx.start()
+    import pool.start  # noqa: F401
+
+    engine.kernels.host.compiled.load_numba()
+    ucx.join()
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
         raise InternalError(f"{num_threads - 1} threads have been started by what workers load; forks would lack them")
     gc.collect()
     gc.freeze()  # so that a collection in a fork leaves the shared pages alone
+    gc.enable()
 
 
 @dataclass

@@ -32,7 +32,7 @@ def nursery_in(folder: Path) -> Nursery:
     (folder / "modules" / "a_worker.py").write_text(_MODULE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder / "modules"), prepend=os.pathsep)
-        return Nursery(folder)
+        return Nursery()
 
 
 @pytest.fixture(scope="module")
