@@ -89,8 +89,35 @@ def _metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
     return (("traceparent", traceparent),) if traceparent else ()
 
 
-def _draw_seed() -> int:
-    return secrets.randbits(64)
+class _Attempts:
+    """One answer from its first attempt to its end: what both clients do but for the calls and the pauses."""
+
+    def __init__(self, query: Query, timeout_s: float | None, retry: Retry, turns: Targets) -> None:
+        """Raises InvalidRequestError for a time limit that is no number."""
+        self._answer = AnswerSoFar(query, lambda: secrets.randbits(64))
+        self._patience = Patience(retry, _time_limit(timeout_s), len(turns), SystemClock(), random.Random())
+        self._turns, self._turn = turns, 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self._answer.is_whole
+
+    def begin(self) -> tuple[int, pb.GenerateRequest, float | None]:
+        """The next attempt: the router to call, what to send, and the seconds that are left."""
+        self._turn = self._turns.next()
+        return self._turn, wire.request_of(self._answer.query()), self._patience.left_s()
+
+    def news(self, response: pb.GenerateResponse) -> Iterator[Event]:
+        """What had not come before."""
+        self._turns.answered(self._turn)
+        for event in self._answer.news(wire.event_of(response)):
+            self._patience.progressed()
+            yield event
+
+    def pause_after(self, error: BatonError) -> float:
+        """Seconds until the next attempt. Raises `error` where there is none."""
+        self._turns.failed(self._turn, error)
+        return self._patience.pause_after(error)
 
 
 class BatonClient:
@@ -101,8 +128,8 @@ class BatonClient:
         self.targets = checked_targets(targets or (DEFAULT_TARGET,))
         self._channels = [open_sync_channel(target, security=security) for target in self.targets]
         self._stubs = [GenerationStub(channel) for channel in self._channels]
-        self._retry, self._clock, self._rng = retry, SystemClock(), random.Random()
-        self._turns = Targets(len(self.targets), self._clock, self._rng)
+        self._retry = retry
+        self._turns = Targets(len(self.targets), SystemClock(), random.Random())
 
     def __enter__(self) -> Self:
         return self
@@ -118,28 +145,22 @@ class BatonClient:
     def generate(self, query: Query, *, timeout_s: float | None = None,
                  traceparent: str = "") -> Generator[Event, None, None]:
         """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace context, if it has one."""
-        answer, limit_s = AnswerSoFar(query, _draw_seed), _time_limit(timeout_s)
-        patience = Patience(self._retry, limit_s, len(self.targets), self._clock, self._rng)
+        answer = _Attempts(query, timeout_s, self._retry, self._turns)
         while True:
-            request, turn = wire.request_of(answer.query()), self._turns.next()
+            turn, request, left_s = answer.begin()
             try:
                 with _typed_errors():
-                    call = self._stubs[turn].Generate(request, timeout=patience.left_s(),
-                                                      metadata=_metadata(traceparent))
+                    call = self._stubs[turn].Generate(request, timeout=left_s, metadata=_metadata(traceparent))
                     try:
                         for response in call:
-                            self._turns.answered(turn)
-                            for event in answer.news(wire.event_of(response)):
-                                patience.progressed()
-                                yield event
+                            yield from answer.news(response)
                     finally:
                         call.cancel()
                 return
             except BatonError as error:
                 if answer.is_whole:
                     return
-                self._turns.failed(turn, error)
-                pause_s = patience.pause_after(error)
+                pause_s = answer.pause_after(error)
             time.sleep(pause_s)
 
     def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:
@@ -197,8 +218,8 @@ class AsyncBatonClient:
         self.targets = checked_targets(targets or (DEFAULT_TARGET,))
         self._channels = [open_channel(target, security=security) for target in self.targets]
         self._stubs = [GenerationStub(channel) for channel in self._channels]
-        self._retry, self._clock, self._rng = retry, SystemClock(), random.Random()
-        self._turns = Targets(len(self.targets), self._clock, self._rng)
+        self._retry = retry
+        self._turns = Targets(len(self.targets), SystemClock(), random.Random())
 
     async def __aenter__(self) -> Self:
         return self
@@ -213,19 +234,15 @@ class AsyncBatonClient:
     async def generate(self, query: Query, *, timeout_s: float | None = None,
                        traceparent: str = "") -> AsyncGenerator[Event, None]:
         """Chunks as they are drawn, then one Finish. `traceparent` is the caller's W3C trace context, if it has one."""
-        answer, limit_s = AnswerSoFar(query, _draw_seed), _time_limit(timeout_s)
-        patience = Patience(self._retry, limit_s, len(self.targets), self._clock, self._rng)
+        answer = _Attempts(query, timeout_s, self._retry, self._turns)
         while True:
-            request, turn = wire.request_of(answer.query()), self._turns.next()
+            turn, request, left_s = answer.begin()
             try:
                 with _typed_errors():
-                    call = self._stubs[turn].Generate(request, timeout=patience.left_s(),
-                                                      metadata=_metadata(traceparent))
+                    call = self._stubs[turn].Generate(request, timeout=left_s, metadata=_metadata(traceparent))
                     try:
                         async for response in call:
-                            self._turns.answered(turn)
-                            for event in answer.news(wire.event_of(response)):
-                                patience.progressed()
+                            for event in answer.news(response):
                                 yield event
                     finally:
                         call.cancel()
@@ -233,8 +250,7 @@ class AsyncBatonClient:
             except BatonError as error:
                 if answer.is_whole:
                     return
-                self._turns.failed(turn, error)
-                pause_s = patience.pause_after(error)
+                pause_s = answer.pause_after(error)
             await asyncio.sleep(pause_s)
 
     async def complete(self, query: Query, *, timeout_s: float | None = None) -> Completion:

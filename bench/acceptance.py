@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import Query, Sampling, Stop
+from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import Figures, decode_ports
-from bench.report import Value, render
+from bench.report import Value
 from demo.corpus import speculation_prompts
-from runtime.errors import BatonError
 
 SHAPES = {"chain_3": (1, 3, 3), "tree_4x4_15": (4, 4, 15)}
 BARS = {"chain_3": 2.7, "tree_4x4_15": 3.5}
@@ -42,8 +41,7 @@ async def accepted(flags: argparse.Namespace, shape: tuple[int, int, int]) -> Fi
         model=demo_model(), decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning",
         worker_flags=("--draft", str(flags.draft), "--spec-topk", topk, "--spec-steps", steps, "--spec-draft-tokens",
                       tokens, "--no-spec-adaptive"))
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client):
+    async with running_cluster(config) as (cluster, client):
         ports = await decode_ports(cluster)
         before = await ports.leader()
         await ask_all(client, held_out_queries(flags.prompts))
@@ -61,19 +59,11 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_flags(__doc__)
     parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
     parser.add_argument("--decode-pp", type=int, default=2, help="stages of the decode pool, default 2")
     parser.add_argument("--prompts", type=int, default=50, help="default 50")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags = parser.parse_args()
-    try:
-        values = asyncio.run(measure(flags))
-    except BatonError as error:
-        print(f"bench.acceptance: {error}", file=sys.stderr)
-        return 1
-    print(render("acceptance", values, as_json=flags.json))
-    return 0
+    return run_benchmark("acceptance", parser, measure)
 
 
 if __name__ == "__main__":

@@ -5,26 +5,22 @@ Reports TTFT, TPOT, ITL, the part of the handoff that prefill did not hide, and 
 """
 
 import argparse
-import asyncio
 import sys
 import time
 from pathlib import Path
 
-from baton.client import AsyncBatonClient
-from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Slo, run_load, summarise
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
-from bench.report import Value, render
-from runtime.errors import BatonError
+from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster
+from bench.report import Value
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     config = ClusterConfig(model=flags.model, prefill=flags.prefill, decode=flags.decode, prefill_pp=flags.prefill_pp,
                            decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning")
     slo = Slo(flags.slo_ttft_s, flags.slo_tpot_s)
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client):
+    async with running_cluster(config) as (_, client):
         mean = flags.prompt_tokens
         shape = Shape(Lengths("uniform", max(mean // 2, 1), mean * 3 // 2), Lengths("constant", flags.output_tokens))
         planned = plan(flags.requests, Arrivals(rate=flags.rate), shape, seed=flags.seed)
@@ -38,22 +34,14 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     for name, default in (("prefill", 1), ("decode", 1), ("prefill-pp", 1), ("decode-pp", 2), ("requests", 60),
                           ("prompt-tokens", 192), ("output-tokens", 32), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     for name, rate in (("rate", 4.0), ("slo-ttft-s", 0.5), ("slo-tpot-s", 0.05)):
         parser.add_argument(f"--{name}", type=float, default=rate, help=f"default {rate}")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags = parser.parse_args()
-    try:
-        values = asyncio.run(measure(flags))
-    except BatonError as error:
-        print(f"bench.e2e: {error}", file=sys.stderr)
-        return 1
-    print(render("e2e", values, as_json=flags.json))
-    return 0 if values["failed"] == 0 else 1
+    return run_benchmark("e2e", parser, measure, failed_requests)
 
 
 if __name__ == "__main__":

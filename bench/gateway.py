@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 import sys
 import time
@@ -20,10 +19,10 @@ from pathlib import Path
 import httpx2
 
 from baton.client import AsyncBatonClient
-from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import ChatMessage, Chunk, Query, Sampling, Stop
-from bench.report import Value, render
+from bench.command import benchmark_flags, run_benchmark, running_cluster
+from bench.report import Value, process_cpu_s
 from protos import worker_pb2, worker_pb2_grpc
 from runtime.client import open_channel
 from runtime.errors import BatonError
@@ -31,13 +30,6 @@ from runtime.errors import BatonError
 QUESTION = "Count from 3 by 2."
 TIMEOUT_S = 120.0
 WATCHERS = 5  # a report every 10 ms
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of processor time that a process has used, in user and system mode."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 def body(model: str, max_tokens: int, *, is_endless: bool) -> dict[str, object]:
@@ -117,8 +109,7 @@ async def forgotten_s(http: httpx2.AsyncClient, model: str, held: Held) -> float
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     config = ClusterConfig(model=flags.model, listen="127.0.0.1:0", http="127.0.0.1:0", log_level="warning")
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client,
+    async with (running_cluster(config) as (cluster, client),
                 httpx2.AsyncClient(base_url=f"http://{cluster.http_address}", timeout=TIMEOUT_S) as http):
         model = (await client.model_info()).model
         query = Query((ChatMessage("user", QUESTION),), Sampling(temperature=0), Stop(max_tokens=8))
@@ -127,10 +118,10 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             grpc_s.append(await first_s(chunks(client, query)))
             http_s.append(await first_s(pieces(http, body(model, 8, is_endless=False))))
         pids = {name: cluster.processes[name].pid or 0 for name in ("gateway", "router")}
-        before = {name: cpu_s(pid) for name, pid in pids.items()}
+        before = {name: process_cpu_s(pid) for name, pid in pids.items()}
         await asyncio.gather(*(first_s(pieces(http, body(model, flags.tokens, is_endless=True)))
                                for _ in range(flags.streams)))
-        spent = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+        spent = {name: process_cpu_s(pid) - before[name] for name, pid in pids.items()}
         announcement = cluster.processes["decode-0"].announcement
         assert announcement is not None
         held = Held()
@@ -150,19 +141,11 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     for name, default in (("requests", 100), ("streams", 8), ("tokens", 400), ("leavers", 20)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags = parser.parse_args()
-    try:
-        values = asyncio.run(measure(flags))
-    except BatonError as error:
-        print(f"bench.gateway: {error}", file=sys.stderr)
-        return 1
-    print(render("gateway", values, as_json=flags.json))
-    return 0
+    return run_benchmark("gateway", parser, measure)
 
 
 if __name__ == "__main__":

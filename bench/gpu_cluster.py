@@ -20,10 +20,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.client import AsyncBatonClient
-from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
 from baton.values import Completion, Query, Sampling, Stop
+from bench.command import running_cluster
 from bench.gpu_model import LLAMA_8B, DeviceRandom
 from bench.report import Value, render
 from engine.core.layer_range import LayerRange
@@ -96,8 +95,7 @@ async def measure(model: Path, device: str, *, prompt_tokens: int, prompts: int)
                            worker_flags=("--device", device, "--numerics", numerics.value, "--memory-mb",
                                          str(MEMORY_MB[kind])))
     draw = random.Random(0)
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client):
+    async with running_cluster(config) as (_, client):
         vocab_size = (await client.model_info()).vocab_size
         answers = list[Completion]()
         for _ in range(prompts + 1):  # the first one warms up

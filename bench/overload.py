@@ -25,6 +25,7 @@ from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import percentiles
 from baton.values import Finish, Query
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
+from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import Figures, scrape
 from bench.report import Value, render
 from runtime.errors import BatonError, CapacityError
@@ -183,8 +184,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         model=flags.model, prefill=flags.prefill, decode=flags.decode, decode_pp=flags.decode_pp, listen="127.0.0.1:0",
         log_level="warning", one_core_each=False, worker_flags=("--max-running", str(flags.max_running)),
         router_flags=("--max-waiting", str(flags.max_waiting)))
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client):
+    async with running_cluster(config) as (cluster, client):
         mean = flags.prompt_tokens
         shape = Shape(Lengths("uniform", max(mean // 2, 1), mean * 3 // 2),
                       Lengths("uniform", max(flags.output_tokens // 2, 1), flags.output_tokens * 3 // 2))
@@ -219,7 +219,7 @@ def _numbers(text: str) -> list[float | None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     for name, default in (("prefill", 1), ("decode", 1), ("decode-pp", 1), ("prompt-tokens", 96),
                           ("output-tokens", 32), ("max-running", 8), ("max-waiting", 1024), ("seed", 0)):
@@ -228,18 +228,7 @@ def main() -> int:
     parser.add_argument("--capacity-s", type=float, default=20.0, help="of the closed loop; default 20")
     parser.add_argument("--loads", default="0.8,1,2,4", help="times the capacity; default 0.8,1,2,4")
     parser.add_argument("--deadlines", default="5,10,60,none", help="seconds; default 5,10,60,none")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags = parser.parse_args()
-    try:
-        values = asyncio.run(measure(flags))
-    except BatonError as error:
-        print(f"bench.overload: {error}", file=sys.stderr)
-        return 1
-    print(render("overload", values, as_json=flags.json))
-    problems = missed(values)
-    for problem in problems:
-        print(f"bench.overload: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return run_benchmark("overload", parser, measure, missed)
 
 
 if __name__ == "__main__":

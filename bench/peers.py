@@ -155,7 +155,7 @@ def run(flags: argparse.Namespace) -> dict[str, Value]:
         if flags.vllm_python:
             model = write_checkpoint(flags.folder / "checkpoint")
             program = Path(__file__).with_name("peer_vllm.py")
-            command = [str(flags.vllm_python), "-P", str(program), str(model), str(CONTEXT), str(max(ROWS))]
+            command = [str(flags.vllm_python), "-P", str(program), "turns", str(model), str(max(ROWS)), str(CONTEXT)]
             settings = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": "4",
                         "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             plain = {name: value for name, value in environment.items() if name != "PYTHONPATH"}

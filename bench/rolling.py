@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Outcome, Slo, run_load, summarise
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
-from bench.report import Value, render
-from runtime.errors import BatonError
+from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster
+from bench.report import Value
 
 BATCH = 20  # requests planned at a time; the next ones follow when they have all arrived and ended
 RESTART_S = 120.0
@@ -25,8 +24,7 @@ RESTART_S = 120.0
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     config = ClusterConfig(model=flags.model, prefill=flags.prefill, decode=flags.decode, decode_pp=flags.decode_pp,
                            listen="127.0.0.1:0", log_level="warning", worker_flags=("--drain-s", str(flags.drain_s)))
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client):
+    async with running_cluster(config) as (cluster, client):
         over = asyncio.Event()
         load = asyncio.create_task(steady_load(client, flags, over))
         started, restarts = time.monotonic(), 0
@@ -56,22 +54,14 @@ async def steady_load(client: AsyncBatonClient, flags: argparse.Namespace, over:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     for name, default in (("rounds", 3), ("prefill", 2), ("decode", 2), ("decode-pp", 2), ("prompt-tokens", 192),
                           ("output-tokens", 64)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     for name, rate in (("rate", 4.0), ("drain-s", 1.0), ("slo-ttft-s", 0.5), ("slo-tpot-s", 0.05)):
         parser.add_argument(f"--{name}", type=float, default=rate, help=f"default {rate}")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags = parser.parse_args()
-    try:
-        values = asyncio.run(measure(flags))
-    except BatonError as error:
-        print(f"bench.rolling: {error}", file=sys.stderr)
-        return 1
-    print(render("rolling", values, as_json=flags.json))
-    return 0 if values["failed"] == 0 else 1
+    return run_benchmark("rolling", parser, measure, failed_requests)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from bench.report import Value, render
+from bench.report import Value, process_cpu_s, render
 
 
 class LineProcess:
@@ -45,8 +45,7 @@ class LineProcess:
 
     def cpu_s(self) -> float:
         """CPU time it has used so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return process_cpu_s(self._process.pid)
 
 
 class CheckoutSide(LineProcess):

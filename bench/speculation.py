@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
-from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import Finish, Query, Sampling, Stop
+from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import PoolPorts, decode_ports, planner_calls
-from bench.report import Value, render
+from bench.report import Value
 from demo.corpus import speculation_prompts
-from runtime.errors import BatonError
 
 REQUEST_TIMEOUT_S = 120.0
 
@@ -72,8 +71,7 @@ class ClusterSide:
 async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[ClusterSide]:
     config = ClusterConfig(model=flags.model, decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning",
                            worker_flags=worker_flags)
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client):
+    async with running_cluster(config) as (cluster, client):
         yield ClusterSide(client, await decode_ports(cluster))
 
 
@@ -103,22 +101,15 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
     for name, default in (("decode-pp", 1), ("topk", 1), ("steps", 3), ("draft-tokens", 3), ("prompts", 16),
                           ("output-tokens", 96)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags = parser.parse_args()
-    try:
-        values = asyncio.run(measure(flags))
-    except BatonError as error:
-        print(f"bench.speculation: {error}", file=sys.stderr)
-        return 1
-    print(render("speculation", values, as_json=flags.json))
-    return 0 if values["answers_equal"] else 1
+    return run_benchmark("speculation", parser, measure,
+                         lambda values: [] if values["answers_equal"] else ["answers differ"])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """How much of what callers send a server holds at once. Two bounds, both checked call by call:
 
  - `Intake`: messages being read. gRPC reads a message whole before any code sees it, so a message on its way may take
- as
-   many bytes as its server admits. The one read for longest makes room for the next one: a message that has arrived is
-   read within a turn of the event loop, so only slow ones wait for others, and none can hold a place.
+   as many bytes as its server admits. The one read for longest makes room for the next one: a message that has arrived
+   is read within a turn of the event loop, so only slow ones wait for others, and none can hold a place.
  - `Seats`: calls under way, and the bytes of their messages.
 
 A caller that may not call is refused before either (`runtime.interceptor`).

@@ -134,7 +134,9 @@ def _commands() -> Iterator[str]:
             yield "| Flag | Default | Meaning |\n|---|---|---|\n"
         for option in options:
             spelled = " ".join(f"`{opt}`" for opt in (*option.opts, *option.secondary_opts))
-            default = "" if option.default is False else _spelled(option.default)
+            # A default that is made in the command is shown by name only.
+            value = option.show_default if isinstance(option.show_default, str) else option.default
+            default = "" if value is False else _spelled(value)
             variable = f" (`{option.envvar}`)" if option.envvar else ""
             yield f"| {spelled} | {default} | {_cell(option.help or '')}{variable} |\n"
         yield "\n"

@@ -1,4 +1,4 @@
-"""What a stage's layers run on on the host."""
+"""What a stage's layers run on where the device is the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

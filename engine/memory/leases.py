@@ -2,7 +2,7 @@
 
 Index 0 of every pool is the null record: padded table entries point at it, padded rows write to it, no lease holds it.
 A ledger belongs to one thread, the one that schedules. A request holds two kinds of ids: pages of the paged caches, and
-one slot of recurrent (conv and state) memory where the model has any. Draft models have a page allocator of their own.
+one slot of recurrent (conv and state) memory where the model has any. A draft's pages have the ids of its target's.
 """
 
 from bisect import bisect_left, bisect_right

@@ -1,8 +1,7 @@
 """From logits to tokens and their log-probabilities. Draws one token per row: from the row to the distribution, and a
-token from it. Pure: the same logits and
-the same row give the same token, in any batch. Numpy in double precision, one row at a time: one row at a time makes
-the result independent of the batch, double precision keeps a running sum over 150,000 probabilities exact enough to
-invert.
+token from it. Pure: the same logits and the same row give the same token, in any batch. Numpy in double precision, one
+row at a time: this makes the result independent of the batch, and double precision keeps a running sum over 150,000
+probabilities exact enough to invert.
 
 Because the random number depends on (seed, position) alone, drawing at a node of a draft tree is the same call with
 that node's logits and row: the walk over the tree emits exactly what plain decoding would.

@@ -73,8 +73,8 @@ def test_llama_bench_is_asked_for_one_row_behind_the_context(tmp_path: Path) -> 
 def test_vllms_side_runs_without_our_packages() -> None:
     """Its Python has none of ours, and `bench/kernels.py` must not stand for its package `kernels`."""
     program = Path(peer_files.__file__).with_name("peer_vllm.py")
-    done = subprocess.run([sys.executable, "-P", program, "nowhere", "512", "1"], capture_output=True, text=True,
-                          timeout=60, check=False, cwd="/", env={"PATH": os.environ["PATH"]})
+    done = subprocess.run([sys.executable, "-P", program, "turns", "nowhere", "1", "512"], capture_output=True,
+                          text=True, timeout=60, check=False, cwd="/", env={"PATH": os.environ["PATH"]})
     assert "No module named 'vllm'" in done.stderr
 
 
