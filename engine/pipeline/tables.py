@@ -94,7 +94,7 @@ class _Numbers:
         return array(self.code, value).tobytes() if value else b"", (len(value),)
 
     def decode(self, content: memoryview, shape: Shape) -> list[Any]:
-        return content.cast(self.code).tolist() if content else []
+        return array(self.code, bytes(content)).tolist()
 
 
 @dataclass(frozen=True)

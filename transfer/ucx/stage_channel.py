@@ -56,7 +56,8 @@ class UcxStageChannel:
         self._early: list[tuple[int, int, UcxProbe]] = []  # (epoch, rank, frame)
         self._discards: list[UcxRequest] = []
         self._scratch = self._ucx.array(bytearray(1))
-        self._buffer = bytearray(0)
+        self._buffer = bytearray(1)
+        self._whole_buffer = self._ucx.array(self._buffer)
         self._lost: dict[int, str] = {}
         self._lost_lock = threading.Lock()
         self._wakeup = Wakeup()
@@ -121,29 +122,35 @@ class UcxStageChannel:
         """The next frame from `rank`, valid until the next call; None when none came in time or `wake` was called.
         Raises PeerLostError (frames that came before the loss are still handed out), DeadlineError as `send`."""
         with self._pending.using:
-            deadline_s = time.monotonic() + timeout_s
-            self._vigil.begin()
-            while not self._inboxes.get(rank):
+            if not self._inboxes.get(rank):
                 self._dispatch()
-                if self._inboxes.get(rank):
-                    break
-                self._check(rank)
-                if self._wakeup.is_set:
-                    self._wakeup.clear()
-                    self._check(rank)
-                    return None
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    self._vigil.in_vain()
-                    return None
-                if self._vigil.lasts():
-                    os.sched_yield()
-                elif self._pending.any:
-                    self._wakeup.sleep(min(SEND_WAIT_S, left_s))
-                elif self._worker.arm():
-                    self._wakeup.sleep(min(RECEIVE_WAIT_S, left_s))
-            self._vigil.rewarded()
+            if not self._inboxes.get(rank) and not self._wait(rank, time.monotonic() + timeout_s):
+                return None
             return self._take(rank, self._inboxes[rank].popleft())
+
+    def _wait(self, rank: int, deadline_s: float) -> bool:
+        """Until a frame has come from `rank`, or `wake`: then, and in the end, False."""
+        self._vigil.begin()
+        while True:
+            self._check(rank)
+            if self._wakeup.is_set:
+                self._wakeup.clear()
+                self._check(rank)
+                return False
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                self._vigil.in_vain()
+                return False
+            if self._vigil.lasts():
+                os.sched_yield()
+            elif self._pending.any:
+                self._wakeup.sleep(min(SEND_WAIT_S, left_s))
+            elif self._worker.arm():
+                self._wakeup.sleep(min(RECEIVE_WAIT_S, left_s))
+            self._dispatch()
+            if self._inboxes.get(rank):
+                self._vigil.rewarded()
+                return True
 
     def check(self, rank: int) -> None:
         """Raises PeerLostError when this stage is known to be gone; what has arrived from it still waits."""
@@ -223,16 +230,17 @@ class UcxStageChannel:
 
     def _take(self, rank: int, frame: UcxProbe) -> memoryview:
         """Receive a frame that has (at least begun to) come."""
-        if len(self._buffer) < frame.length:
-            self._buffer = bytearray(min(self._max_frame_bytes, 2 * frame.length))
-        view = memoryview(self._buffer)[:frame.length]
-        request = self._worker.tag_recv_with_handle(self._ucx.array(view), frame)
+        length = frame.length
+        if len(self._buffer) < length:
+            self._buffer = bytearray(min(self._max_frame_bytes, 2 * length))
+            self._whole_buffer = self._ucx.array(self._buffer)
+        request = self._worker.tag_recv_with_handle(self._whole_buffer, frame)
         while not request.completed:
             if not self._worker.progress_once():
                 os.sched_yield()  # the sender may need this very core to go on
                 self._check(rank)
         self._check_request(rank, request)
-        return view
+        return memoryview(self._buffer)[:length]
 
     def _discard(self, frames: Sequence[UcxProbe] | deque[UcxProbe]) -> None:
         # Into one byte: UCX drops what does not fit.

@@ -13,8 +13,8 @@ SHARED_FOR_S = 0.1
 
 
 class Vigil:
-    """The waits of one stage, one after the other. While batches are in flight waits are short, and a stage stays awake
-    for as long as the last ones took; where none comes any more, or other processes want the core, it sleeps.
+    """The waits of one stage for what is not there yet. While batches are in flight waits are short, and a stage stays
+    awake for as long as the last ones took; where none comes any more, or other processes want the core, it sleeps.
 
         vigil.begin()
         while nothing has come:
