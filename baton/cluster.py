@@ -51,6 +51,7 @@ _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _NARRATOR = "baton"
 _REAP_S = 5.0
 _POLL_S = 0.1
+PROGRESS_S = 5.0  # between two reports of a start that takes long
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,14 @@ class LocalCluster:
             raise ConfigError(f"--http needs a tokenizer: {self._config.model} has none", field="http")
         num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
         self._say(f"starting {num_processes} processes with {self._config.model}")
-        for name in self._router_names:
-            self._launch_router(name)
         await self._connect_nursery()
         for pool in self._pools:
             self._launch_stage(pool, 0)
         for pool in self._pools:
             for stage in range(1, pool.shape.num_stages):
                 self._launch_stage(pool, stage)
+        for name in self._router_names:
+            self._launch_router(name)
         for process in self.processes.values():
             await process.announced(timeout_s=self._config.ready_timeout_s)
         self._say("waiting for the pools to form and warm up (the first time they compile kernels: half a minute)")
@@ -215,9 +216,15 @@ class LocalCluster:
     async def _or_first_failure(self, start: Coroutine[None, None, None]) -> None:
         """Run `start`, but end with a process's error as soon as one cannot start."""
         starting = asyncio.create_task(start)
+        began_s = reported_s = asyncio.get_running_loop().time()
         try:
             while not starting.done():
                 await asyncio.wait({starting, *self._lives.values()}, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
+                now_s = asyncio.get_running_loop().time()
+                if self.processes and now_s - reported_s >= PROGRESS_S:
+                    reported_s = now_s
+                    states = ", ".join(f"{name} {process.progress}" for name, process in self.processes.items())
+                    self._say(f"after {now_s - began_s:.0f} s: {states}")
                 for life in self._lives.values():
                     if life.done():
                         life.result()

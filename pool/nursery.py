@@ -7,6 +7,7 @@ and this one with its parent.
 """
 
 import gc
+import logging
 import os
 import runpy
 import selectors
@@ -132,12 +133,21 @@ def _unless_gone(call: Callable[[], T]) -> T | None:
 
 
 def become(order: Order) -> None:
-    """Run the worker's module as its own program would."""
+    """Run the worker's module as its own program would. Where that ends with a code, so does the process, at once: to
+    take apart all that was loaded takes the interpreter half a second, and most of the shared memory is copied."""
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)
     sys.argv = [order.module, *order.arguments]
-    runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int):
+            raise
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended.code)
 
 
 if __name__ == "__main__":
