@@ -20,7 +20,8 @@ async def test_the_next_turn_goes_where_the_last_one_was(tmp_path_factory: pytes
     async with running_cluster(checkpoint, prefill=2, worker_flags=flags) as running:
         for number in range(MAX_ROUNDS):
             prompts = [rng.choices(range(3, 256), k=320) for _ in range(2)]
-            await asyncio.gather(*(ask(running.client, question(f"{number}", prompt)) for prompt in prompts))
+            await asyncio.gather(*(ask(running.client, question(f"{number}, {place}", prompt))
+                                   for place, prompt in enumerate(prompts)))
             await asyncio.sleep(0.2 * number)
             turns = [await ask(running.client, question(f"{number} goes on", [*prompt, 7, 8])) for prompt in prompts]
             if all(turn.finish.usage.cached_tokens == 320 for turn in turns):
