@@ -93,7 +93,7 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(details_pb2.RetryInfo(retry_delay=delay))
-        trailers.append((PUSHBACK_KEY, str(round(error.retry_after_s * 1e3))))
+        trailers.append((PUSHBACK_KEY, str(delay.ToMilliseconds())))
     return _failure(code, message, details, trailers)
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.severed`: one prefill worker before two decode pools, on hosts of their own, and the link to the
+"""`python -m tests.bench.severed`: one prefill worker, two decode pools, all on hosts of their own, and the link to the
 pool that goes first cut for good.
 
 Prints how many requests had the right answer, how many tries the link cost, and how many were asked. Ends with 77 where
