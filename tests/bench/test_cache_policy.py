@@ -1,0 +1,40 @@
+"""Hits of a trace of a few prompts, counted by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.cache_policy import read_trace, replay
+
+# A conversation of two turns, another one that begins with the same block, and the first one's second turn again.
+PROMPTS = ((0, 40, (1, 2, 3)), (1000, 60, (1, 2, 4, 5)), (2000, 40, (1, 6, 7)), (3000, 60, (1, 2, 4, 5)))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": at_ms, "input_length": length, "hash_ids": ids} for at_ms, length, ids in PROMPTS]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def token_hit(path: Path, capacity: int, state_tokens: int) -> float:
+    found = replay(read_trace(path, 16), capacity, state_tokens, 16)["token_hit"]
+    assert isinstance(found, float)
+    return found
+
+
+def test_without_states_every_known_block_hits(trace: Path) -> None:
+    """Blocks of 16: 40 tokens are two whole ones, 60 are three. Found are none, 2, 1 and 3 of them."""
+    assert token_hit(trace, 1024, 0) == (0 + 2 + 1 + 3) * 16 / 200
+
+
+def test_with_states_a_prompt_goes_on_where_one_ended_or_parted(trace: Path) -> None:
+    """States after (1, 2), (1, 2, 4) and, where the third prompt parts from these, (1): too late for itself."""
+    assert token_hit(trace, 1024, 20) == (0 + 2 + 0 + 3) * 16 / 200
+
+
+def test_a_cache_that_is_too_small_gives_up_the_oldest(trace: Path) -> None:
+    """Three pages: the third prompt pushes out what only the second had, whose block it needs a page for."""
+    assert token_hit(trace, 48, 0) == (0 + 2 + 1 + 2) * 16 / 200
