@@ -22,7 +22,7 @@ from runtime.errors import InternalError, StalePlanError
 
 
 @dataclass
-class _Keys:
+class _RoundKeys:
     """Keys and values of one layer in a round [R, kv, S, D]: committed, then those of each step done."""
 
     keys: Tensor
@@ -39,7 +39,7 @@ class RoundPlan:
     tables: Tensor
     num_committed: int
     seen: Tensor
-    layers: dict[int, _Keys] = field(default_factory=dict)
+    layers: dict[int, _RoundKeys] = field(default_factory=dict)
 
 
 class MultiStepAttention:
@@ -99,7 +99,7 @@ class MultiStepAttention:
                                  f"{batch.num_rows} rows and {batch.num_tokens} tokens")
         return plan
 
-    def _extended(self, plan: RoundPlan, layer_id: int, k: Tensor, v: Tensor) -> tuple[_Keys, int]:
+    def _extended(self, plan: RoundPlan, layer_id: int, k: Tensor, v: Tensor) -> tuple[_RoundKeys, int]:
         """Put k, v [R, K, kv, D] behind what the layer has; also how many slots it has then."""
         layer = plan.layers.get(layer_id)
         if layer is None:
@@ -108,7 +108,7 @@ class MultiStepAttention:
             # What was never written may be NaN, which no mask hides.
             hidden = plan.seen[:, 0, :plan.num_committed].logical_not()[:, None, :, None]
             keys, values = F.pad(committed.masked_fill(hidden, 0.0), (0, 0, 0, plan.num_branches * MAX_STEPS))
-            plan.layers[layer_id] = layer = _Keys(keys, values)
+            plan.layers[layer_id] = layer = _RoundKeys(keys, values)
         if layer.num_steps == MAX_STEPS:
             raise InternalError(f"a round has at most {MAX_STEPS} steps")
         start = plan.num_committed + layer.num_steps * plan.num_branches
