@@ -2,33 +2,38 @@
 
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 POLL_S = 0.02
+_FLOCK = "hhqqi0q"  # struct flock: type, whence, start, length, process (0 for a lock of the open file)
 
 
 @contextmanager
-def alone(path: Path, *, patience_s: float) -> Iterator[bool]:
-    """Hold a lock on the file while the block runs; whether it is held. Without it the block runs all the same: after
-    `patience_s`, and where the file cannot be opened, which is never followed if it is a link."""
+def alone(path: Path, subject: int, *, patience_s: float) -> Iterator[bool]:
+    """Hold the lock of that subject, 0 to 2^63 - 1, on the file while the block runs; whether it is held. Without it
+    the block runs all the same: after `patience_s`, and where the file cannot be opened, which is never followed if it
+    is a link."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
         yield False
         return
     try:
-        yield _locked(descriptor, time.monotonic() + patience_s)
+        yield _locked(descriptor, subject, time.monotonic() + patience_s)
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int, deadline_s: float) -> bool:
+def _locked(descriptor: int, subject: int, deadline_s: float) -> bool:
+    """A subject's lock is on a byte of the file, which need not be there."""
+    wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, subject, 1, 0)
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
         except BlockingIOError:
             if time.monotonic() >= deadline_s:
                 return False

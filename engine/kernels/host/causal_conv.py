@@ -21,20 +21,18 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
-    filled,
     launch,
     pointer_to,
     record,
     rounded,
+    take_seat,
     wide,
 )
 from engine.kernels.host.functions import silu
 from engine.kernels.host.strided import clear, floats, integers, size_of
 from engine.kernels.recurrent_rows import RecurrentRows
 
-_ARGUMENTS = record("seats", "num_rows", "channels", "kernel", "stride", "x", "taps", "pool", "out",
-                    "starts", "slots", "is_new", "scratch", "scratch_size")
-_SEAT = 3  # the place of `seats` in the record
+_ARGUMENTS = record("num_rows", "channels", "kernel", "stride", "x", "taps", "pool", "out", "starts", "slots", "is_new")
 _BLOCK = 256  # channels of an item
 
 
@@ -43,11 +41,10 @@ def causal_conv(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, team
     slots of the rows get the rows' last inputs. x and pool bf16 or fp32, of one type. Returns [T, C] of the same."""
     out = torch.empty(x.shape, dtype=x.dtype)
     kernel, channels = taps.shape
-    scratch = torch.empty(torch.get_num_threads(), kernel * _BLOCK)
-    launch(_compiled_for(x.dtype), filled(
-        _ARGUMENTS, num_items=len(rows.slots) * -(-channels // _BLOCK), num_rows=len(rows.slots), kernel=kernel,
-        channels=channels, stride=x.stride(0) * x.itemsize, x=x, taps=taps, pool=pool, out=out, starts=rows.starts,
-        slots=rows.slots, is_new=rows.is_new, scratch=scratch, scratch_size=scratch.shape[1]), team)
+    launch(_compiled_for(x.dtype), _ARGUMENTS, team, num_items=len(rows.slots) * -(-channels // _BLOCK),
+           scratch_bytes=kernel * _BLOCK * 4, num_rows=len(rows.slots), kernel=kernel, channels=channels,
+           stride=x.stride(0) * x.itemsize, x=x, taps=taps, pool=pool, out=out, starts=rows.starts, slots=rows.slots,
+           is_new=rows.is_new)
     return out
 
 
@@ -67,7 +64,7 @@ def _take_channels(pointer, stored):
     """One thread's part: some channels of a row at a time, until none is left."""
     a = carray(pointer, 1)[0]
     starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
-    total_at = a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4
+    total_at = take_seat(pointer)
     size, num_blocks = size_of(stored), (a.channels + _BLOCK - 1) // _BLOCK
     old_at = total_at + _BLOCK * 4
     while True:

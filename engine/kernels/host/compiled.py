@@ -3,6 +3,10 @@
 A kernel is a C function of one argument, the address of a record of sizes and addresses. Every thread of a team calls
 it, and they share the work by counting items up. It cannot raise, so it also counts what is done. The threads are
 torch's own.
+
+A kernel allocates nothing: what a thread needs beside its registers is its seat, a part of the memory that the launch
+holds until all threads are done. numba frees an array of its own behind the last use of the variable, and that its
+address was taken is no use to it.
 """
 
 import ctypes
@@ -16,9 +20,9 @@ from pathlib import Path
 import numba
 import numpy as np
 import torch
-from numba import cfunc, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic, overload
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from engine.kernels.host.alone import alone
 from runtime.errors import InternalError
@@ -69,10 +73,12 @@ PART = {**NUMBERS, "inline": "always"}
 # Operations in the order in which they are written, one rounding each: for kernels whose sums have an order (`dot.py`).
 STRICT = {"error_model": "numpy"}
 STRICT_PART = {**STRICT, "inline": "always"}
-NEXT, DONE = 0, 1  # the places of these fields in every record
+NEXT, DONE, _SEATS = 0, 1, 3  # the places of these fields in every record
+_LINE_BYTES = 64  # of a cache: seats share none
 # The processes of a host that start together would all compile the same kernels; so one does, and the others load them.
+# Each kernel of each installation is locked by itself: whoever compiles one and stands still holds up no other.
 LOCK_FILE = Path(tempfile.gettempdir()) / f"baton-kernels-{os.getuid()}.lock"
-PATIENCE_S = 120.0
+PATIENCE_S = 20.0  # the slowest kernel takes half of it
 
 
 def has_kernels(*dtypes: torch.dtype) -> bool:
@@ -89,17 +95,10 @@ def dense_tokens(x: torch.Tensor) -> torch.Tensor:
 
 def record(*integers: str, **others: type) -> np.dtype:
     """The arguments of a kernel: `next`, the first item that no thread has taken; `done`, how many are finished;
-    `num_items`; then the kernel's own, of which these are integers."""
-    return np.dtype([*((name, np.int64) for name in ("next", "done", "num_items", *integers)), *others.items()])
-
-
-def filled(kind: np.dtype, /, **values: torch.Tensor | float) -> np.ndarray:
-    """One record of that kind for `launch`: numbers, of tensors their addresses, 0 for what is not given. The caller
-    keeps the tensors until the kernel has run."""
-    arguments = np.zeros(1, kind)
-    for name, value in values.items():
-        arguments[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
-    return arguments
+    `num_items`; `seats`, how many threads have a seat, where the first lies and how long one is; then the kernel's own,
+    of which these are integers."""
+    shared = ("next", "done", "num_items", "seats", "scratch", "scratch_bytes")
+    return np.dtype([*((name, np.int64) for name in (*shared, *integers)), *others.items()])
 
 
 def load_numba() -> None:
@@ -113,29 +112,54 @@ def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers:
     nothing finds another version's. `numbers`: NUMBERS or STRICT."""
     files = [Path(source).read_bytes() for source in (*sources, __file__)]
     work.__qualname__ = f"{name}_{xxh3_64_hexdigest(b''.join(files))}"
+    subject = xxh3_64_intdigest(f"{__file__} {work.__qualname__}".encode()) >> 1
     options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **numbers}
     try:
-        with alone(LOCK_FILE, patience_s=PATIENCE_S):
+        with alone(LOCK_FILE, subject, patience_s=PATIENCE_S):
             return cfunc(**options, cache=True)(work)
     except Exception:  # noqa: BLE001 - nowhere to keep it, a full disk, a damaged file: a fault of the code comes again
         return cfunc(**options)(work)
 
 
-def launch(kernel, arguments: np.ndarray, team: Team) -> None:
-    """`arguments`: one record, with `next` and `done` 0. Raises InternalError if not all items were done, because there
-    was no memory for it."""
-    team.run(kernel.address, arguments.ctypes.data, num_parts=int(arguments["num_items"][0]))
-    done, wanted = int(arguments["done"][0]), int(arguments["num_items"][0])
+def launch(kernel, kind: np.dtype, team: Team, /, *, num_items: int, scratch_bytes: int = 0,
+           **values: torch.Tensor | float) -> None:
+    """Run the kernel on a record of that kind with these numbers, the addresses of these tensors, which are kept until
+    it is done, and 0 for what is not given. Each thread has a seat of `scratch_bytes`, on a cache line's boundary, with
+    anything in it.
+
+    Raises:
+        InternalError: not all items were done.
+    """
+    if not num_items:
+        return
+    arguments, seats = np.zeros(1, kind), _seats(num_items, scratch_bytes)
+    for name, value in (*values.items(), ("num_items", num_items), ("scratch", seats)):
+        arguments[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    arguments["scratch_bytes"] = seats.shape[1]
+    team.run(kernel.address, arguments.ctypes.data, num_parts=num_items)
+    _check(int(arguments["done"][0]), num_items)
+
+
+def launch_integers(kernel, num_items: int, integers: Sequence[int], team: Team, *, scratch_bytes: int = 0) -> None:
+    """`launch` for a record that has nothing but integers, of which these are the kernel's own: much less work to
+    fill. The caller keeps what lies at the addresses among them."""
+    if not num_items:
+        return
+    seats = _seats(num_items, scratch_bytes)
+    arguments = array("q", (0, 0, num_items, 0, seats.data_ptr(), seats.shape[1], *integers))
+    team.run(kernel.address, arguments.buffer_info()[0], num_parts=num_items)
+    _check(arguments[DONE], num_items)
+
+
+def _seats(num_items: int, scratch_bytes: int) -> torch.Tensor:
+    """[threads, bytes]"""
+    num_bytes = -(-scratch_bytes // _LINE_BYTES) * _LINE_BYTES
+    return torch.empty(min(torch.get_num_threads(), num_items), num_bytes, dtype=torch.uint8)
+
+
+def _check(done: int, wanted: int) -> None:
     if done != wanted:
         raise InternalError(f"a kernel ended after {done} of {wanted} parts")
-
-
-def launch_integers(kernel, integers: Sequence[int], team: Team) -> None:
-    """`launch` for a record that has nothing but integers, given from `num_items` on: much less work to fill."""
-    arguments, wanted = array("q", (0, 0, *integers)), integers[0]
-    team.run(kernel.address, arguments.buffer_info()[0], num_parts=wanted)
-    if arguments[DONE] != wanted:
-        raise InternalError(f"a kernel ended after {arguments[DONE]} of {wanted} parts")
 
 
 def wide(x):
@@ -187,3 +211,10 @@ def count_up(typing, pointer, field):
         return builder.atomic_rmw("add", builder.gep(address, [arguments[1]]), one, "monotonic")
 
     return types.int64(pointer, types.int64), generate
+
+
+@njit(**STRICT_PART)
+def take_seat(pointer):
+    """The address of memory that is this thread's until the launch ends; once for each thread."""
+    a = carray(pointer, 1)[0]
+    return a.scratch + count_up(pointer, _SEATS) * a.scratch_bytes

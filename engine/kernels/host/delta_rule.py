@@ -25,10 +25,10 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
-    filled,
     launch,
     pointer_to,
     record,
+    take_seat,
     wide,
 )
 from engine.kernels.host.functions import exp, fma
@@ -47,10 +47,9 @@ from engine.kernels.host.strided import (
 )
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 
-_ARGUMENTS = record("seats", "num_rows", "num_heads", "share", "key_dim", "value_dim", "q", "q_stride", "k", "k_stride",
+_ARGUMENTS = record("num_rows", "num_heads", "share", "key_dim", "value_dim", "q", "q_stride", "k", "k_stride",
                     "v", "v_stride", "g", "beta", "starts", "slots", "is_new", "parents", "targets", "pool", "kept",
-                    "out", "scratch", "scratch_size")
-_SEAT = 3  # the place of `seats` in the record
+                    "out")
 _LINE = CHUNK * 4  # bytes of a number for each token of a chunk
 
 
@@ -71,7 +70,7 @@ def delta_steps(inputs: DeltaInputs, rows: RecurrentRows, steps: StateSteps, poo
     """The one-step form. Rows' states are in `pool`; those after each token go to `kept`, which may be the pool.
     Returns [T, Hv, dv] fp32."""
     key_dim, value_dim = pool.shape[2:]
-    return _run(_steps_for(inputs.v.dtype), inputs, rows, pool, team, scratch_size=2 * key_dim + value_dim + 2,
+    return _run(_steps_for(inputs.v.dtype), inputs, rows, pool, team, scratch_floats=2 * key_dim + value_dim + 2,
                 parents=steps.parents, targets=steps.targets, kept=kept)
 
 
@@ -80,22 +79,20 @@ def delta_chunks(inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: T
     [T, Hv, dv] fp32."""
     key_dim, value_dim = pool.shape[2:]
     return _run(_chunks_for(inputs.v.dtype), inputs, rows, pool, team,
-                scratch_size=CHUNK * (3 * key_dim + value_dim + 3 * CHUNK + 2))
+                scratch_floats=CHUNK * (3 * key_dim + value_dim + 3 * CHUNK + 2))
 
 
-def _run(kernel, inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: Team, *, scratch_size: int,
+def _run(kernel, inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: Team, *, scratch_floats: int,
          **others: Tensor) -> Tensor:
     """Launch with what both forms take, and `others`. Returns the output."""
     out = torch.empty(inputs.v.shape, dtype=torch.float32)
-    scratch = torch.empty(torch.get_num_threads(), scratch_size)
     q, k, v = inputs.q, inputs.k, inputs.v
     _, num_heads, key_dim, value_dim = pool.shape
-    launch(kernel, filled(
-        _ARGUMENTS, num_items=len(rows.slots) * num_heads, num_rows=len(rows.slots), num_heads=num_heads,
-        share=v.shape[1] // q.shape[1], key_dim=key_dim, value_dim=value_dim, q=q, k=k, v=v,
-        q_stride=q.stride(0) * q.itemsize, k_stride=k.stride(0) * k.itemsize, v_stride=v.stride(0) * v.itemsize,
-        g=inputs.g, beta=inputs.beta, pool=pool, starts=rows.starts, slots=rows.slots, is_new=rows.is_new,
-        out=out, scratch=scratch, scratch_size=scratch_size, **others), team)
+    launch(kernel, _ARGUMENTS, team, num_items=len(rows.slots) * num_heads, scratch_bytes=4 * scratch_floats,
+           num_rows=len(rows.slots), num_heads=num_heads, share=v.shape[1] // q.shape[1], key_dim=key_dim,
+           value_dim=value_dim, q=q, k=k, v=v, q_stride=q.stride(0) * q.itemsize, k_stride=k.stride(0) * k.itemsize,
+           v_stride=v.stride(0) * v.itemsize, g=inputs.g, beta=inputs.beta, pool=pool, starts=rows.starts,
+           slots=rows.slots, is_new=rows.is_new, out=out, **others)
     return out
 
 
@@ -168,7 +165,7 @@ def _take_steps(pointer, stored):
     a = carray(pointer, 1)[0]
     starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
     parents, targets = integers(a.parents), integers(a.targets)
-    k_at = a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4
+    k_at = take_seat(pointer)
     q_at = k_at + a.key_dim * 4
     v_at = q_at + a.key_dim * 4
     gates_at = v_at + a.value_dim * 4
@@ -251,7 +248,7 @@ def _take_chunks(pointer, stored):
     """One thread's part: a value head of a row at a time, chunk after chunk, until none is left."""
     a = carray(pointer, 1)[0]
     starts, slots, is_new = integers(a.starts), integers(a.slots), integers(a.is_new)
-    seat = a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4
+    seat = take_seat(pointer)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:

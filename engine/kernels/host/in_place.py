@@ -15,7 +15,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import amx, any_rows, blocks, dot
+from engine.kernels.host import amx, any_rows, blocks, dot, strided
 from engine.kernels.host.amx import TILE_ROWS, has_tiles
 from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES, fetch, put_in_pairs, soften_for, turn
 from engine.kernels.host.compiled import (
@@ -27,13 +27,14 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
-    filled,
     launch,
     pointer_to,
     record,
     rounded,
+    take_seat,
 )
 from engine.kernels.host.dot import LANES, Form
+from engine.kernels.host.strided import clear
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
@@ -52,19 +53,20 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     type, contiguous; scale: more than 0. Returns [T, num_heads, D] of that type.
 
     Raises:
-        InternalError: not all of it was computed, because there was no memory for the scores.
+        InternalError: not all of it was computed.
     """
     out = torch.empty_like(queries)
     num_rows, table_width = rows.tables.shape
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     num_tiles, share = len(rows.tiles), queries.shape[1] // num_kv_heads
-    launch(compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), filled(
-        _ARGUMENTS, num_items=num_tiles * num_kv_heads, num_rows=num_rows, table_width=table_width,
-        num_tiles=num_tiles, path_width=rows.paths.shape[1], num_tokens=len(queries), num_kv_heads=num_kv_heads,
-        page_size=page_size, head_dim=head_dim, itemsize=pages.itemsize, share=share,
-        tile_rows=share * (int(rows.tiles[:, 2].max()) if num_tiles else 0), unit=scale * _LOG2_E, pages=pages,
-        queries=queries, out=out, tables=rows.tables, tiles=rows.tiles, positions=rows.positions,
-        num_in_order=rows.num_in_order, paths=rows.paths), team)
+    tile_rows = share * (int(rows.tiles[:, 2].max()) if num_tiles else 0)
+    launch(compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), _ARGUMENTS, team,
+           num_items=num_tiles * num_kv_heads, scratch_bytes=_scratch_bytes(head_dim, pages.itemsize, tile_rows),
+           num_rows=num_rows, table_width=table_width, num_tiles=num_tiles, path_width=rows.paths.shape[1],
+           num_tokens=len(queries), num_kv_heads=num_kv_heads, page_size=page_size, head_dim=head_dim,
+           itemsize=pages.itemsize, share=share, tile_rows=tile_rows, unit=scale * _LOG2_E, pages=pages,
+           queries=queries, out=out, tables=rows.tables, tiles=rows.tiles, positions=rows.positions,
+           num_in_order=rows.num_in_order, paths=rows.paths)
     return out
 
 
@@ -73,7 +75,7 @@ def compiled_for(dtype: torch.dtype, *, tiled: bool):
     """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`."""
     work = _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
     name = f"attend_{STORED_AS[dtype].__name__}_{'tiled' if tiled else 'plain'}"
-    parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__)
+    parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__, strided.__file__)
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
@@ -108,13 +110,11 @@ def _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
     positions = carray(pointer_to(a.positions, np.int32), a.num_tokens)
     in_order = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)
-    memory = np.zeros(_num_bytes(a), np.uint8)
-    room = _room(a, memory.ctypes.data)
+    room = _room(a, take_seat(pointer))
     found, ahead = room.found, room.found + BLOCK_KEYS * 8
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
-            memory[0] = 0  # a use, or numba frees it above, behind the last one: addresses do not keep it
             return
         kv_head = item % a.num_kv_heads
         row, first, count = tiles[item // a.num_kv_heads]
@@ -143,23 +143,23 @@ def _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles
         count_up(pointer, DONE)
 
 
-@njit(**STRICT_PART)
-def _num_bytes(a):
-    key_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
-    sum_bytes = -(-a.head_dim // LANES) * VECTOR_BYTES
-    of_row = key_bytes + BLOCK_KEYS * (4 + a.itemsize) + sum_bytes + _STATE_BYTES
-    of_key = key_bytes + sum_bytes * a.itemsize // 4 + 16
-    return a.tile_rows * of_row + BLOCK_KEYS * of_key + LANES * (VECTOR_BYTES + 8) + key_bytes + 2 * VECTOR_BYTES
+def _scratch_bytes(head_dim: int, itemsize: int, tile_rows: int) -> int:
+    """What `_room` shares out."""
+    key_bytes = -(-head_dim * itemsize // VECTOR_BYTES) * VECTOR_BYTES
+    sum_bytes = -(-head_dim // LANES) * VECTOR_BYTES
+    of_row = key_bytes + BLOCK_KEYS * (4 + itemsize) + sum_bytes + _STATE_BYTES
+    of_key = key_bytes + sum_bytes * itemsize // 4 + 16
+    return tile_rows * of_row + BLOCK_KEYS * of_key + LANES * (VECTOR_BYTES + 8) + key_bytes + VECTOR_BYTES
 
 
 @njit(**STRICT_PART)
 def _room(a, memory):
-    """Of `_num_bytes` zeros."""
+    """Of a thread's seat, which becomes zeros."""
+    clear(memory, a.scratch_bytes // 4)
     query_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
     weight_bytes, value_blocks = BLOCK_KEYS * a.itemsize, -(-a.head_dim // LANES)
     sum_bytes, key_block, value_block = value_blocks * VECTOR_BYTES, query_bytes * LANES, weight_bytes * LANES
-    queries = -(-memory // VECTOR_BYTES) * VECTOR_BYTES
-    scores = queries + a.tile_rows * query_bytes
+    scores = memory + a.tile_rows * query_bytes
     weights = scores + a.tile_rows * BLOCK_KEYS * 4
     sums = weights + a.tile_rows * weight_bytes
     state = sums + a.tile_rows * sum_bytes
@@ -173,7 +173,7 @@ def _room(a, memory):
     addresses = carray(pointer_to(found_tails, np.int64), LANES)
     for row in range(LANES):
         addresses[row] = tails + row * VECTOR_BYTES
-    return _Room(queries, query_bytes, scores, weights, weight_bytes, sums, sum_bytes, state, keys, key_block, values,
+    return _Room(memory, query_bytes, scores, weights, weight_bytes, sums, sum_bytes, state, keys, key_block, values,
                  value_block, value_blocks, found, tails, found_tails, nothing, shapes)
 
 

@@ -21,21 +21,18 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
-    filled,
     launch,
     pointer_to,
     record,
+    take_seat,
     wide,
 )
 from engine.kernels.host.strided import add_product, clear, floats, integers, shorts
 from engine.kernels.latent_rows import LatentRows
 
-_SCORED = record("seats", "num_blocks", "num_heads", "dim", "page_size", "table_width", "score_width", "first_token",
-                 "end_token", "q", "weights", "pages", "tables", "starts", "contexts", "scores", "scratch",
-                 "scratch_size", scale=np.float32)
-_CHOSEN = record("seats", "first_token", "score_width", "num_listed", "count", "scores", "num_common", "listed",
-                 "chosen", "scratch", "scratch_size")
-_SEAT = 3  # the place of `seats` in the records
+_SCORED = record("num_blocks", "num_heads", "dim", "page_size", "table_width", "score_width", "first_token",
+                 "end_token", "q", "weights", "pages", "tables", "starts", "contexts", "scores", scale=np.float32)
+_CHOSEN = record("first_token", "score_width", "num_listed", "count", "scores", "num_common", "listed", "chosen")
 _BLOCK = 64  # keys of an item
 _LINE = _BLOCK * 4
 _TILE_SCORES = 1 << 24  # bounds the memory of one step: tokens are taken a few at a time
@@ -49,28 +46,25 @@ def select_keys(pages: Tensor, q: Tensor, weights: Tensor, rows: LatentRows, *, 
     chosen = torch.empty(num_tokens, count, dtype=torch.int32)
     longest = int((rows.contexts + rows.starts.diff()).max())
     num_blocks = -(-longest // _BLOCK)
-    num_threads = torch.get_num_threads()
-    scratch = torch.empty(num_threads, max((dim + num_heads) * _BLOCK, 2 << _BIN_BITS))
     step = max(1, _TILE_SCORES // (num_blocks * _BLOCK))
     scores = torch.empty(min(step, num_tokens), num_blocks * _BLOCK)
     for first in range(0, num_tokens, step):
-        launch(_scores_for(pages.dtype), filled(
-            _SCORED, num_items=len(rows.contexts) * num_blocks, num_blocks=num_blocks, num_heads=num_heads, dim=dim,
-            scale=dim**-0.5, page_size=pages.shape[1], table_width=rows.tables.shape[1], score_width=scores.shape[1],
-            first_token=first, end_token=min(first + step, num_tokens), q=q, weights=weights, pages=pages,
-            tables=rows.tables, starts=rows.starts, contexts=rows.contexts, scores=scores, scratch=scratch,
-            scratch_size=scratch.shape[1]), team)
-        _choose(scores, rows, chosen[first:first + step], first, scratch, team)
+        launch(_scores_for(pages.dtype), _SCORED, team, num_items=len(rows.contexts) * num_blocks,
+               scratch_bytes=(dim + num_heads) * _LINE, num_blocks=num_blocks, num_heads=num_heads, dim=dim,
+               scale=dim**-0.5, page_size=pages.shape[1], table_width=rows.tables.shape[1],
+               score_width=scores.shape[1], first_token=first, end_token=min(first + step, num_tokens), q=q,
+               weights=weights, pages=pages, tables=rows.tables, starts=rows.starts, contexts=rows.contexts,
+               scores=scores)
+        _choose(scores, rows, chosen[first:first + step], first, team)
     return chosen
 
 
-def _choose(scores: Tensor, rows: LatentRows, chosen: Tensor, first: int, scratch: Tensor, team: Team) -> None:
+def _choose(scores: Tensor, rows: LatentRows, chosen: Tensor, first: int, team: Team) -> None:
     """Fills `chosen`, for the tokens from `first` on."""
     num_items, count = chosen.shape
-    launch(_choice(), filled(
-        _CHOSEN, num_items=num_items, count=count, first_token=first, score_width=scores.shape[1],
-        num_listed=rows.listed.shape[1], scores=scores, num_common=rows.num_common, listed=rows.listed, chosen=chosen,
-        scratch=scratch, scratch_size=scratch.shape[1]), team)
+    launch(_choice(), _CHOSEN, team, num_items=num_items, scratch_bytes=8 << _BIN_BITS, count=count, first_token=first,
+           score_width=scores.shape[1], num_listed=rows.listed.shape[1], scores=scores, num_common=rows.num_common,
+           listed=rows.listed, chosen=chosen)
 
 
 @cache
@@ -96,7 +90,7 @@ def _take_blocks(pointer, stored):
     """One thread's part: 64 keys of a row at a time, with all tokens that see them, until none is left."""
     a = carray(pointer, 1)[0]
     starts, contexts = integers(a.starts), integers(a.contexts)
-    turned_at = a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4
+    turned_at = take_seat(pointer)
     products_at = turned_at + a.dim * _LINE
     turned, products = floats(turned_at), floats(products_at)
     pages = pointer_to(a.pages, stored)
@@ -135,7 +129,7 @@ def _take_blocks(pointer, stored):
 def _take_choices(pointer):
     """One thread's part: a token at a time, until none is left."""
     a = carray(pointer, 1)[0]
-    bins = integers(a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4)
+    bins = integers(take_seat(pointer))
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:

@@ -23,21 +23,19 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
-    filled,
     launch,
     pointer_to,
     record,
     rounded,
+    take_seat,
     wide,
 )
 from engine.kernels.host.functions import exp
 from engine.kernels.host.strided import LANES, add_product, clear, floats, integers, scale, shorts, size_of
 from engine.kernels.latent_rows import LatentRows
 
-_ARGUMENTS = record("seats", "num_heads", "group", "entry_dim", "latent_dim", "page_size", "table_width", "num_listed",
-                    "q", "pages", "tables", "token_rows", "num_common", "listed", "out", "scratch", "scratch_size",
-                    scale=np.float32)
-_SEAT = 3  # the place of `seats` in the record
+_ARGUMENTS = record("num_heads", "group", "entry_dim", "latent_dim", "page_size", "table_width", "num_listed", "q",
+                    "pages", "tables", "token_rows", "num_common", "listed", "out", scale=np.float32)
 _BLOCK = 64  # keys of one step of the online softmax
 _GROUP = 64  # heads of an item, or few where there are not enough items for all threads
 
@@ -47,16 +45,14 @@ def attend_latent(pages: Tensor, q: Tensor, rows: LatentRows, *, latent_dim: int
     key. Returns [T, heads, latent_dim] in q's type."""
     num_tokens, num_heads, entry_dim = q.shape
     out = q.new_empty(num_tokens, num_heads, latent_dim)
-    num_threads = torch.get_num_threads()
-    group = _GROUP if num_tokens * num_heads >= 4 * _GROUP * num_threads else LANES
+    group = _GROUP if num_tokens * num_heads >= 4 * _GROUP * torch.get_num_threads() else LANES
     width = min(group, -(-num_heads // LANES) * LANES)
-    scratch = torch.empty(num_threads, (entry_dim + _BLOCK + 3) * width + _BLOCK * entry_dim + width * latent_dim)
-    launch(_compiled_for(q.dtype, pages.dtype), filled(
-        _ARGUMENTS, num_items=num_tokens * -(-num_heads // width), num_heads=num_heads, group=width,
-        entry_dim=entry_dim, latent_dim=latent_dim, page_size=pages.shape[1], table_width=rows.tables.shape[1],
-        num_listed=rows.listed.shape[1], scale=scale, q=q, pages=pages, out=out, tables=rows.tables,
-        token_rows=rows.token_rows, num_common=rows.num_common, listed=rows.listed, scratch=scratch,
-        scratch_size=scratch.shape[1]), team)
+    scratch_floats = (entry_dim + _BLOCK + 3) * width + _BLOCK * entry_dim + width * latent_dim
+    launch(_compiled_for(q.dtype, pages.dtype), _ARGUMENTS, team, num_items=num_tokens * -(-num_heads // width),
+           scratch_bytes=4 * scratch_floats, num_heads=num_heads, group=width, entry_dim=entry_dim,
+           latent_dim=latent_dim, page_size=pages.shape[1], table_width=rows.tables.shape[1],
+           num_listed=rows.listed.shape[1], scale=scale, q=q, pages=pages, out=out, tables=rows.tables,
+           token_rows=rows.token_rows, num_common=rows.num_common, listed=rows.listed)
     return out
 
 
@@ -75,7 +71,7 @@ def _compiled_for(dtype: torch.dtype, page_dtype: torch.dtype):
 def _take_tokens(pointer, stored, cached):
     """One thread's part: some heads of a token at a time, until none is left."""
     a = carray(pointer, 1)[0]
-    seat = a.scratch + count_up(pointer, _SEAT) * a.scratch_size * 4
+    seat = take_seat(pointer)
     num_groups = (a.num_heads + a.group - 1) // a.group
     while True:
         item = count_up(pointer, NEXT)

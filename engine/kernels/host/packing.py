@@ -19,12 +19,12 @@ from engine.kernels.host.compiled import (
     Team,
     compile_kernel,
     count_up,
-    filled,
     launch,
     pointer_to,
     record,
+    take_seat,
 )
-from engine.kernels.host.dot import LANES
+from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
 
 SEGMENTS = 8
 
@@ -93,11 +93,10 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
     shape = (num_matrices, num_blocks, SEGMENTS * segments.steps, LANES)
     out = torch.empty((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
     if out.numel():
-        launch(_compiled(), filled(
-            _ARGUMENTS, num_items=num_matrices * num_blocks, num_blocks=num_blocks, num_rows=num_rows,
-            num_words=source.shape[2] // segments.step_terms, segment_words=segments.own_steps,
-            segment_steps=segments.steps, matrix_words=strides[0] // _WORD_BYTES, row_words=strides[1] // _WORD_BYTES,
-            weight=source, out=out), team)
+        launch(_compiled(), _ARGUMENTS, team, num_items=num_matrices * num_blocks, scratch_bytes=LANES * 8,
+               num_blocks=num_blocks, num_rows=num_rows, num_words=source.shape[2] // segments.step_terms,
+               segment_words=segments.own_steps, segment_steps=segments.steps, matrix_words=strides[0] // _WORD_BYTES,
+               row_words=strides[1] // _WORD_BYTES, weight=source, out=out)
     return out
 
 
@@ -114,8 +113,8 @@ def _take_blocks(pointer):
     """One thread's part: 16 rows at a time, until none are left."""
     a = carray(pointer, 1)[0]
     weight = pointer_to(a.weight, np.uint32)
-    out = carray(pointer_to(a.out, np.uint32), (a.num_items, SEGMENTS, a.segment_steps, LANES))
-    addresses = np.empty(LANES, np.int64)  # of 16 rows' first words
+    rows_at = take_seat(pointer)
+    addresses = carray(pointer_to(rows_at, np.int64), LANES)  # of 16 rows' first words
     for lane in range(LANES):
         addresses[lane] = a.weight + lane * a.row_words * _WORD_BYTES
     while True:
@@ -128,21 +127,23 @@ def _take_blocks(pointer):
         for segment in range(SEGMENTS):
             start = min(segment * a.segment_words, a.num_words)
             words = min(a.segment_words, a.num_words - start)
-            _turn(weight, addresses, first + start, a.row_words, words, count, out[item, segment])
+            out_at = a.out + (item * SEGMENTS + segment) * a.segment_steps * BLOCK_STEP_BYTES
+            _turn(weight, rows_at, first + start, a.row_words, words, count, out_at, a.segment_steps)
         count_up(pointer, DONE)
 
 
 @njit(**PART)
-def _turn(weight, addresses, first, row_words, words, count, out):
+def _turn(weight, rows_at, first, row_words, words, count, out_at, steps):
     """`words` words of `count` rows, one row of them per lane; zeros beyond. 16 rows go by 16 words at a time."""
     whole = words - words % LANES if count == LANES else 0
     for word in range(0, whole, LANES):
-        turn(addresses.ctypes.data, (first + word) * _WORD_BYTES, out[word].ctypes.data)
+        turn(rows_at, (first + word) * _WORD_BYTES, out_at + word * BLOCK_STEP_BYTES)
+    out = carray(pointer_to(out_at, np.uint32), (steps, LANES))
     for word in range(whole, words):
         for lane in range(count):
             out[word, lane] = weight[first + lane * row_words + word]
         for lane in range(count, LANES):
             out[word, lane] = 0
-    for word in range(words, len(out)):
+    for word in range(words, steps):
         for lane in range(LANES):
             out[word, lane] = 0

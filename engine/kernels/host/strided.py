@@ -259,6 +259,20 @@ def scale(address, count, factor):
         numbers[place] *= factor
 
 
+@intrinsic
+def fetch_for_writing(typing, address):
+    """Bring a line into the cache that is going to be written: it would be read first."""
+
+    def generate(context, builder, signature, arguments):
+        place = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [place, _I32, _I32, _I32])
+        called = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(called, [builder.inttoptr(arguments[0], place), _I32(1), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 def _pointer_kind(element):
     pointer = types.CPointer(element)
 

@@ -49,7 +49,7 @@ with ThreadPoolExecutor(4) as pool:
 
 
 class Idle(Team):
-    """Threads that do not get to it, as when a thread finds no memory for its scores."""
+    """Threads that do not get to it."""
 
     def run(self, function: int, argument: int, *, num_parts: int) -> None:
         pass

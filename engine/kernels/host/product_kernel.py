@@ -1,0 +1,179 @@
+"""The compiled part of a product with packed weights (`product.py` says what it computes and in which order)."""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from engine.kernels.host import dot, functions, strided, sums, tiles
+from engine.kernels.host.amx import has_tiles
+from engine.kernels.host.compiled import (
+    DONE,
+    NEXT,
+    STORED_AS,
+    STRICT,
+    STRICT_PART,
+    compile_kernel,
+    count_up,
+    pointer_to,
+    record,
+    rounded,
+    take_seat,
+    wide,
+)
+from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
+from engine.kernels.host.functions import silu
+from engine.kernels.host.packing import SEGMENTS
+from engine.kernels.host.strided import fetch_for_writing, floats, size_of
+from engine.kernels.host.sums import join
+from engine.kernels.host.tiles import LAYOUT_BYTES, make_tiles, release_tiles, rows_times_blocks
+
+SHARE_FIELDS = 4  # of a matrix that has rows of its own: its address, the second's, the first row, their number
+TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
+
+_ARGUMENTS = record("tile_rows", "unit_rows", "chunk_rows", "share_chunks", "group_blocks", "num_groups", "num_rows",
+                    "out_columns", "num_columns", "num_blocks", "num_matrices", "segment_steps", "x", "x_row_bytes",
+                    "x_tile_bytes", "x_step_bytes", "x_matrix_bytes", "shares", "w", "w_up", "w_block_bytes", "bias",
+                    "bias_up", "residual", "residual_stride", "out")
+
+
+def instructions() -> str:
+    """Which products of the CPU a bf16 sum is made of."""
+    if has_tiles():
+        return "tiles"
+    return "pairs" if has_pair_products() else "widened"
+
+
+@cache
+def compiled_for(dtype: torch.dtype, out_dtype: torch.dtype):
+    stored, stored_out = STORED_AS[dtype], STORED_AS[out_dtype]
+
+    def work(pointer):
+        _take_items(pointer, stored, stored_out)
+
+    name = f"product_{instructions()}_{stored.__name__}_{stored_out.__name__}"
+    parts = (__file__, dot.__file__, tiles.__file__, sums.__file__, strided.__file__, functions.__file__)
+    return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
+
+
+_wide, _narrow = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS), rows_times_blocks(TILE_ROWS, 1)
+
+
+@njit(**STRICT_PART)
+def _take_items(pointer, stored, stored_out):
+    """One thread's part: some blocks of columns for some rows at a time, until none are left."""
+    a = carray(pointer, 1)[0]
+    layout, shaped_rows = take_seat(pointer), 0
+    carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)[:] = 0
+    sums_at, all_groups, num_panels = layout + LAYOUT_BYTES, a.num_groups * a.num_matrices, 2 if a.w_up else 1
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            release_tiles(stored)
+            return
+        share, group = item // all_groups, item % all_groups
+        matrix, block = group // a.num_groups, group % a.num_groups * a.group_blocks
+        weights, ups, start, num_rows, column, x_at = a.w, a.w_up, 0, a.num_rows, matrix * a.num_columns, a.x
+        if a.shares:
+            own = carray(pointer_to(a.shares + matrix * SHARE_FIELDS * 8, np.int64), SHARE_FIELDS)
+            weights, ups, start, num_rows, column = own[0], own[1], own[2], own[3], 0
+        else:
+            weights += matrix * a.num_blocks * a.w_block_bytes
+            ups += matrix * a.num_blocks * a.w_block_bytes
+            x_at += matrix * a.x_matrix_bytes
+        num_blocks = min(a.group_blocks, a.num_blocks - block)
+        num_columns = min(num_blocks * LANES, a.num_columns - block * LANES)
+        column += block * LANES
+        first_row = share * a.share_chunks * a.chunk_rows
+        end_row = min(first_row + a.share_chunks * a.chunk_rows, num_rows)
+        for row in range(first_row, end_row, a.chunk_rows):
+            rows, first = min(a.chunk_rows, end_row - row), start + row
+            tile_rows = rows if a.unit_rows == 1 else tiles.MAX_ROWS
+            if tile_rows != shaped_rows:
+                make_tiles(stored, tile_rows, layout)
+                shaped_rows = tile_rows
+            out = a.out + (first * a.out_columns + column) * size_of(stored_out)
+            for panel in range(num_panels):
+                w = (ups if panel else weights) + block * a.w_block_bytes
+                _multiply(a, x_at + _row_offset(a, first), rows, w, num_blocks, sums_at, panel, stored)
+                if panel == 0:
+                    _claim(out, rows, a.out_columns * size_of(stored_out), num_columns * size_of(stored_out))
+            _finish(a, sums_at, first, rows, column, num_columns, out, stored, stored_out)
+        count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _multiply(a, x, rows, w, num_blocks, sums_at, panel, stored):
+    """`rows` rows times `num_blocks` blocks. Two segments of the weights serve all rows at a time."""
+    sum_row = a.group_blocks * BLOCK_STEP_BYTES
+    even, odd = sums_at, sums_at + a.tile_rows * sum_row
+    half = odd + a.tile_rows * sum_row
+    total = half + (1 + panel) * a.chunk_rows * sum_row
+    num_tiles, units = (rows + a.tile_rows - 1) // a.tile_rows, (rows + a.unit_rows - 1) // a.unit_rows
+    for pair in range(SEGMENTS // 2):
+        for tile in range(num_tiles):
+            start, end = units * tile // num_tiles * a.unit_rows, units * (tile + 1) // num_tiles * a.unit_rows
+            for segment in range(2 * pair, 2 * pair + 2):
+                first = segment * a.segment_steps
+                _multiply_tile(a, end - start, x + _row_offset(a, start) + first * a.x_step_bytes,
+                               w + first * BLOCK_STEP_BYTES, num_blocks, odd if segment % 2 else even, stored)
+            join(pair, total + start * sum_row, half + start * sum_row, even, odd, (end - start) * a.group_blocks)
+
+
+@njit(**STRICT_PART)
+def _row_offset(a, row):
+    """Where in x a row begins; of tiles, the first of each 16."""
+    return row // tiles.TILE_ROWS * a.x_tile_bytes + row % tiles.TILE_ROWS * a.x_row_bytes
+
+
+@njit(**STRICT_PART)
+def _multiply_tile(a, rows, x, w, num_blocks, y, stored):
+    """One segment's sums of one tile of rows."""
+    block, y_row = 0, a.group_blocks * BLOCK_STEP_BYTES
+    while block + _TILE_BLOCKS <= num_blocks:
+        _wide(stored, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
+              a.w_block_bytes, y + block * BLOCK_STEP_BYTES, y_row, a.segment_steps)
+        block += _TILE_BLOCKS
+    while block < num_blocks:
+        _narrow(stored, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
+                a.w_block_bytes, y + block * BLOCK_STEP_BYTES, y_row, a.segment_steps)
+        block += 1
+
+
+@njit(**STRICT_PART)
+def _claim(out, rows, row_bytes, width):
+    """The lines of the result into the cache while products are computed: the loads behind a store that waits for its
+    line would wait, too."""
+    for row in range(rows):
+        for offset in range(0, width, BLOCK_STEP_BYTES):
+            fetch_for_writing(out + row * row_bytes + offset)
+
+
+@njit(**STRICT_PART)
+def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored, stored_out):
+    """What follows the sums, by pointers: of such loops LLVM makes vectors."""
+    sum_row = a.group_blocks * BLOCK_STEP_BYTES
+    totals_at = sums_at + (2 * a.tile_rows + a.chunk_rows) * sum_row
+    for r in range(rows):
+        totals = floats(totals_at + r * sum_row)
+        if a.bias:
+            _add(totals, floats(a.bias + 4 * column), num_columns)
+        if a.w_up:
+            ups = floats(totals_at + (a.chunk_rows + r) * sum_row)
+            if a.bias_up:
+                _add(ups, floats(a.bias_up + 4 * column), num_columns)
+            for n in range(num_columns):
+                totals[n] = silu(totals[n]) * ups[n]
+        if a.residual:
+            at = (first_row + r) * a.residual_stride + column
+            _add(totals, pointer_to(a.residual + at * size_of(stored), stored), num_columns)
+        out = pointer_to(out_at + r * a.out_columns * size_of(stored_out), stored_out)
+        for n in range(num_columns):
+            out[n] = rounded(totals[n], stored_out)
+
+
+@njit(**STRICT_PART)
+def _add(totals, others, count):
+    for n in range(count):
+        totals[n] += wide(others[n])

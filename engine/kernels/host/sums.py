@@ -1,0 +1,63 @@
+"""The tree in which a product adds its eight sums, ((0+1)+(2+3))+((4+5)+(6+7)), while they are computed: what is kept
+of them stays in a core's nearest cache."""
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from engine.kernels.host.compiled import STRICT_PART
+from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
+from engine.kernels.host.strided import Lines, stride_by
+
+_UNROLLED = 4
+
+
+@njit(**STRICT_PART)
+def join(pair, total, half, even, odd, count):
+    """Behind each of the four pairs of segments, whose sums are `even` and `odd`: add up what is complete. Each is the
+    address of `count` * 16 fp32; the result is `total`, when the last pair is in it."""
+    if pair == 0 or pair == 2:
+        _add_two(half, even, odd, count)
+    elif pair == 1:
+        _add_three(total, half, even, odd, count)
+    else:
+        _add_four(total, total, half, even, odd, count)
+
+
+def _added(num_sums: int):
+    """f(out, first, second, ..., count): out = first + (second + (...)), of `num_sums`."""
+
+    def generate(context, builder, signature, arguments):
+        out, *sums, count = arguments
+        lines = Lines(builder, LANES)
+
+        def write(index, number: int) -> None:
+            for place in range(number):
+                at = builder.mul(builder.add(index, ir.Constant(index.type, place)),
+                                 ir.Constant(index.type, BLOCK_STEP_BYTES))
+                values = [lines.load(builder.add(address, at)) for address in sums]
+                value = values.pop()
+                while values:
+                    value = builder.fadd(values.pop(), value)
+                lines.store(value, builder.add(out, at))
+
+        rest = stride_by(builder, ir.Constant(count.type, 0), count, _UNROLLED, lambda index: write(index, _UNROLLED))
+        stride_by(builder, rest, count, 1, lambda index: write(index, 1))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * (num_sums + 2)), generate
+
+
+@intrinsic
+def _add_two(typing, out, first, second, count):
+    return _added(2)
+
+
+@intrinsic
+def _add_three(typing, out, first, second, third, count):
+    return _added(3)
+
+
+@intrinsic
+def _add_four(typing, out, first, second, third, fourth, count):
+    return _added(4)
