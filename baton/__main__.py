@@ -1,8 +1,14 @@
 """`python -m baton`, and the `baton` command: loads the rest."""
 
 import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 from runtime.quiet import quiet_grpc
+
+_STARTING = ("demo", "up")  # commands that start workers
+_WITHOUT_NURSERY = ("--no-preload", "--device", "--help")
 
 
 def main() -> None:
@@ -11,11 +17,24 @@ def main() -> None:
     if is_heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     quiet_grpc()
-    from baton.cli import app
+    with ExitStack() as stack:
+        nursery = None
+        if needs_nursery(sys.argv[1:]):  # it loads for longer than this process: so it begins first
+            from baton.nursery import Nursery
 
-    if is_heard:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    app()
+            nursery = stack.enter_context(Nursery())
+        from baton.cli import app
+
+        if is_heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        app(obj=nursery)
+
+
+def needs_nursery(arguments: Sequence[str]) -> bool:
+    """Whether a command line is likely to start workers that are forks. If it is wrong about it, one is started later,
+    or in vain."""
+    return bool(arguments) and arguments[0] in _STARTING and not any(
+        word.startswith(_WITHOUT_NURSERY) for word in arguments)
 
 
 if __name__ == "__main__":

@@ -101,12 +101,12 @@ def _told_of_full_disks() -> Iterator[None]:
 
 
 @app.command()
-def demo() -> None:
+def demo(context: typer.Context) -> None:
     """Start a small local cluster, ask the shipped model one question, show the timings, stop."""
 
     async def run(stop: StopSignal) -> None:
         with _told_of_full_disks():
-            if not await interruptible(stop, run_demo(Console(highlight=False))):
+            if not await interruptible(stop, run_demo(Console(highlight=False), context.obj)):
                 raise RequestAborted("interrupted")
 
     raise typer.Exit(run_process("baton demo", run))
@@ -114,6 +114,7 @@ def demo() -> None:
 
 @app.command()
 def up(
+    context: typer.Context,
     model: Annotated[Path | None, typer.Option(help="Model directory; default: the demo model.")] = None,
     prefill: Annotated[int, typer.Option(help="Number of prefill pools.")] = 1,
     decode: Annotated[int, typer.Option(help="Number of decode pools.")] = 1,
@@ -155,7 +156,8 @@ def up(
         memory_mb=memory_mb, max_context=max_context, http=http, worker_flags=tuple(worker_flags),
         router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
         config_file=config, one_core_each=device in (None, "cpu"),
-        forks_workers=preload and device in (None, "cpu"), log_level=log_level, security=security)
+        forks_workers=preload and device in (None, "cpu"), nursery=context.obj, log_level=log_level,
+        security=security)
 
     async def run(stop: StopSignal) -> None:
         with _told_of_full_disks():

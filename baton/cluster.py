@@ -51,6 +51,7 @@ _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _NARRATOR = "baton"
 _REAP_S = 5.0
 _POLL_S = 0.1
+PROGRESS_S = 5.0  # between two reports of a start that takes long
 
 
 @dataclass(frozen=True)
@@ -186,13 +187,14 @@ class LocalCluster:
             self._folder.cleanup()
 
     async def _start(self) -> None:
-        if self._config.forks_workers:
-            self._link = await self._connect_nursery()
+        if self._config.forks_workers and self._config.nursery is None:
+            self._nursery = Nursery()
         await asyncio.to_thread(make_tokenizer, self._config.model)  # once, for all of them
         if self._config.http and find_tokenizer(self._config.model) is None:
             raise ConfigError(f"--http needs a tokenizer: {self._config.model} has none", field="http")
         num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
         self._say(f"starting {num_processes} processes with {self._config.model}")
+        await self._connect_nursery()
         for pool in self._pools:
             self._launch_stage(pool, 0)
         for pool in self._pools:
@@ -214,9 +216,15 @@ class LocalCluster:
     async def _or_first_failure(self, start: Coroutine[None, None, None]) -> None:
         """Run `start`, but end with a process's error as soon as one cannot start."""
         starting = asyncio.create_task(start)
+        began_s = reported_s = asyncio.get_running_loop().time()
         try:
             while not starting.done():
                 await asyncio.wait({starting, *self._lives.values()}, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
+                now_s = asyncio.get_running_loop().time()
+                if self.processes and now_s - reported_s >= PROGRESS_S:
+                    reported_s = now_s
+                    states = ", ".join(f"{name} {process.progress}" for name, process in self.processes.items())
+                    self._say(f"after {now_s - began_s:.0f} s: {states}")
                 for life in self._lives.values():
                     if life.done():
                         life.result()
@@ -277,11 +285,10 @@ class LocalCluster:
 
         return placed
 
-    async def _connect_nursery(self) -> NurseryLink:
-        nursery = self._config.nursery
-        if nursery is None:
-            nursery = self._nursery = Nursery(Path(self._folder.name))
-        return await nursery.connect()
+    async def _connect_nursery(self) -> None:
+        nursery = self._config.nursery or self._nursery
+        if nursery is not None and self._config.forks_workers:
+            self._link = await nursery.connect()
 
     async def _fork(self, module: str, arguments: Sequence[str], *, core: str,
                     environment: Mapping[str, str]) -> Child:

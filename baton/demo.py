@@ -9,6 +9,7 @@ from rich.console import Console
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
+from baton.nursery import Nursery
 from baton.render import QuietPrinter, status_view, timings_table
 from baton.values import ChatMessage, Chunk, ClusterStatus, Event, Query, Sampling, Stop
 from baton.wire import completion_of
@@ -26,13 +27,15 @@ REST_TIMEOUT_S = 3.0
 REPORT_S = 0.1  # workers report four times a second
 
 
-async def run_demo(console: Console) -> None:
-    """Start router, prefill and a decode pool of two stages; ask about a little story; show where the time went.
+async def run_demo(console: Console, nursery: Nursery | None) -> None:
+    """Start router, prefill and a decode pool of two stages; ask about a little story; show where the time went. The
+    workers are forks of `nursery`, or of one of the cluster's own.
 
     Raises BatonError when a process cannot start, the answer does not come in time or is not the right one.
     """
     started = time.monotonic()
-    config = ClusterConfig(model=demo_model(), decode_pp=2, listen="127.0.0.1:0", log_level="warning")
+    config = ClusterConfig(model=demo_model(), decode_pp=2, listen="127.0.0.1:0", log_level="warning",
+                           nursery=nursery)
     console.print("starting a router, a prefill worker and a decode pool of two stages")
     printer = QuietPrinter(console)
     cluster = LocalCluster(config, sink=printer)

@@ -2,7 +2,7 @@
 
     child = await spawn("router", arguments, core="all", environment=environment)
 
-    with Nursery(folder) as nursery:                         # a process; loads while it takes the first orders
+    with Nursery() as nursery:                               # a process; loads while it takes the first orders
         async with await nursery.connect() as link:
             child = await link.spawn("decode", arguments, core="1", environment=environment)
 """
@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Protocol, Self
 
 from runtime.errors import PeerLostError, UnavailableError
 from runtime.orders import Order, OrderAnswer, open_socket, receive_answer, send_order
-from runtime.tied import ALL_CORES, program
+from runtime.tied import program
 
 LINE_LIMIT = 1 << 20
 _LISTEN_S = 30.0  # for a new interpreter, on a busy machine
@@ -77,23 +78,21 @@ HERE = Here()
 
 async def spawn(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
     """A process of its own, in a session of its own, that ends with this one."""
+    command = program("baton.child", str(os.getpid()), core, module, *arguments)
     return await asyncio.create_subprocess_exec(
-        *_command(module, arguments, core), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT, env=environment, start_new_session=True, limit=LINE_LIMIT)
-
-
-def _command(module: str, arguments: Sequence[str], core: str) -> list[str]:
-    return program("baton.child", str(os.getpid()), core, module, *arguments)
 
 
 class Nursery:
     """The process itself; it belongs to no event loop, so that several clusters can have one after the other. Use as a
     context manager, from a thread that lives as long as it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "nursery.socket"
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-nursery-")
+        self._path = Path(self._folder.name) / "socket"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-        self._process = subprocess.Popen(_command("pool.nursery", [str(self._path)], ALL_CORES), env=environment,
+        self._process = subprocess.Popen(program("pool.nursery", str(os.getpid()), str(self._path)), env=environment,
                                          stdin=subprocess.DEVNULL, start_new_session=True)
 
     def __enter__(self) -> Self:
@@ -107,6 +106,7 @@ class Nursery:
         """Ends its workers, too."""
         self._process.kill()
         self._process.wait(_REAP_S)
+        self._folder.cleanup()
 
     async def connect(self) -> "NurseryLink":
         """Raises UnavailableError when there is nothing to connect to."""

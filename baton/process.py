@@ -66,6 +66,13 @@ class RoleProcess:
         return self._child.pid if self._child is not None and self._child.returncode is None else None
 
     @property
+    def progress(self) -> str:
+        """How far its present life has come, in a word or two."""
+        if self._has_served:
+            return "serves"
+        return "loads" if self._announcement is None else "warms up"
+
+    @property
     def num_starts(self) -> int:
         return self._num_starts
 

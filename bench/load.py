@@ -1,10 +1,11 @@
-"""`python -m bench.load`: what the digest over every byte of the weights costs a load.
+"""`python -m bench.load`: what a load takes beside reading and packing, and what the digest of every byte costs it.
 
 A checkpoint of Qwen3-0.6B's shape (1.19 GB of random bf16) is loaded whole, as a pool of one stage loads it: read from
 the page cache and packed for the kernels. Loads with and without the digest take turns, the first one in turn, too;
 `cost` is the median over rounds of what the digest adds, as a share of the load without it; `cpu_cost` is the same of
-the CPU time of all threads, which other processes disturb less. `foreign_cores` is how many cores those took: above
-0.2 the seconds are noise.
+the CPU time of all threads, which other processes disturb less. `over_parts` is a load with the digest as a multiple of
+what its parts take by themselves in the same round: reading each tensor into new memory, packing each matrix.
+`foreign_cores` is how many cores other processes took: above 0.2 the seconds are noise.
 """
 
 import argparse
@@ -38,7 +39,9 @@ def measure(folder: Path, rounds: int) -> dict[str, Value]:
     started, foreign_s = time.monotonic(), foreign_cpu_s()
     plain: list[Seconds] = []
     with_digest: list[Seconds] = []
+    parts: list[tuple[float, float]] = []
     for number in range(rounds):
+        parts.append(read_and_pack(folder))
         for digested in (False, True) if number % 2 else (True, False):
             (with_digest if digested else plain).append(load(folder, digested=digested))
     pairs = list(zip(with_digest, plain, strict=True))
@@ -46,6 +49,9 @@ def measure(folder: Path, rounds: int) -> dict[str, Value]:
     return {
         "bytes": (folder / "model.safetensors").stat().st_size, "rounds": rounds,
         "load_s": round(median(seconds.wall for seconds in plain), 3),
+        "read_s": round(median(read_s for read_s, _ in parts), 3),
+        "pack_s": round(median(pack_s for _, pack_s in parts), 3),
+        "over_parts": round(median(ours.wall / sum(each) for ours, each in zip(with_digest, parts, strict=True)), 3),
         "load_cpu_s": round(median(seconds.cpu for seconds in plain), 3),
         "cost": round(median(costs), 4), "least_cost": round(min(costs), 4), "greatest_cost": round(max(costs), 4),
         "cpu_cost": round(median(ours.cpu / theirs.cpu - 1 for ours, theirs in pairs), 4),
@@ -68,6 +74,27 @@ def load(folder: Path, *, digested: bool) -> Seconds:
     seconds = Seconds(time.perf_counter() - started, time.process_time() - cpu_s)
     del stage
     return seconds
+
+
+def read_and_pack(folder: Path) -> tuple[float, float]:
+    """Seconds to read every tensor, and to pack those that products take."""
+    import torch
+
+    from engine.kernels.host.compiled import Team
+    from engine.kernels.host.product import PackedWeight
+    from models.checkpoint import open_checkpoint, read_tensor
+
+    read_s = pack_s = 0.0
+    for name, entry in open_checkpoint(folder).entries.items():
+        began_s = time.perf_counter()
+        tensor = torch.empty(entry.shape, dtype=torch.bfloat16)
+        read_tensor(entry, tensor, name=name, digest=None)
+        done_s = time.perf_counter()
+        read_s += done_s - began_s
+        if tensor.dim() == 2:
+            PackedWeight(tensor, None, Team())
+            pack_s += time.perf_counter() - done_s
+    return read_s, pack_s
 
 
 def write_checkpoint(folder: Path) -> None:

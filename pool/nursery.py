@@ -1,11 +1,13 @@
-"""`python -m pool.nursery SOCKET`: loads what every worker loads, then forks a worker for each order that comes.
+"""`python -m pool.nursery PARENT_PID SOCKET`: loads what every worker loads, then forks a worker for each order.
 
-Loading torch and numba is most of a worker's start. A local cluster does it once; its workers, and those that replace
-dead ones, are there in a fraction of the time, and share the memory. What is loaded here starts no thread, opens no
-device and no connection, so a fork of this process is as good as a new one. Workers die with this process.
+Loading torch, numba and UCX is most of a worker's start. A local cluster does it once; its workers, and those that
+replace dead ones, are there in a fraction of the time, and share the memory. What is loaded here leaves no thread and
+opens no device and no connection, so a fork of this process is as good as a new one. Workers die with this process,
+and this one with its parent.
 """
 
 import gc
+import logging
 import os
 import runpy
 import selectors
@@ -14,19 +16,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Thread
 from typing import TypeVar
 
 from runtime.errors import InternalError
 from runtime.orders import Order, OrderAnswer, open_socket, receive_order, send_answer
 from runtime.quiet import quiet_grpc
-from runtime.tied import tie_to_parent
+from runtime.tied import ALL_CORES, tie_to_parent
+from transfer.ucx.api import load_ucx
 
 T = TypeVar("T")
 
 
 def main() -> None:
     """Until the parent ends this process; in a fork, until its worker has ended."""
-    (path,) = sys.argv[1:]
+    parent, path = sys.argv[1:]
+    tie_to_parent(int(parent), ALL_CORES)
     with open_socket() as listener:
         listener.bind(path)
         listener.listen()
@@ -36,16 +41,24 @@ def main() -> None:
 
 
 def load() -> None:
-    """What forks find in place. Raises InternalError if a thread has been started: no fork would have it."""
+    """What forks find in place. Raises InternalError if a thread is left: no fork would have it."""
     quiet_grpc()
-    import pool.start  # noqa: F401
-    from engine.kernels.host.compiled import load_numba
+    gc.disable()  # modules stay: a seventh of the time would go into looking for what does not
+    import engine.kernels.host.compiled  # torch and numba
 
-    load_numba()
+    # UCX measures a clock for 0.4 s as it loads, and the dynamic linker loads nothing else meanwhile: so beside what is
+    # Python alone.
+    ucx = Thread(target=load_ucx)
+    ucx.start()
+    import pool.start  # noqa: F401
+
+    engine.kernels.host.compiled.load_numba()
+    ucx.join()
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
         raise InternalError(f"{num_threads - 1} threads have been started by what workers load; forks would lack them")
     gc.collect()
     gc.freeze()  # so that a collection in a fork leaves the shared pages alone
+    gc.enable()
 
 
 @dataclass
@@ -120,12 +133,21 @@ def _unless_gone(call: Callable[[], T]) -> T | None:
 
 
 def become(order: Order) -> None:
-    """Run the worker's module as its own program would."""
+    """Run the worker's module as its own program would. Where that ends with a code, so does the process, at once: to
+    take apart all that was loaded takes the interpreter half a second, and most of the shared memory is copied."""
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)
     sys.argv = [order.module, *order.arguments]
-    runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int):
+            raise
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended.code)
 
 
 if __name__ == "__main__":

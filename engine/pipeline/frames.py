@@ -33,7 +33,7 @@ _HEADER = struct.Struct("<4sBBBxHxxIQQ")
 _DIGEST = struct.Struct("<Q")
 _KEYED_BYTES = _HEADER.size - _DIGEST.size
 _ENTRY = struct.Struct("<BBxx3I")
-_MAGIC, SCHEMA = b"BATN", 9
+_MAGIC, SCHEMA = b"BATN", 10
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 _ALIGNMENT = 64
 _MAX_DIMS = 3
@@ -90,8 +90,10 @@ def write(route: TensorRoute, packet: Packet) -> bytearray:
         _ENTRY.pack_into(frame, _HEADER.size + place * _ENTRY.size, _DTYPES.index(spec.dtype), len(spec.shape),
                          *extents)
     frame[start:end] = packet.record
-    if len(frame) > run:
-        fill(torch.frombuffer(frame, dtype=torch.uint8, offset=run), packet.tensors)
+    at = run
+    for tensor, spec in zip(packet.tensors, specs, strict=True) if route is TensorRoute.WITHIN else ():
+        frame[at:at + spec.num_bytes] = tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
+        at += _aligned(spec.num_bytes)
     _HEADER.pack_into(frame, 0, _MAGIC, SCHEMA, packet.kind, route, len(specs), len(packet.record), packet.sequence, 0)
     _DIGEST.pack_into(frame, _KEYED_BYTES, digest_of(frame))
     return frame

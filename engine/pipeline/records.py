@@ -8,9 +8,8 @@ computed are the tensors of the same packet. Where a whole number may be absent,
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,78 +22,99 @@ from engine.pipeline.frames import SCHEMA
 from engine.pipeline.tables import (
     Array,
     Column,
+    Record,
     Table,
+    check_counts,
     column,
-    counts_of,
     get_bytes,
     get_lists,
     get_texts,
     lists,
+    numbers,
+    octets,
     put_bytes,
     put_lists,
     put_texts,
-    row_type,
+    tuples,
 )
 from engine.sampling.sampler import Scores
 from runtime.errors import InternalError
 from runtime.grammar import Grammar, GrammarKind
 
 T = TypeVar("T")
+Values = Mapping[str, Any]  # by column
 MAX_ERROR_BYTES = 4096
 _MODES = tuple(ForwardMode)
-_PAIR = row_type(token_id="i8", value="f8")
 
-_BATCH = Table(
-    "batch",
-    column("head", row_type(mode="u1", has_hidden="u1", has_selected_keys="u1", has_scoring="u1", has_spec="u1"), 1),
-    column("aux_layers", "i4", "aux_layers"),
-    column("rows", row_type(request_key="i8", query_len="i8", context_len="i8"), "rows"),
+
+def _pairs(name: str) -> Column:
+    return tuples(name, f"{name}.total", token_id="i8", value="f8")
+
+
+def _ids(name: str) -> Column:
+    return numbers(name, "i8", f"{name}.total")
+
+
+def _texts(name: str) -> Column:
+    return octets(name, f"{name}.total")
+
+
+_STEP = Table(
+    "step",
+    tuples("head", 1, mode="u1", has_hidden="u1", has_selected_keys="u1"),
+    numbers("aux_layers", "i4", "aux_layers"),
+    tuples("rows", "rows", request_key="i8", query_len="i8", context_len="i8"),
     column("slot_ids", "i4", "rows"),
     column("page_tables", "i4", "rows", "pages"),
     column("positions", "i8", "tokens"),
-    # One entry per row that draws.
-    column("drawing", row_type(
-        row="i4", temperature="f8", top_k="i8", top_p="f8", min_p="f8", frequency_penalty="f8", presence_penalty="f8",
-        repetition_penalty="f8", seed="u8", position="i8", num_top_logprobs="i8", banned_before="i8"),
-        "drawing"),
-    *lists("logit_bias", _PAIR, per="drawing"),
-    *lists("banned", "i8", per="drawing"),
-    # One per drawing row whose output matters; of these one per opening; of these one per grammar.
-    column("outputs", row_type(drawing="i4", key="i8", kept="i8", is_only="u1"), "outputs"),
-    *lists("output.tokens", "i8", per="outputs"),
-    column("openings", "i4", "openings"),
-    *lists("opening.prompt", "i8", per="openings"),
-    column("grammars", "i4", "grammars"),
-    *lists("grammar.kind", "u1", per="grammars"),
-    *lists("grammar.text", "u1", per="grammars"),
-    column("ended_keys", "i8", "ended_keys"),
-    # One per row that scores.
-    column("scoring", row_type(row="i4", num_top="i8"), "scoring"),
-    *lists("scoring.tokens", "i8", per="scoring"),
-    # One per row, on a pool that speculates.
-    column("spec", row_type(accepted_context="i8", next_token_id="i8", draft_start="i8", num_draft_tokens="i8",
-                            scratch="i4"), "spec"),
-    column("spec.tokens", "i8", "spec.tokens"),
-    *lists("spec.parents", "i8", per="spec"),
-    *lists("spec.accepted", "i8", per="spec"),
+    numbers("ended_keys", "i8", "ended_keys"),
 )
+_DRAWING = Table(  # one entry per row that draws
+    "drawing",
+    tuples("drawing", "drawing",
+           row="i4", temperature="f8", top_k="i8", top_p="f8", min_p="f8", frequency_penalty="f8",
+           presence_penalty="f8", repetition_penalty="f8", seed="u8", position="i8", num_top_logprobs="i8",
+           banned_before="i8"),
+    *lists(_pairs("logit_bias"), per="drawing"),
+    *lists(_ids("banned"), per="drawing"),
+)
+_OUTPUTS = Table(  # one per drawing row whose output matters; of these one per opening; of these one per grammar
+    "outputs",
+    tuples("outputs", "outputs", drawing="i4", key="i8", kept="i8", is_only="u1"),
+    *lists(_ids("output.tokens"), per="outputs"),
+    numbers("openings", "i4", "openings"),
+    *lists(_ids("opening.prompt"), per="openings"),
+    numbers("grammars", "i4", "grammars"),
+    *lists(_texts("grammar.kind"), per="grammars"),
+    *lists(_texts("grammar.text"), per="grammars"),
+)
+_SCORING = Table(  # one per row that scores
+    "scoring",
+    tuples("scoring", "scoring", row="i4", num_top="i8"),
+    *lists(_ids("scoring.tokens"), per="scoring"),
+)
+_SPEC = Table(  # one per row, on a pool that speculates
+    "spec",
+    tuples("spec", "spec", accepted_context="i8", next_token_id="i8", draft_start="i8", num_draft_tokens="i8",
+           scratch="i4"),
+    column("spec.tokens", "i8", "spec.tokens"),
+    *lists(_ids("spec.parents"), per="spec"),
+    *lists(_ids("spec.accepted"), per="spec"),
+)
+_BATCH = Record(_STEP, _DRAWING, _OUTPUTS, _SCORING, _SPEC)
 
 
 def _token_columns(name: str) -> tuple[Column, ...]:
-    return (column(name, row_type(token_id="i8", has_logprobs="u1", logprob="f8", is_fault="u1"), name),
-            *lists(f"{name}.top", _PAIR, per=name), *lists(f"{name}.problem", "u1", per=name))
+    return (tuples(name, name, token_id="i8", has_logprobs="u1", logprob="f8", is_fault="u1"),
+            *lists(_pairs(f"{name}.top"), per=name), *lists(_texts(f"{name}.problem"), per=name))
 
 
-_RESULT = Table(
-    "result",
-    *_token_columns("drawn"),
-    *lists("verified.accepted", "i8", per="verified"),
-    *lists("verified.tokens", "i8", per="verified"),
-    *lists("verified.parents", "i8", per="verified"),
-    column("scored_counts", "i8", "scoring"),
-    *_token_columns("scored"),
-)
-_ERROR = Table("error", column("text", "u1", "bytes"))
+_DRAWN = Table("drawn", *_token_columns("drawn"))
+_VERIFIED = Table("verified", *lists(_ids("accepted"), per="verified"), *lists(_ids("tokens"), per="verified"),
+                  *lists(_ids("parents"), per="verified"))
+_SCORED = Table("scored", numbers("counts", "i8", "scoring"), *_token_columns("scored"))
+_RESULT = Record(_DRAWN, _VERIFIED, _SCORED)
+_ERROR = Record(Table("error", octets("text", "bytes")))
 # Stages that join a pool say how they lay out what goes between them: releases may differ in it.
 LAYOUT = hashlib.blake2b("\n".join([str(SCHEMA), *(table.layout for table in (_BATCH, _RESULT, _ERROR))]).encode(),
                          digest_size=6).hexdigest()
@@ -124,17 +144,22 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
     tensors = [tensor for tensor in (output.hidden, output.selected_keys) if tensor is not None]
     tensors += [output.aux_hidden[layer_id] for layer_id in aux_layers]
     spec = batch.spec_info if isinstance(batch.spec_info, SpecInfo) else None
-    record = _BATCH.write({
-        "head": [(_MODES.index(batch.mode), output.hidden is not None, output.selected_keys is not None,
-                  bool(batch.scoring), spec is not None)],
-        "aux_layers": aux_layers,
-        "rows": list(zip(batch.request_keys, batch.query_lens, batch.context_lens, strict=True)),
-        "slot_ids": batch.slot_ids.numpy(),
-        "page_tables": batch.page_tables.numpy(),
-        "positions": batch.positions.numpy(),
-        "ended_keys": batch.ended_keys,
-        **_sampling_values(batch.sampling), **_scoring_values(batch.scoring), **_spec_values(spec),
-    })
+    drawing = [(place, row) for place, row in enumerate(batch.sampling) if row is not None]
+    outputs = [(place, row.output) for place, (_, row) in enumerate(drawing) if row.output is not None]
+    record = _BATCH.write(
+        {
+            "head": [(_MODES.index(batch.mode), output.hidden is not None, output.selected_keys is not None)],
+            "aux_layers": aux_layers,
+            "rows": list(zip(batch.request_keys, batch.query_lens, batch.context_lens, strict=True)),
+            "slot_ids": batch.slot_ids.numpy(),
+            "page_tables": batch.page_tables.numpy(),
+            "positions": batch.positions.numpy(),
+            "ended_keys": batch.ended_keys,
+        },
+        _drawing_values(drawing) if drawing else None,
+        _output_values(outputs) if outputs else None,
+        _scoring_values(batch.scoring) if batch.scoring else None,
+        None if spec is None else _spec_values(spec))
     return Packet(record, tuple(tensors), PacketKind.BATCH, sequence)
 
 
@@ -144,21 +169,20 @@ def unpack_batch(packet: Packet) -> StageInput:
         InternalError: the record makes no sense, or is not one of the packet's tensors.
     """
     try:
-        return _batch_of(_BATCH.read(packet.record), packet.tensors)
+        return _batch_of(*_BATCH.read(packet.record), tensors=packet.tensors)
     except (ValueError, IndexError, KeyError) as error:
         raise _nonsense(packet, error) from error
 
 
 def pack_result(sequence: int, tokens: Sequence[DrawnToken], verified: Sequence[Verified] = (),
                 scores: Sequence[Scores] = ()) -> Packet:
-    record = _RESULT.write({
-        **_token_values("drawn", tokens),
-        **put_lists("verified.accepted", [row.accepted for row in verified]),
-        **put_lists("verified.tokens", [row.draft.token_ids for row in verified]),
-        **put_lists("verified.parents", [row.draft.parents for row in verified]),
-        "scored_counts": [len(row) for row in scores],
-        **_token_values("scored", [token for row in scores for token in row]),
-    })
+    record = _RESULT.write(
+        _token_values("drawn", tokens) if tokens else None,
+        {**put_lists("accepted", [row.accepted for row in verified]),
+         **put_lists("tokens", [row.draft.token_ids for row in verified]),
+         **put_lists("parents", [row.draft.parents for row in verified])} if verified else None,
+        {"counts": [len(row) for row in scores],
+         **_token_values("scored", [token for row in scores for token in row])} if scores else None)
     return Packet(record, kind=PacketKind.RESULT, sequence=sequence)
 
 
@@ -168,20 +192,16 @@ def unpack_result(packet: Packet) -> StageResult:
         InternalError: the record makes no sense.
     """
     try:
-        arrays = _RESULT.read(packet.record)
-        rows = zip(*(get_lists(arrays, f"verified.{name}") for name in ("accepted", "tokens", "parents")), strict=True)
-        verified = [Verified(nodes, TokenTree(*tree)) for nodes, *tree in rows]
-        scored, start, scores = _tokens_of(arrays, "scored"), 0, []
-        for count in counts_of(arrays["scored_counts"], len(scored), "scored tokens"):
-            scores.append(tuple(scored[start:start + count]))
-            start += count
-        return StageResult(_tokens_of(arrays, "drawn"), verified, scores)
+        drawn, verified, scored = _RESULT.read(packet.record)
+        return StageResult([] if drawn is None else _tokens_of(drawn, "drawn"),
+                           [] if verified is None else _verified_of(verified),
+                           [] if scored is None else _scores_of(scored))
     except (ValueError, IndexError) as error:
         raise _nonsense(packet, error) from error
 
 
 def pack_error(sequence: int, text: str) -> Packet:
-    record = _ERROR.write({"text": np.frombuffer(text.encode(errors="replace")[:MAX_ERROR_BYTES], np.uint8)})
+    record = _ERROR.write({"text": text.encode(errors="replace")[:MAX_ERROR_BYTES]})
     return Packet(record, kind=PacketKind.ERROR, sequence=sequence)
 
 
@@ -191,7 +211,9 @@ def unpack_error(packet: Packet) -> str:
         InternalError: the record makes no sense.
     """
     try:
-        return _ERROR.read(packet.record)["text"].tobytes().decode(errors="replace")
+        (values,) = _ERROR.read(packet.record)
+        text: bytes = b"" if values is None else values["text"]
+        return text.decode(errors="replace")
     except ValueError as error:
         raise _nonsense(packet, error) from error
 
@@ -200,23 +222,27 @@ def _nonsense(packet: Packet, error: Exception) -> InternalError:
     return InternalError(f"the {packet.kind.name.lower()} of frame {packet.sequence} makes no sense: {error}")
 
 
-def _batch_of(arrays: Mapping[str, Array], tensors: Sequence[Tensor]) -> StageInput:
-    mode, has_hidden, has_selected_keys, has_scoring, has_spec = arrays["head"].tolist()[0]
-    rows, num_tokens = arrays["rows"].tolist(), len(arrays["positions"])
-    counts_of(arrays["rows"]["query_len"], num_tokens, "tokens of the rows")
-    _refuse_negative(arrays, ("rows", "context_len"), ("page_tables", ""), ("slot_ids", ""), ("positions", ""),
-                     ("outputs", "kept"), ("spec", "scratch"))
+def _batch_of(step: Values | None, drawing: Values | None, outputs: Values | None, scoring: Values | None,
+              spec: Values | None, *, tensors: Sequence[Tensor]) -> StageInput:
+    if step is None:
+        raise ValueError("there is no step")
+    ((mode, has_hidden, has_selected_keys),) = step["head"]
+    num_rows, num_tokens = len(step["rows"]), len(step["positions"])
+    keys, query_lens, context_lens = zip(*step["rows"], strict=True) if num_rows else ((), (), ())
+    check_counts(query_lens, num_tokens, "tokens of the rows")
+    _refuse_negative({name: step[name].min(initial=0) for name in ("page_tables", "slot_ids", "positions")})
+    _refuse_negative({"context_len": min(context_lens, default=0)})
     batch = ForwardBatch(
-        mode=_MODES[mode], request_keys=tuple(row[0] for row in rows), query_lens=tuple(row[1] for row in rows),
-        context_lens=tuple(row[2] for row in rows), token_ids=None, positions=_owned(arrays["positions"]),
-        page_tables=_owned(arrays["page_tables"]), slot_ids=_owned(arrays["slot_ids"]),
-        sampling=_spread(_sampling_of(arrays), len(rows)),
-        scoring=_spread(_scoring_of(arrays), len(rows)) if has_scoring else (),
-        ended_keys=tuple(arrays["ended_keys"].tolist()),
-        spec_info=_spec_of(arrays, [row[1] for row in rows], num_tokens) if has_spec else None)
+        mode=_MODES[mode], request_keys=keys, query_lens=query_lens, context_lens=context_lens, token_ids=None,
+        positions=_owned(step["positions"]), page_tables=_owned(step["page_tables"]),
+        slot_ids=_owned(step["slot_ids"]),
+        sampling=_spread(() if drawing is None else _sampling_of(drawing, outputs), num_rows),
+        scoring=() if scoring is None else _spread(_scoring_of(scoring), num_rows),
+        ended_keys=tuple(step["ended_keys"]),
+        spec_info=None if spec is None else _spec_of(spec, query_lens, num_tokens))
     if any(len(tensor) != num_tokens if tensor.dim() else True for tensor in tensors):
         raise ValueError(f"tensors of other than {num_tokens} tokens")
-    computed, aux_layers = list(tensors), arrays["aux_layers"].tolist()
+    computed, aux_layers = list(tensors), step["aux_layers"]
     if len(computed) != bool(has_hidden) + bool(has_selected_keys) + len(aux_layers):
         raise ValueError(f"{len(computed)} tensors came with it")
     hidden = computed.pop(0) if has_hidden else None
@@ -225,26 +251,24 @@ def _batch_of(arrays: Mapping[str, Array], tensors: Sequence[Tensor]) -> StageIn
                                          selected_keys=selected_keys))
 
 
-def _sampling_values(rows: Sequence[SamplingRow | None]) -> dict[str, object]:
-    drawing = [(place, row, row.params) for place, row in enumerate(rows) if row is not None]
+def _drawing_values(drawing: Sequence[tuple[int, SamplingRow]]) -> Values:
     return {
         "drawing": [(place, p.temperature, p.top_k, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty,
                      p.repetition_penalty, p.seed, row.position,
                      -1 if row.num_top_logprobs is None else row.num_top_logprobs, row.banned_before)
-                    for place, row, p in drawing],
-        **put_lists("logit_bias", [p.logit_bias for _, _, p in drawing]),
-        **put_lists("banned", [row.banned_token_ids for _, row, _ in drawing]),
-        **_output_values([row.output for _, row, _ in drawing]),
+                    for place, row in drawing for p in (row.params,)],
+        **put_lists("logit_bias", [row.params.logit_bias for _, row in drawing]),
+        **put_lists("banned", [row.banned_token_ids for _, row in drawing]),
     }
 
 
-def _sampling_of(arrays: Mapping[str, Array]) -> Iterator[tuple[int, SamplingRow]]:
-    drawing = arrays["drawing"].tolist()
-    outputs = _spread(_outputs_of(arrays), len(drawing))
-    columns = (get_lists(arrays, name) for name in ("logit_bias", "banned"))
-    for values, output, bias, banned in zip(drawing, outputs, *columns, strict=True):
+def _sampling_of(values: Values, of_outputs: Values | None) -> Iterator[tuple[int, SamplingRow]]:
+    drawing = values["drawing"]
+    outputs = _spread(() if of_outputs is None else _outputs_of(of_outputs), len(drawing))
+    columns = (get_lists(values, name) for name in ("logit_bias", "banned"))
+    for row, output, bias, banned in zip(drawing, outputs, *columns, strict=True):
         (place, temperature, top_k, top_p, min_p, frequency, presence, repetition, seed, position, num_top,
-         banned_before) = values
+         banned_before) = row
         yield place, SamplingRow(
             SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                            frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition,
@@ -252,8 +276,7 @@ def _sampling_of(arrays: Mapping[str, Array]) -> Iterator[tuple[int, SamplingRow
             position, None if num_top < 0 else num_top, banned, banned_before, output)
 
 
-def _output_values(rows: Sequence[OutputRow | None]) -> dict[str, object]:
-    outputs = [(place, row) for place, row in enumerate(rows) if row is not None]
+def _output_values(outputs: Sequence[tuple[int, OutputRow]]) -> Values:
     openings = [(place, row.opening) for place, (_, row) in enumerate(outputs) if row.opening is not None]
     grammars = [(place, opening.grammar) for place, (_, opening) in enumerate(openings) if opening.grammar is not None]
     return {
@@ -267,60 +290,62 @@ def _output_values(rows: Sequence[OutputRow | None]) -> dict[str, object]:
     }
 
 
-def _outputs_of(arrays: Mapping[str, Array]) -> Iterator[tuple[int, OutputRow]]:
-    outputs = arrays["outputs"].tolist()
-    grammars = _spread(zip(arrays["grammars"].tolist(), _grammars_of(arrays), strict=True), len(arrays["openings"]))
+def _outputs_of(values: Values) -> Iterator[tuple[int, OutputRow]]:
+    outputs = values["outputs"]
+    _refuse_negative({"kept": min((row[2] for row in outputs), default=0)})
+    grammars = _spread(zip(values["grammars"], _grammars_of(values), strict=True), len(values["openings"]))
     opened = [OutputOpening(prompt, grammar)
-              for prompt, grammar in zip(get_lists(arrays, "opening.prompt"), grammars, strict=True)]
-    openings = _spread(zip(arrays["openings"].tolist(), opened, strict=True), len(outputs))
-    for (place, key, kept, is_only), tokens, opening in zip(outputs, get_lists(arrays, "output.tokens"), openings,
+              for prompt, grammar in zip(get_lists(values, "opening.prompt"), grammars, strict=True)]
+    openings = _spread(zip(values["openings"], opened, strict=True), len(outputs))
+    for (place, key, kept, is_only), tokens, opening in zip(outputs, get_lists(values, "output.tokens"), openings,
                                                             strict=True):
         yield place, OutputRow(key, kept, tokens, opening, bool(is_only))
 
 
-def _grammars_of(arrays: Mapping[str, Array]) -> Iterator[Grammar]:
-    for kind, text in zip(get_texts(arrays, "grammar.kind"), get_bytes(arrays, "grammar.text"), strict=True):
+def _grammars_of(values: Values) -> Iterator[Grammar]:
+    for kind, text in zip(get_texts(values, "grammar.kind"), get_bytes(values, "grammar.text"), strict=True):
         yield Grammar(GrammarKind(kind), text.decode("utf-8", "surrogatepass"))
 
 
-def _scoring_values(rows: Sequence[ScoringRow | None]) -> dict[str, object]:
+def _scoring_values(rows: Sequence[ScoringRow | None]) -> Values:
     scoring = [(place, row) for place, row in enumerate(rows) if row is not None]
     return {"scoring": [(place, row.num_top) for place, row in scoring],
             **put_lists("scoring.tokens", [row.next_token_ids for _, row in scoring])}
 
 
-def _scoring_of(arrays: Mapping[str, Array]) -> Iterator[tuple[int, ScoringRow]]:
-    for (place, num_top), tokens in zip(arrays["scoring"].tolist(), get_lists(arrays, "scoring.tokens"), strict=True):
+def _scoring_of(values: Values) -> Iterator[tuple[int, ScoringRow]]:
+    for (place, num_top), tokens in zip(values["scoring"], get_lists(values, "scoring.tokens"), strict=True):
         yield place, ScoringRow(tokens, num_top)
 
 
-def _spec_values(spec: SpecInfo | None) -> dict[str, object]:
-    rows = () if spec is None else spec.rows
+def _spec_values(spec: SpecInfo) -> Values:
+    rows = spec.rows
     accepted = [row.accepted or AcceptedNodes(-1, ()) for row in rows]
     return {
         "spec": [(nodes.context_len, -1 if row.next_token_id is None else row.next_token_id, row.draft_start,
                   row.num_draft_tokens, row.scratch) for nodes, row in zip(accepted, rows, strict=True)],
-        "spec.tokens": () if spec is None else spec.token_ids.numpy(),
+        "spec.tokens": spec.token_ids.numpy(),
         **put_lists("spec.parents", [row.parents for row in rows]),
         **put_lists("spec.accepted", [nodes.nodes for nodes in accepted]),
     }
 
 
-def _spec_of(arrays: Mapping[str, Array], query_lens: Sequence[int], num_tokens: int) -> SpecInfo:
-    if len(arrays["spec.tokens"]) != num_tokens:
-        raise ValueError(f"{len(arrays['spec.tokens'])} tokens to verify of {num_tokens}")
+def _spec_of(values: Values, query_lens: Sequence[int], num_tokens: int) -> SpecInfo:
+    if len(values["spec.tokens"]) != num_tokens:
+        raise ValueError(f"{len(values['spec.tokens'])} tokens to verify of {num_tokens}")
+    _refuse_negative({"scratch": min((row[4] for row in values["spec"]), default=0)})
     rows = []
     for length, (context_len, next_token_id, draft_start, num_draft_tokens, scratch), parents, nodes in zip(
-            query_lens, arrays["spec"].tolist(), get_lists(arrays, "spec.parents"), get_lists(arrays, "spec.accepted"),
+            query_lens, values["spec"], get_lists(values, "spec.parents"), get_lists(values, "spec.accepted"),
             strict=True):
         if parents and (len(parents) != length or any(not -1 <= parent < node for node, parent in enumerate(parents))):
             raise ValueError(f"the parents {parents[:8]} of a row of {length} tokens")
         rows.append(SpecRow(parents, None if context_len < 0 else AcceptedNodes(context_len, nodes),
                             None if next_token_id < 0 else next_token_id, draft_start, num_draft_tokens, scratch))
-    return SpecInfo(_owned(arrays["spec.tokens"]), tuple(rows))
+    return SpecInfo(_owned(values["spec.tokens"]), tuple(rows))
 
 
-def _token_values(name: str, tokens: Sequence[DrawnToken]) -> dict[str, object]:
+def _token_values(name: str, tokens: Sequence[DrawnToken]) -> Values:
     logprobs = [token.logprobs for token in tokens]
     return {
         name: [(token.token_id, found is not None, 0.0 if found is None else found.logprob, token.is_fault)
@@ -330,11 +355,25 @@ def _token_values(name: str, tokens: Sequence[DrawnToken]) -> dict[str, object]:
     }
 
 
-def _tokens_of(arrays: Mapping[str, Array], name: str) -> list[DrawnToken]:
+def _tokens_of(values: Values, name: str) -> list[DrawnToken]:
     return [DrawnToken(token_id, TokenLogprobs(logprob, top) if has_logprobs else None, problem, bool(is_fault))
             for (token_id, has_logprobs, logprob, is_fault), top, problem in zip(
-                arrays[name].tolist(), get_lists(arrays, f"{name}.top"), get_texts(arrays, f"{name}.problem"),
+                values[name], get_lists(values, f"{name}.top"), get_texts(values, f"{name}.problem"),
                 strict=True)]
+
+
+def _verified_of(values: Values) -> list[Verified]:
+    trees = zip(*(get_lists(values, name) for name in ("accepted", "tokens", "parents")), strict=True)
+    return [Verified(nodes, TokenTree(*tree)) for nodes, *tree in trees]
+
+
+def _scores_of(values: Values) -> list[Scores]:
+    scored, start, scores = _tokens_of(values, "scored"), 0, []
+    check_counts(values["counts"], len(scored), "scored tokens")
+    for count in values["counts"]:
+        scores.append(tuple(scored[start:start + count]))
+        start += count
+    return scores
 
 
 def _spread(entries: Iterable[tuple[int, T]], count: int) -> tuple[T | None, ...]:
@@ -348,11 +387,10 @@ def _spread(entries: Iterable[tuple[int, T]], count: int) -> tuple[T | None, ...
     return tuple(spread)
 
 
-def _refuse_negative(arrays: Mapping[str, Array], *places: tuple[str, str]) -> None:
-    for name, part in places:
-        array = arrays[name][part] if part else arrays[name]
-        if array.size and array.min() < 0:
-            raise ValueError(f"{name} {part} below 0")
+def _refuse_negative(lowest: Mapping[str, int]) -> None:
+    for name, value in lowest.items():
+        if value < 0:
+            raise ValueError(f"{name} {value}, below 0")
 
 
 def _owned(array: Array) -> Tensor:

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,5 +142,5 @@ class TensorChannel:
 
 def _copied(frame: Frame) -> Tensor:
     flat = torch.empty(len(frame.run), dtype=torch.uint8)
-    flat.numpy()[:] = np.frombuffer(frame.run, np.uint8)
+    flat.numpy().data[:] = frame.run
     return flat

@@ -94,6 +94,15 @@ async def test_it_serves_and_gives_each_process_its_flags(cluster: LocalCluster,
     assert all(f"on cores [{process.spec.core}] " in log.of(name) for name, process in cluster.processes.items())
 
 
+async def test_a_start_that_takes_long_shows_how_far_each_process_is(
+        tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.cluster.PROGRESS_S", 0.0)
+    async with LocalCluster(config(tmp_path), sink=log):
+        reports = [line for line in log.lines if re.search(r"^baton: .*after \d+ s: ", line)]
+    state = "(loads|warms up|serves)"
+    assert re.search(f": prefill-0 {state}, decode-0.0 {state}, decode-0.1 {state}, router {state}$", reports[0])
+
+
 class Elsewhere:
     """Another address of the loopback for each process, and a word more on its command line."""
 

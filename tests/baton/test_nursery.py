@@ -13,12 +13,14 @@ from baton.nursery import Child, Nursery, NurseryLink
 from runtime.errors import UnavailableError
 
 _MODULE = """
-import asyncio, json, os, sys, random, threading
+import asyncio, atexit, json, os, sys, random, threading
+atexit.register(print, "the interpreter has been taken apart")
 print(json.dumps({
     "torch": "torch" in sys.modules, "threads": len(os.listdir("/proc/self/task")), "arguments": sys.argv[1:],
     "folder": os.getcwd(), "setting": os.environ.get("SETTING"), "home": os.environ.get("HOME"),
     "cores": sorted(os.sched_getaffinity(0)), "session": os.getsid(0) == os.getpid(), "name": __name__,
-    "descriptors": sorted(os.listdir("/proc/self/fd"))[:-1], "random": random.random()}), flush=True)
+    "descriptors": sorted(os.listdir("/proc/self/fd"))[:-1], "random": random.random(),
+    "ucx": "libucs.so" in open("/proc/self/maps").read()}), flush=True)
 if sys.argv[1:2] == ["stay"]:
     asyncio.run(asyncio.sleep(60))
 print("an error", file=sys.stderr)
@@ -32,7 +34,7 @@ def nursery_in(folder: Path) -> Nursery:
     (folder / "modules" / "a_worker.py").write_text(_MODULE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder / "modules"), prepend=os.pathsep)
-        return Nursery(folder)
+        return Nursery()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ async def test_a_fork_is_as_good_as_a_process_of_its_own(link: NurseryLink) -> N
     words = await said(child)
     assert words == {**words, "torch": True, "threads": 1, "arguments": ["one", "two"], "folder": os.getcwd(),
                      "setting": "on", "home": None, "cores": [min(os.sched_getaffinity(0))], "session": True,
-                     "name": "__main__", "descriptors": ["0", "1", "2"]}
+                     "name": "__main__", "descriptors": ["0", "1", "2"], "ucx": True}
     assert child.stdout is not None
     assert await child.stdout.read() == b"an error\n"
     assert await asyncio.wait_for(child.wait(), 60) == 7

@@ -1,5 +1,7 @@
 """The part of UCXX's core API that Baton uses, typed; UCXX itself ships without types."""
 
+import ctypes
+import importlib.util
 import os
 from typing import Protocol
 
@@ -79,6 +81,26 @@ class UcxWorker(Protocol):
     def tag_recv_with_handle(self, array: object, probe: UcxProbe) -> UcxRequest: ...
 
 
+def load_ucx() -> None:
+    """Load UCX's own library ahead of `UcxLibrary`, the same one. Holds no lock of the interpreter's, so that other
+    threads run meanwhile. What is not there is not loaded."""
+    _prepare_environment()
+    package = importlib.util.find_spec("libucx")
+    prefers_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false"
+    folders = [] if package is None or prefers_system else package.submodule_search_locations or []
+    open_library = ctypes.CDLL(None).dlopen
+    open_library.argtypes, open_library.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    for name in (*(f"{folder}/lib/libucs.so" for folder in folders), "libucs.so.0"):
+        if open_library(name.encode(), os.RTLD_NOW):
+            return
+
+
+def _prepare_environment() -> None:
+    """UCX reads these while it loads."""
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
+
+
 class UcxLibrary:
     """UCXX, loaded. Its constructors with the types above.
 
@@ -87,9 +109,7 @@ class UcxLibrary:
     """
 
     def __init__(self) -> None:
-        # UCX reads these while it loads.
-        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-        os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
+        _prepare_environment()
         try:
             import ucxx._lib.libucxx as ucx
             from ucxx._lib.arr import Array

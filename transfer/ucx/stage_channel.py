@@ -4,8 +4,7 @@ Frames are sent eagerly, whatever their size: `send` gives the frame to UCX and 
 compute (and does not progress UCX meanwhile) does not hold up the one that waits for its frame. What does not fit into
 the queues between the two goes on beside (`pending_sends.py`); only when many large frames wait does `send` wait, too.
 
-A frame is waited for awake as long as such waits have recently been short: batches are in flight then, and to be woken
-costs more than the wait. A stage that waits for longer sleeps.
+While batches are in flight a frame is waited for awake (`vigil`); a stage that waits for longer sleeps.
 
 Tags carry the pool epoch and the sender's rank. Frames of an older epoch are thrown away; those of a newer one (it
 reached a peer earlier) wait until it reaches this stage, too.
@@ -24,11 +23,9 @@ from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding
 from transfer.ucx.pending_sends import PendingSend, PendingSends
 from transfer.ucx.settings import STAGE_CHANNEL_OPTIONS, TransportProfile, close_endpoint, create_worker
+from transfer.ucx.vigil import Vigil
 
-SPIN_S = 50e-6
-BUSY_SPIN_S = 2e-3  # while frames follow each other so closely
-SHARED_CORE_S = 30e-6  # a core that comes back so late is needed by others: who sleeps there is woken sooner
-SHARED_FOR_S = 0.1
+SEND_SPIN_S = 50e-6
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
 RECEIVE_WAIT_S = 0.1  # between looks at the peers' health
 MAX_QUEUED_FRAMES = 1024
@@ -47,8 +44,7 @@ class UcxStageChannel:
         self._rank = rank
         self._on_sent = on_sent
         self._max_frame_bytes = max_frame_bytes
-        self._spin_s = SPIN_S
-        self._shared_until_s = 0.0
+        self._vigil = Vigil()
         self._ucx = UcxLibrary()
         self._context, self._worker = create_worker(self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS, binding)
         self._pending = PendingSends(self._worker, max_bytes=max(PENDING_BYTES, 2 * max_frame_bytes))
@@ -60,7 +56,8 @@ class UcxStageChannel:
         self._early: list[tuple[int, int, UcxProbe]] = []  # (epoch, rank, frame)
         self._discards: list[UcxRequest] = []
         self._scratch = self._ucx.array(bytearray(1))
-        self._buffer = bytearray(0)
+        self._buffer = bytearray(1)
+        self._whole_buffer = self._ucx.array(self._buffer)
         self._lost: dict[int, str] = {}
         self._lost_lock = threading.Lock()
         self._wakeup = Wakeup()
@@ -112,7 +109,7 @@ class UcxStageChannel:
                 self._pause(deadline_s)
             tag = self._ucx.tag(self._epoch << _RANK_BITS | self._rank)
             request = self._endpoints[rank][1].tag_send(self._ucx.array(frame), tag)
-            spin_until_s = time.monotonic() + SPIN_S
+            spin_until_s = time.monotonic() + SEND_SPIN_S
             while not request.completed and (self._worker.progress_once() or time.monotonic() < spin_until_s):
                 pass
             if request.completed:
@@ -125,32 +122,35 @@ class UcxStageChannel:
         """The next frame from `rank`, valid until the next call; None when none came in time or `wake` was called.
         Raises PeerLostError (frames that came before the loss are still handed out), DeadlineError as `send`."""
         with self._pending.using:
-            began_s = time.monotonic()
-            spin_until_s = began_s + self._spin_s
-            while not self._inboxes.get(rank):
+            if not self._inboxes.get(rank):
                 self._dispatch()
-                if self._inboxes.get(rank):
-                    break
-                self._check(rank)
-                now = time.monotonic()
-                if self._wakeup.is_set:
-                    self._wakeup.clear()
-                    self._check(rank)
-                    return None
-                if now >= began_s + timeout_s:
-                    self._spin_s = SPIN_S
-                    return None
-                if self._shared_until_s < now < spin_until_s:
-                    os.sched_yield()
-                    if time.monotonic() - now > SHARED_CORE_S:
-                        self._shared_until_s = now + SHARED_FOR_S
-                elif self._pending.any:
-                    self._wakeup.sleep(min(SEND_WAIT_S, began_s + timeout_s - now))
-                elif self._worker.arm():
-                    self._wakeup.sleep(min(RECEIVE_WAIT_S, began_s + timeout_s - now))
-            waited_s = time.monotonic() - began_s
-            self._spin_s = max(SPIN_S, 2 * waited_s) if waited_s < BUSY_SPIN_S else SPIN_S
+            if not self._inboxes.get(rank) and not self._wait(rank, time.monotonic() + timeout_s):
+                return None
             return self._take(rank, self._inboxes[rank].popleft())
+
+    def _wait(self, rank: int, deadline_s: float) -> bool:
+        """Until a frame has come from `rank`, or `wake`: then, and in the end, False."""
+        self._vigil.begin()
+        while True:
+            self._check(rank)
+            if self._wakeup.is_set:
+                self._wakeup.clear()
+                self._check(rank)
+                return False
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                self._vigil.in_vain()
+                return False
+            if self._vigil.lasts():
+                os.sched_yield()
+            elif self._pending.any:
+                self._wakeup.sleep(min(SEND_WAIT_S, left_s))
+            elif self._worker.arm():
+                self._wakeup.sleep(min(RECEIVE_WAIT_S, left_s))
+            self._dispatch()
+            if self._inboxes.get(rank):
+                self._vigil.rewarded()
+                return True
 
     def check(self, rank: int) -> None:
         """Raises PeerLostError when this stage is known to be gone; what has arrived from it still waits."""
@@ -230,16 +230,17 @@ class UcxStageChannel:
 
     def _take(self, rank: int, frame: UcxProbe) -> memoryview:
         """Receive a frame that has (at least begun to) come."""
-        if len(self._buffer) < frame.length:
-            self._buffer = bytearray(min(self._max_frame_bytes, 2 * frame.length))
-        view = memoryview(self._buffer)[:frame.length]
-        request = self._worker.tag_recv_with_handle(self._ucx.array(view), frame)
+        length = frame.length
+        if len(self._buffer) < length:
+            self._buffer = bytearray(min(self._max_frame_bytes, 2 * length))
+            self._whole_buffer = self._ucx.array(self._buffer)
+        request = self._worker.tag_recv_with_handle(self._whole_buffer, frame)
         while not request.completed:
             if not self._worker.progress_once():
                 os.sched_yield()  # the sender may need this very core to go on
                 self._check(rank)
         self._check_request(rank, request)
-        return view
+        return memoryview(self._buffer)[:length]
 
     def _discard(self, frames: Sequence[UcxProbe] | deque[UcxProbe]) -> None:
         # Into one byte: UCX drops what does not fit.

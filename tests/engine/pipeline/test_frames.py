@@ -14,7 +14,7 @@ from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
 from engine.pipeline import records
 from engine.pipeline.channel import Packet
-from engine.pipeline.tables import Table, column, lists, put_lists
+from engine.pipeline.tables import Record, Table, column, lists, octets, put_bytes
 from runtime.errors import InternalError
 from runtime.grammar import Grammar, GrammarKind
 
@@ -127,11 +127,11 @@ def test_tensors_that_are_not_the_batchs_are_refused(tensors: tuple[torch.Tensor
 
 
 TABLE = Table("toy", column("head", "i8", 2), column("grid", "i4", "rows", "columns"),
-              *lists("names", "u1", per="rows"))
+              *lists(octets("names", "names.total"), per="rows"))
 
 
 def toy(**changed: object) -> dict[str, object]:
-    return {"head": [1, 2], "grid": [[1, 2, 3], [4, 5, 6]], **put_lists("names", [b"ab", b""]), **changed}
+    return {"head": [1, 2], "grid": [[1, 2, 3], [4, 5, 6]], **put_bytes("names", [b"ab", b""]), **changed}
 
 
 def test_a_table_states_each_size_once() -> None:
@@ -139,7 +139,20 @@ def test_a_table_states_each_size_once() -> None:
     record = bytes(TABLE.write(toy()))
     assert record[:12] == bytes([2, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0])
     assert (record[16], record[24], record[32:56:4], record[64:]) == (1, 2, bytes([1, 2, 3, 4, 5, 6]), b"ab")
-    assert TABLE.read(record)["grid"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    values, end = TABLE.read(memoryview(bytes(8) + record), 8)  # behind another one
+    assert values["grid"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert end == 8 + len(record)
+
+
+def test_a_table_that_is_left_out_takes_no_room() -> None:
+    """By hand: eight bytes that say which tables are there, 66 of a table, six up to the next multiple of 8."""
+    record = Record(TABLE, TABLE)
+    assert record.write(None, None) == bytes(8)
+    second = record.write(None, toy())
+    assert (second[:8], len(second)) == (bytes([2]) + bytes(7), 80)
+    assert record.read(second)[0] is None
+    both = record.read(record.write(toy(), toy(head=[7, 8])))
+    assert [None if values is None else values["head"].tolist() for values in both] == [[1, 2], [7, 8]]
 
 
 @pytest.mark.parametrize("changed", [{"head": [1]}, {"grid": [1, 2]}, {"grid": [[1, 2, 3]]}])

@@ -3,7 +3,6 @@
 import asyncio
 import atexit
 import os
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,9 +25,7 @@ READY_TIMEOUT_S = 120.0
 @cache
 def shared_nursery() -> Nursery:
     """Of all clusters that this process starts, until it ends: torch is loaded once for all of them."""
-    folder = tempfile.TemporaryDirectory(prefix="nursery-")
-    nursery = Nursery(Path(folder.name))
-    atexit.register(folder.cleanup)
+    nursery = Nursery()
     atexit.register(nursery.close)
     return nursery
 
