@@ -8,9 +8,11 @@ whatever the order is, so it changes no bit.
 
 A request's memory is leased when it starts, not while it queues, and lives until `release`: the sender reads it. What
 a prefix cache holds of its prompt is leased with it and not computed again; what another prompt is about to leave there
-is waited for. Belongs to the engine thread.
+is waited for. What cannot be computed by its deadline any more, at the best pace of late, fails before anything more of
+it is. Belongs to the engine thread.
 """
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
@@ -30,7 +32,8 @@ from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from prefill.entry import Emit, FirstToken, PrefillEntry, PrefillLimits, Scored, Started
 from prefill.prompt_cache import PromptCache
 from runtime.clock import Clock
-from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
+from runtime.errors import BatonError, CapacityError, DeadlineError, FieldViolation, InvalidRequestError
+from runtime.pace import PrefillRateEstimate
 
 # Scoring takes a row of logits per token: 80 MB for these at a vocabulary of 150,000.
 SCORED_TOKENS = 128
@@ -53,9 +56,13 @@ class PrefillScheduler:
     _next_key: int = 1
     _saved: int = 0  # tokens of the share for short prompts that none has taken yet, at most a chunk
 
-    def submit(self, request: Request, emit: Emit, *, blocks: tuple[bytes, ...] = ()) -> int:
-        """Queue a request; returns the key that names it in batches. `blocks` are the names of its prompt's full pages
-        (`runtime.prefix_blocks`); without them it takes no part in the cache.
+    def __post_init__(self) -> None:
+        self._best_pace = PrefillRateEstimate(self.clock)
+
+    def submit(self, request: Request, emit: Emit, *, blocks: tuple[bytes, ...] = (),
+               ends_at_s: float = math.inf) -> int:
+        """Queue a request with a deadline; returns the key that names it in batches. `blocks` are the names of its
+        prompt's full pages (`runtime.prefix_blocks`); without them it takes no part in the cache.
 
         Raises:
             CapacityError: the queue is full.
@@ -71,7 +78,7 @@ class PrefillScheduler:
                                 resource="prefill queue")
         key = self._next_key
         self._next_key += 1
-        entry = PrefillEntry(key, request, emit, blocks=blocks, arrived_s=self.clock.now())
+        entry = PrefillEntry(key, request, emit, blocks=blocks, ends_at_s=ends_at_s, arrived_s=self.clock.now())
         self._entries[key] = entry
         insort(self._queue, entry.turn)
         return key
@@ -88,7 +95,7 @@ class PrefillScheduler:
             self._stop_running(entry)
 
     def load(self) -> SchedulerLoad:
-        queued = [self._entries[key] for _, key in self._queue]
+        queued = self._queued
         tokens = sum(entry.remaining for entry in [*queued, *self._running])
         return SchedulerLoad(len(queued), len(self._entries) - len(queued), self.pages.num_available,
                              self.slots.num_available, queued_tokens=tokens)
@@ -103,6 +110,7 @@ class PrefillScheduler:
                              self.clock.now() - min(queued) if queued else 0.0)
 
     def next_batch(self) -> ForwardBatch | None:
+        self._drop_late()
         rows: list[Row] = []
         self._saved = min(self._saved + self.limits.chunk_tokens // SHORT_SHARE, self.limits.chunk_tokens)
         budget = self.limits.chunk_tokens - self._add_short(rows)
@@ -140,7 +148,9 @@ class PrefillScheduler:
             if token is not None and token.error is not None:
                 self._fail(entry, token.error)
             elif token is not None:
-                entry.emit(FirstToken(token, self.clock.now() - entry.started_s))
+                prefill_s = self.clock.now() - entry.started_s
+                self._best_pace.observe(len(entry.request.prompt_token_ids) - entry.num_cached, prefill_s)
+                entry.emit(FirstToken(token, prefill_s))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
         self.cache.clear()  # a stage that joins brings other memory
@@ -167,7 +177,7 @@ class PrefillScheduler:
         lead = min(self._running if head is None else [*self._running, head], key=lambda each: each.turn, default=None)
         if lead is None or lead.remaining <= self.limits.chunk_tokens:
             return 0
-        waiting = [*self._running, *(entry for entry in self._startable() if entry.turn[0] == lead.turn[0])]
+        waiting = [*self._running, *self._startable()]
         short = [entry for entry in waiting if entry.request.priority == lead.request.priority
                  and entry.remaining * SHORT_RATIO <= lead.remaining]
         share, taken = self._saved // self.limits.grid * self.limits.grid, 0
@@ -177,10 +187,26 @@ class PrefillScheduler:
         self._saved -= -(-taken // self.limits.grid) * self.limits.grid  # what the long prompt's chunk ends earlier by
         return taken
 
+    def _drop_late(self) -> None:
+        now_s = self.clock.now()
+        for entry in [*self._running, *self._queued]:
+            if now_s + self._best_pace.least_s(self._least_tokens(entry, now_s)) > entry.ends_at_s:
+                self._fail(entry, DeadlineError(f"{entry.remaining} tokens of the prompt cannot be computed within the "
+                                                f"{max(entry.ends_at_s - now_s, 0.0):.2g} s that its deadline leaves"))
+
+    def _least_tokens(self, entry: PrefillEntry, now_s: float) -> int:
+        """What must be computed of the prompt whatever the cache holds by then; looked up where it matters."""
+        if entry.pages is not None or now_s + self._best_pace.least_s(entry.remaining) <= entry.ends_at_s:
+            return entry.remaining
+        return 0 if self.cache.is_coming(entry) else entry.remaining - self.cache.find(entry).num_tokens
+
+    @property
+    def _queued(self) -> list[PrefillEntry]:
+        return [self._entries[key] for _, key in self._queue]
+
     def _startable(self) -> Iterator[PrefillEntry]:
         """The queued requests in order, without those that others compute something for."""
-        entries = (self._entries[key] for _, key in self._queue)
-        return (entry for entry in entries if not self.cache.is_coming(entry))
+        return (entry for entry in self._queued if not self.cache.is_coming(entry))
 
     def _head(self) -> PrefillEntry | None:
         """The queued request whose turn it is."""

@@ -85,22 +85,6 @@ def put_in_pairs(typing, first, second, out, out_stride):
     return types.void(*[types.int64] * 4), generate
 
 
-@intrinsic
-def fetch(typing, addresses, offset):
-    """Bring the 16 lines at those of `turn` into the cache, while something else is computed."""
-
-    def generate(context, builder, signature, arguments):
-        addresses, offset = arguments
-        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        for row in range(LANES):
-            address = builder.add(builder.load(_pointer(builder, addresses, _I64, 8 * row), align=8), offset)
-            builder.call(prefetch, [builder.inttoptr(address, _I8.as_pointer()), _I32(0), _I32(2), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
 @cache
 def soften_for(*, rounds: bool):
     """A function for compiled code: f(scores, weights, state, num_seen, unit). One row's step of the online softmax.

@@ -8,16 +8,15 @@ computed with, not on whether it was read, drawn or verified, not on the number 
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import amx, any_rows, blocks, dot, strided
+from engine.kernels.host import amx, any_rows, blocks, dot, room, strided
 from engine.kernels.host.amx import TILE_ROWS, has_tiles
-from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES, fetch, put_in_pairs, soften_for, turn
+from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES, put_in_pairs, soften_for, turn
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -34,14 +33,14 @@ from engine.kernels.host.compiled import (
     take_seat,
 )
 from engine.kernels.host.dot import LANES, Form
-from engine.kernels.host.strided import clear
+from engine.kernels.host.room import STATE_BYTES, room_at, scratch_bytes_of
+from engine.kernels.host.strided import fetch_line
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
                     "page_size", "table_width", "path_width", "pages", "queries", "tables", "tiles", "positions",
                     "num_in_order", "paths", "out", unit=np.float32)
-_STATE_BYTES = 2 * VECTOR_BYTES
-_STATE_FLOATS = _STATE_BYTES // 4
+_STATE_FLOATS = STATE_BYTES // 4
 _FEW_ROWS = 32  # a thread that multiplies keys by no more waits for memory
 _LOG2_E = 1.4426950408889634
 
@@ -61,7 +60,7 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     num_tiles, share = len(rows.tiles), queries.shape[1] // num_kv_heads
     tile_rows = share * (int(rows.tiles[:, 2].max()) if num_tiles else 0)
     launch(compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), _ARGUMENTS, team,
-           num_items=num_tiles * num_kv_heads, scratch_bytes=_scratch_bytes(head_dim, pages.itemsize, tile_rows),
+           num_items=num_tiles * num_kv_heads, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, tile_rows),
            num_rows=num_rows, table_width=table_width, num_tiles=num_tiles, path_width=rows.paths.shape[1],
            num_tokens=len(queries), num_kv_heads=num_kv_heads, page_size=page_size, head_dim=head_dim,
            itemsize=pages.itemsize, share=share, tile_rows=tile_rows, unit=scale * _LOG2_E, pages=pages,
@@ -75,32 +74,8 @@ def compiled_for(dtype: torch.dtype, *, tiled: bool):
     """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`."""
     work = _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
     name = f"attend_{STORED_AS[dtype].__name__}_{'tiled' if tiled else 'plain'}"
-    parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__, strided.__file__)
+    parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__, strided.__file__, room.__file__)
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
-
-
-class _Room(NamedTuple):
-    """Addresses of what a thread keeps, and how many bytes apart rows or blocks of it lie. Rows of queries, keys and
-    values are padded to whole vectors."""
-
-    queries: int  # [tile rows, words], as they are stored
-    query_bytes: int
-    scores: int  # [tile rows, BLOCK_KEYS] fp32
-    weights: int  # [tile rows, BLOCK_KEYS], as keys are stored
-    weight_bytes: int
-    sums: int  # [tile rows, channels] fp32
-    sum_bytes: int
-    state: int  # [tile rows, 32] fp32, see `soften_for`
-    keys: int  # [BLOCK_KEYS / 16][words][16]
-    key_block: int
-    values: int  # [channels / 16][keys or pairs][16]
-    value_block: int
-    value_blocks: int
-    found: int  # [2, BLOCK_KEYS] int64, addresses of a block's keys and the next one's
-    tails: int  # [16] words that fill no whole vector, and
-    found_tails: int  # [16] int64, their addresses
-    nothing: int  # a key of zeros
-    shapes: int  # 64 bytes that configure the matrix unit
 
 
 @njit(**STRICT_PART)
@@ -110,7 +85,7 @@ def _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
     positions = carray(pointer_to(a.positions, np.int32), a.num_tokens)
     in_order = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)
-    room = _room(a, take_seat(pointer))
+    room = room_at(a, take_seat(pointer))
     found, ahead = room.found, room.found + BLOCK_KEYS * 8
     while True:
         item = count_up(pointer, NEXT)
@@ -135,46 +110,16 @@ def _take_tiles(pointer, stored, score, soften, fill_values, add_up, shape_tiles
                     _find(a, found, room.nothing, row, low, kv_head, start, num_keys)
                 _find(a, ahead, room.nothing, row, low, kv_head, start + BLOCK_KEYS, end - start - BLOCK_KEYS)
                 _fill_keys(a, room, found, num_keys)
-                fill_values(a, room, found, ahead, num_keys)
                 while positions[low] < start:  # never where each has its own
                     low += 1
-                _take_block(a, room, positions, first, low, high, start, num_keys, score, soften, add_up)
+                first_row, end_row = _rows_of(a, low - first, high - first)
+                _weigh(a, room, positions, first, first_row, end_row, start, num_keys, score, soften)
+                fill_values(a, room, found, ahead, num_keys)
+                add_up(room.weights + first_row * room.weight_bytes, room.weight_bytes, room.values, room.value_block,
+                       room.sums + first_row * room.sum_bytes, room.sum_bytes, -(-num_keys * a.itemsize // 4),
+                       end_row - first_row, room.value_blocks)
         _finish(a, room, stored, kv_head, first, count)
         count_up(pointer, DONE)
-
-
-def _scratch_bytes(head_dim: int, itemsize: int, tile_rows: int) -> int:
-    """What `_room` shares out."""
-    key_bytes = -(-head_dim * itemsize // VECTOR_BYTES) * VECTOR_BYTES
-    sum_bytes = -(-head_dim // LANES) * VECTOR_BYTES
-    of_row = key_bytes + BLOCK_KEYS * (4 + itemsize) + sum_bytes + _STATE_BYTES
-    of_key = key_bytes + sum_bytes * itemsize // 4 + 16
-    return tile_rows * of_row + BLOCK_KEYS * of_key + LANES * (VECTOR_BYTES + 8) + key_bytes + VECTOR_BYTES
-
-
-@njit(**STRICT_PART)
-def _room(a, memory):
-    """Of a thread's seat, which becomes zeros."""
-    clear(memory, a.scratch_bytes // 4)
-    query_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
-    weight_bytes, value_blocks = BLOCK_KEYS * a.itemsize, -(-a.head_dim // LANES)
-    sum_bytes, key_block, value_block = value_blocks * VECTOR_BYTES, query_bytes * LANES, weight_bytes * LANES
-    scores = memory + a.tile_rows * query_bytes
-    weights = scores + a.tile_rows * BLOCK_KEYS * 4
-    sums = weights + a.tile_rows * weight_bytes
-    state = sums + a.tile_rows * sum_bytes
-    keys = state + a.tile_rows * _STATE_BYTES
-    values = keys + (BLOCK_KEYS // LANES) * key_block
-    tails = values + value_blocks * value_block
-    nothing = tails + LANES * VECTOR_BYTES
-    shapes = nothing + query_bytes
-    found = shapes + VECTOR_BYTES
-    found_tails = found + 2 * BLOCK_KEYS * 8
-    addresses = carray(pointer_to(found_tails, np.int64), LANES)
-    for row in range(LANES):
-        addresses[row] = tails + row * VECTOR_BYTES
-    return _Room(memory, query_bytes, scores, weights, weight_bytes, sums, sum_bytes, state, keys, key_block, values,
-                 value_block, value_blocks, found, tails, found_tails, nothing, shapes)
 
 
 @njit(**STRICT_PART)
@@ -194,11 +139,18 @@ def _begin(a, room, stored, kv_head, first, count):
 
 
 @njit(**STRICT_PART)
-def _take_block(a, room, positions, first, low, high, start, num_keys, score, soften, add_up):
-    """Tokens low..high-1 of the tile that begins at token `first` take the block of keys at `start`."""
-    begin, end = (low - first) * a.share, (high - first) * a.share
+def _rows_of(a, low, high):
+    """The rows of tokens low..high-1 of a tile."""
+    begin, end = low * a.share, high * a.share
     if not a.path_width:  # so that the rows that fill no tile are the last ones
         begin = begin // TILE_ROWS * TILE_ROWS
+    return begin, end
+
+
+@njit(**STRICT_PART)
+def _weigh(a, room, positions, first, begin, end, start, num_keys, score, soften):
+    """Scores of these rows with the block of keys at `start` become weights; what the rows have added up is brought to
+    the same scale."""
     score(room.queries + begin * room.query_bytes, room.query_bytes, room.keys, room.key_block,
           room.scores + begin * BLOCK_KEYS * 4, BLOCK_KEYS * 4, -(-a.head_dim * a.itemsize // 4), end - begin,
           -(-num_keys // LANES))
@@ -207,14 +159,11 @@ def _take_block(a, room, positions, first, low, high, start, num_keys, score, so
     for row in range(begin, end):
         num_seen = max(0, min(num_keys, positions[first + row // a.share] + 1 - start))
         soften(room.scores + row * BLOCK_KEYS * 4, room.weights + row * room.weight_bytes,
-               room.state + row * _STATE_BYTES, num_seen, a.unit)
+               room.state + row * STATE_BYTES, num_seen, a.unit)
         factor, target = state[row, LANES + 1], sums[row]
         if factor != np.float32(1):
             for channel in range(len(target)):
                 target[channel] *= factor
-    add_up(room.weights + begin * room.weight_bytes, room.weight_bytes, room.values, room.value_block,
-           room.sums + begin * room.sum_bytes, room.sum_bytes, -(-num_keys * a.itemsize // 4), end - begin,
-           room.value_blocks)
 
 
 @njit(**STRICT_PART)
@@ -264,7 +213,8 @@ def _find(a, found, nothing, row, token, kv_head, start, num_keys):
 
 @njit(**STRICT_PART)
 def _fill_keys(a, room, found, num_keys):
-    """A block's keys as `dot.py` takes them. Groups of 16 without any key are left out. The values come next."""
+    """A block's keys as `dot.py` takes them. Groups of 16 without any key are left out. The values are fetched until
+    scores are weighed, the next keys until these are added up."""
     key_bytes = a.head_dim * a.itemsize
     behind = a.num_kv_heads * a.page_size * key_bytes
     whole = key_bytes // VECTOR_BYTES * VECTOR_BYTES
@@ -272,11 +222,22 @@ def _fill_keys(a, room, found, num_keys):
         at = found + group * LANES * 8
         for offset in range(0, whole, VECTOR_BYTES):
             if a.tile_rows <= _FEW_ROWS:
-                fetch(at, behind + offset)
+                step, steps = offset // VECTOR_BYTES, whole // VECTOR_BYTES
+                _fetch_rows(at, LANES * step // steps, LANES * (step + 1) // steps, behind, key_bytes)
             turn(at, offset, room.keys + group * room.key_block + offset * LANES)
         if whole < key_bytes:
             _copy_tails(at, whole, (key_bytes - whole) // 2, room.tails)
             turn(room.found_tails, 0, room.keys + group * room.key_block + whole * LANES)
+
+
+@njit(**STRICT_PART)
+def _fetch_rows(found, begin, end, offset, num_bytes):
+    """Bring what lies `offset` bytes behind some of the addresses into the cache, line after line: what fetches lines
+    ahead by itself follows such a way."""
+    addresses = carray(pointer_to(found, np.int64), BLOCK_KEYS)
+    for row in range(begin, end):
+        for line in range(0, num_bytes, VECTOR_BYTES):
+            fetch_line(addresses[row] + offset + line)
 
 
 @njit(**STRICT_PART)
@@ -301,9 +262,8 @@ def _pair_values(a, room, found, ahead, num_keys):
             first = found[2 * pair] + behind
         if 2 * pair + 1 < num_keys:
             second = found[2 * pair + 1] + behind
-        if pair % (LANES // 2) == 0 and a.tile_rows <= _FEW_ROWS:
-            for channel in range(0, whole, 2 * LANES):
-                fetch(ahead + 2 * pair * 8, channel * 2)
+        if a.tile_rows <= _FEW_ROWS:
+            _fetch_rows(ahead, 2 * pair, 2 * pair + 2, 0, a.head_dim * 2)
         for channel in range(0, whole, 2 * LANES):
             put_in_pairs(first + channel * 2, second + channel * 2,
                          room.values + channel // LANES * room.value_block + pair * VECTOR_BYTES, room.value_block)

@@ -260,14 +260,23 @@ def scale(address, count, factor):
 
 
 @intrinsic
-def fetch_for_writing(typing, address):
-    """Bring a line into the cache that is going to be written: it would be read first."""
+def fetch_line(typing, address):
+    """Bring a line into the cache, while something else is computed."""
+    return _fetched(writes=0, locality=2)
 
+
+@intrinsic
+def fetch_for_writing(typing, address):
+    """Likewise one that is going to be written: it would be read first."""
+    return _fetched(writes=1, locality=3)
+
+
+def _fetched(*, writes: int, locality: int):
     def generate(context, builder, signature, arguments):
         place = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [place, _I32, _I32, _I32])
         called = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(called, [builder.inttoptr(arguments[0], place), _I32(1), _I32(3), _I32(1)])
+        builder.call(called, [builder.inttoptr(arguments[0], place), _I32(writes), _I32(locality), _I32(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
