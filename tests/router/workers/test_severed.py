@@ -14,7 +14,7 @@ from runtime.metrics import RouterMetrics
 from tests.router.harness import FACTS
 from tests.router.workers.test_directory import serves
 
-PROMPT = [1, 2, 3]
+PROMPT = RoutedPrompt([1, 2, 3])
 
 
 def directory(num_prefill: int, num_decode: int) -> Directory:
