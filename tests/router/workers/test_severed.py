@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from router.workers import severed
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.severed import MEMORY_S, SeveredPairs
+from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
 from runtime.clock import ManualClock
 from runtime.metrics import RouterMetrics
