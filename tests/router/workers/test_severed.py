@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry
 
 from router.workers import severed
 from router.workers.directory import Directory, DirectoryOptions
-from router.workers.severed import MEMORY_S, SeveredPairs
 from router.workers.prefix_index import RoutedPrompt
+from router.workers.severed import MEMORY_S, SeveredPairs
 from router.workers.worker import Worker
 from runtime.clock import ManualClock
 from runtime.metrics import RouterMetrics
@@ -51,7 +51,7 @@ async def test_what_has_no_room_is_waited_for_rather_than_a_severed_pair() -> No
     of = directory(2, 1)
     p0, p1, d0 = of.workers
     sever(of, p0, d0)
-    while p1.as_candidate(len(PROMPT)).has_room:
+    while p1.as_candidate(PROMPT.num_tokens).has_room:
         p1.book(1)
     assert placed(of) == set()
 
