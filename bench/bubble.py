@@ -12,14 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from baton.client import AsyncBatonClient
-from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import Chunk, Query
 from baton.workload import Planned, make_queries
+from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import PoolPorts, decode_ports
-from bench.report import Value, busy_s, render
-from runtime.errors import BatonError
+from bench.report import Value, busy_s
 
 STEP = "baton_pp_stage_step_seconds"
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 1200
@@ -29,8 +27,7 @@ TIMEOUT_S = 300.0
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     config = ClusterConfig(model=flags.model, decode_pp=2, listen="127.0.0.1:0", log_level="warning")
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client):
+    async with running_cluster(config) as (cluster, client):
         planned = [Planned(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * flags.streams
         tokens = [0] * flags.streams
 
@@ -70,20 +67,12 @@ async def look(ports: PoolPorts, tokens: list[int], seconds: float) -> dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     parser.add_argument("--streams", type=int, default=8, help="default 8")
     parser.add_argument("--seconds", type=float, default=4.0, help="between the two looks, default 4")
     parser.add_argument("--warm-up-tokens", type=int, default=32, help="of each stream before, default 32")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags = parser.parse_args()
-    try:
-        values = asyncio.run(measure(flags))
-    except BatonError as error:
-        print(f"bench.bubble: {error}", file=sys.stderr)
-        return 1
-    print(render("bubble", values, as_json=flags.json))
-    return 0
+    return run_benchmark("bubble", parser, measure)
 
 
 if __name__ == "__main__":

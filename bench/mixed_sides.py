@@ -17,7 +17,7 @@ from bench.command import running_cluster
 from runtime.errors import BatonError, UnavailableError
 
 TIMEOUT_S = 600.0
-START_S = 300.0
+START_S = 600.0
 MAX_CONTEXT = 4096
 
 

@@ -104,7 +104,7 @@ def main() -> int:
     parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
-    for name, default in (("decode-pp", 1), ("topk", 1), ("steps", 3), ("draft-tokens", 3), ("prompts", 16),
+    for name, default in (("decode-pp", 1), ("topk", 1), ("steps", 5), ("draft-tokens", 5), ("prompts", 16),
                           ("output-tokens", 96)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")

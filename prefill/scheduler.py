@@ -6,11 +6,13 @@ A prompt that is longer than a chunk would keep all others of its priority waiti
 the tokens are for prompts that are short beside it, wherever they stand in the queue. Chunks end on the model's grid
 whatever the order is, so it changes no bit.
 
-A request's memory is leased when it starts, not while it queues, and lives until `release`: the sender reads it.
-Belongs to the engine thread.
+A request's memory is leased when it starts, not while it queues, and lives until `release`: the sender reads it. What
+cannot be computed by its deadline any more, at the best pace of late, fails before anything more of it is. Belongs to
+the engine thread.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +28,8 @@ from engine.sampling.sampler import Scores
 from pool.request.entry import Entry, Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
-from runtime.errors import BatonError, CapacityError, FieldViolation, InvalidRequestError
+from runtime.errors import BatonError, CapacityError, DeadlineError, FieldViolation, InvalidRequestError
+from runtime.pace import PrefillRateEstimate
 
 # Scoring takes a row of logits per token: 80 MB for these at a vocabulary of 150,000.
 SCORED_TOKENS = 128
@@ -105,8 +108,11 @@ class PrefillScheduler:
     _next_key: int = 1
     _saved: int = 0  # tokens of the share for short prompts that none has taken yet, at most a chunk
 
-    def submit(self, request: Request, emit: Emit) -> int:
-        """Queue a request; returns the key that names it in batches.
+    def __post_init__(self) -> None:
+        self._best_pace = PrefillRateEstimate(self.clock)
+
+    def submit(self, request: Request, emit: Emit, *, ends_at_s: float = math.inf) -> int:
+        """Queue a request with a deadline; returns the key that names it in batches.
 
         Raises:
             CapacityError: the queue is full.
@@ -122,7 +128,7 @@ class PrefillScheduler:
                                 resource="prefill queue")
         key = self._next_key
         self._next_key += 1
-        self._entries[key] = PrefillEntry(key, request, emit, arrived_s=self.clock.now())
+        self._entries[key] = PrefillEntry(key, request, emit, ends_at_s=ends_at_s, arrived_s=self.clock.now())
         heapq.heappush(self._queue, (request.priority, key))
         return key
 
@@ -138,7 +144,7 @@ class PrefillScheduler:
             self._running.remove(entry)
 
     def load(self) -> SchedulerLoad:
-        queued = [self._entries[key] for _, key in self._queue if key in self._entries]
+        queued = self._queued
         tokens = sum(entry.remaining for entry in [*queued, *self._running])
         return SchedulerLoad(len(queued), len(self._entries) - len(queued), self.pages.num_free, self.slots.num_free,
                              queued_tokens=tokens)
@@ -153,6 +159,7 @@ class PrefillScheduler:
                              self.clock.now() - min(queued) if queued else 0.0)
 
     def next_batch(self) -> ForwardBatch | None:
+        self._drop_late()
         rows: list[Row] = []
         self._saved = min(self._saved + self.limits.chunk_tokens // SHORT_SHARE, self.limits.chunk_tokens)
         budget = self.limits.chunk_tokens - self._add_short(rows)
@@ -188,7 +195,9 @@ class PrefillScheduler:
             if token is not None and token.error is not None:
                 self._fail(entry, token.error)
             elif token is not None:
-                entry.emit(FirstToken(token, self.clock.now() - entry.started_s))
+                prefill_s = self.clock.now() - entry.started_s
+                self._best_pace.observe(len(entry.request.prompt_token_ids), prefill_s)
+                entry.emit(FirstToken(token, prefill_s))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
         for entry in list(self._entries.values()):
@@ -209,9 +218,7 @@ class PrefillScheduler:
         lead = min(self._running if head is None else [*self._running, head], key=lambda each: each.turn, default=None)
         if lead is None or lead.remaining <= self.limits.chunk_tokens:
             return 0
-        waiting = [*self._running, *(self._entries[key] for priority, key in self._queue
-                                     if priority == lead.request.priority and key in self._entries)]
-        short = [entry for entry in waiting if entry.request.priority == lead.request.priority
+        short = [entry for entry in [*self._running, *self._queued] if entry.request.priority == lead.request.priority
                  and entry.remaining * SHORT_RATIO <= lead.remaining]
         share, taken = self._saved // self.limits.grid * self.limits.grid, 0
         for entry in sorted(short, key=lambda each: (each.remaining, each.key)):
@@ -219,6 +226,17 @@ class PrefillScheduler:
                 taken += self._add_chunk(rows, entry, share - taken)
         self._saved -= -(-taken // self.limits.grid) * self.limits.grid  # what the long prompt's chunk ends earlier by
         return taken
+
+    def _drop_late(self) -> None:
+        now_s = self.clock.now()
+        for entry in [*self._running, *self._queued]:
+            if now_s + self._best_pace.least_s(entry.remaining) > entry.ends_at_s:
+                self._fail(entry, DeadlineError(f"{entry.remaining} tokens of the prompt cannot be computed within the "
+                                                f"{max(entry.ends_at_s - now_s, 0.0):.2g} s that its deadline leaves"))
+
+    @property
+    def _queued(self) -> list[PrefillEntry]:
+        return [self._entries[key] for _, key in self._queue if key in self._entries]
 
     def _head(self) -> PrefillEntry | None:
         """The queued request whose turn it is."""

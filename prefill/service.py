@@ -15,7 +15,16 @@ import grpc
 from engine.core.request import Request
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import Failed
-from pool.request.stay import Inbox, RequestParts, SessionChanged, StreamEnded, open_stream, read_request, serve
+from pool.request.stay import (
+    Inbox,
+    RequestParts,
+    SessionChanged,
+    StreamEnded,
+    deadline_of,
+    open_stream,
+    read_request,
+    serve,
+)
 from prefill.scheduler import Event, FirstToken, PrefillScheduler, Scored, Started
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
@@ -212,11 +221,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         parts = self._parts
         opening = await open_stream(parts, request_iterator, role="prefill", expected="request")
         request = read_request(parts, opening.request)
-        inbox: PrefillInbox = Inbox(request_iterator)
+        inbox: PrefillInbox = Inbox(request_iterator, parts.meters.handoff.leases_expired)
+        ends_at_s = deadline_of(context, parts.scheduler.clock)
 
         async def take_place() -> PrefillStay:
-            key = await parts.leader.loop.submit(lambda: parts.scheduler.submit(request, inbox.emit),
-                                                 undo=parts.scheduler.release)
+            key = await parts.leader.loop.submit(
+                lambda: parts.scheduler.submit(request, inbox.emit, ends_at_s=ends_at_s), undo=parts.scheduler.release)
             return PrefillStay(parts, inbox, request, key)
 
         async with aclosing(serve(parts, inbox, request, take_place)) as responses:

@@ -76,6 +76,7 @@ class RouterMetrics:
     pick_s: Histogram
     retries: Counter
     migrations: Counter
+    resumptions: Counter
     discovery_errors: Counter
     workers: Gauge
 
@@ -105,6 +106,7 @@ class RouterMetrics:
                      zeros=product(("prefill", "decode"), FAILURES)),
             _counter(registry, "migrations", "Requests that moved to another decode pool after theirs was lost.",
                      "type", "outcome", zeros=product(("lost", "drained"), ("resumed", "failed"))),
+            _counter(registry, "resumptions", "Answers that another router began and that went on here."),
             _counter(registry, "discovery_errors", "Times workers could not be looked up; the last known ones stay.",
                      "kind", zeros=(("dns",), ("kubernetes",))),
             _gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),

@@ -184,7 +184,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask |
         raise InternalError(f"{logits.shape[0]} rows of logits came with {len(rows)} sampling rows")
     if not rows:
         return []
-    if not allowed and all(_takes_raw_maximum(row) for row in rows):
+    if not allowed and all(takes_maximum(row) for row in rows):
         return _raw_maxima(logits)
     # In one copy: filters and the random number then run as on any other device, so every device draws alike from the
     # same logits.
@@ -212,7 +212,8 @@ def draw(logits: Floats, row: SamplingRow, allowed: Mask | None = None,
     return DrawnToken(token_id, token_logprobs(logits, token_id, row.num_top_logprobs))
 
 
-def _takes_raw_maximum(row: SamplingRow) -> bool:
+def takes_maximum(row: SamplingRow) -> bool:
+    """Whether the token is the largest of the raw logits, unless a grammar forbids it, and nothing else is returned."""
     return row.params.temperature == 0 and row.num_top_logprobs is None and not changes_logits(row)
 
 

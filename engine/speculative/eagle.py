@@ -104,7 +104,8 @@ class EagleDrafter:
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
         trees = {}
         if growing:
-            last, continued = _ends(extend)[growing], extend.filter(growing)
+            last = _ends(extend)[growing]
+            continued = extend if len(growing) == extend.num_rows else extend.filter(growing)
             continued.spec_info = carried.of_tokens(last)
             slots = [a + b for a, b in zip(continued.context_lens, continued.query_lens, strict=True)]
             grown = self._grow(continued, slots, extend.positions[last] + 1, self._end(hidden[last]),

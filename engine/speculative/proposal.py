@@ -61,6 +61,10 @@ class Proposal:
         self._scores.append(scores)
         self._tokens.append(tokens)
         self._parents.append(self._frontier_nodes[..., None].expand(-1, -1, width).flatten(1))
+        if width == 1:  # a chain has nothing to choose from
+            self._frontier_scores, self.frontier_tokens = scores, tokens
+            self._frontier_nodes = self._frontier_nodes + 1
+            return torch.zeros_like(tokens)
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
         self._frontier_scores = scores.gather(1, best)
         self._frontier_nodes = self._num_candidates + best

@@ -35,6 +35,7 @@ class TreeExpander:
             log_p, tokens = self.best(hidden)
             parents = proposal.expand(log_p.view(rows, width, -1), tokens.view(rows, width, -1))
             if step + 1 < steps:
+                batch.positions = batch.positions + 1
+            if step + 1 < steps and width > 1:
                 self._rounds.reorder(batch, parents)
                 hidden = hidden[(torch.arange(rows, device=parents.device)[:, None] * width + parents).flatten()]
-                batch.positions = batch.positions + 1

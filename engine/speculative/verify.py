@@ -5,7 +5,7 @@ keyed by (seed, position). So what is emitted equals plain decoding token for to
 only decides how many tokens one target pass yields. Needs no draft probabilities.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecInfo
 from engine.core.request import DrawnToken
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, takes_maximum
 from runtime.errors import InternalError
 
 
@@ -58,20 +58,32 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
         tokens = sampler(logits, [row for _, row in drawing])
         return [Run(index, [0], [token]) for (index, _), token in zip(drawing, tokens, strict=True)]
     starts = [sum(counts[:index]) for index in range(len(counts))]
-    children = _children(batch)
     runs = [Run(index, [0]) for index, _ in drawing]
+    if all(takes_maximum(row) and row.output is None for _, row in drawing):  # whatever the path: one call for all
+        known = sampler(logits, [row for (_, row), count in zip(drawing, counts, strict=True) for _ in range(count)])
+        _walk(runs, _children(batch), lambda walking: [known[starts[at] + runs[at].accepted[-1]] for at in walking])
+        return runs
+
+    def draw(walking: Sequence[int]) -> list[DrawnToken]:
+        rows = [sampling_at(drawing[at][1], [token.token_id for token in runs[at].tokens]) for at in walking]
+        return sampler(logits[[starts[at] + runs[at].accepted[-1] for at in walking]], rows)
+
+    _walk(runs, _children(batch), draw)
+    return runs
+
+
+def _walk(runs: Sequence[Run], children: Sequence[Mapping[tuple[int, int], int]],
+          draw: Callable[[Sequence[int]], list[DrawnToken]]) -> None:
+    """All runs at once, to their ends. draw(walking): tokens at the last accepted nodes of the runs in these places."""
     walking = list(range(len(runs)))
     while walking:
-        at = [starts[index] + runs[index].accepted[-1] for index in walking]
-        rows = [sampling_at(drawing[index][1], [token.token_id for token in runs[index].tokens]) for index in walking]
-        for index, token in zip(walking, sampler(logits[at], rows), strict=True):
+        for index, token in zip(walking, draw(walking), strict=True):
             run = runs[index]
             run.tokens.append(token)
             child = children[run.row].get((run.accepted[-1], token.token_id))
             if child is not None:
                 run.accepted.append(child)
         walking = [index for index in walking if len(runs[index].accepted) > len(runs[index].tokens)]
-    return runs
 
 
 def _children(batch: ForwardBatch) -> list[dict[tuple[int, int], int]]:

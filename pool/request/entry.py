@@ -1,5 +1,6 @@
 """What the schedulers of both roles know about a request, whatever they do with it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -28,6 +29,7 @@ class Entry(Generic[EventT]):
     pages: PageLease | None = None  # None while it waits
     slot: SlotLease | None = None
     in_flight: int = 0  # batches it takes part in
+    ends_at_s: float = math.inf  # its deadline, in the clock's seconds
     released: bool = False
     _computed: int = field(default=0, init=False)
 

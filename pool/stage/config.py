@@ -64,8 +64,8 @@ class WorkerConfig(TlsConfig):
                                                  "8 times the longest of the last 64 steps")
     draft: Path | None = Field(default=None, description="directory of a draft model; a decode pool then speculates")
     spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
-    spec_steps: int = Field(default=3, ge=1, le=16, description="tokens drafted ahead at most")
-    spec_draft_tokens: int = Field(default=3, ge=1, le=128, description="drafted tokens verified per step and request")
+    spec_steps: int = Field(default=5, ge=1, le=16, description="tokens drafted ahead at most")
+    spec_draft_tokens: int = Field(default=5, ge=1, le=128, description="drafted tokens verified per step and request")
     spec_prompt: bool = Field(default=True, description="the draft's state of the prompt is handed over between pools "
                                                         "that both have --draft; no: it never is")
     spec_adaptive: bool = Field(default=True, description="shorten drafts, or draft nothing, while that yields more")

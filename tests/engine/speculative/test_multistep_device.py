@@ -5,6 +5,7 @@ import torch
 
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
+from engine.speculative.config import MAX_STEPS
 from engine.speculative.draft_attention import RoundAttention
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_device import DeviceRounds
@@ -53,6 +54,16 @@ def test_a_round_sees_what_gathered_keys_show(lengths: tuple[int, ...], branches
         parents = torch.randint(branches, (len(lengths), branches), generator=generator)
         for backend, batch in zip(backends, batches, strict=True):
             backend.reorder(batch, parents)
+
+
+def test_a_round_has_room_for_the_steps_that_may_be_configured() -> None:
+    rounds, batch = MultiStepAttention(kv_pools=pools(), geometry=GEOMETRY), round_of((4, 5), 2)
+    rounds.plan(batch)
+    kv = torch.ones(4, KV_HEADS, DIM)
+    for _ in range(MAX_STEPS):
+        rounds.run(0, torch.ones(4, HEADS, DIM), kv, kv, batch)
+    with pytest.raises(InternalError, match=f"at most {MAX_STEPS} steps"):
+        rounds.run(0, torch.ones(4, HEADS, DIM), kv, kv, batch)
 
 
 def test_a_wrapper_that_was_planned_for_another_round_is_never_run() -> None:

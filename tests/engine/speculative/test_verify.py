@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecInfo, SpecRow, TokenTree, ancestors
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
@@ -61,11 +62,11 @@ TREES = st.integers(0, 14).flatmap(lambda size: st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(rows=st.lists(st.tuples(PARAMS, TREES, st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
-                               st.integers(0, 5)), min_size=1, max_size=3))
+                               st.integers(0, 5)), min_size=1, max_size=3), num_top=st.sampled_from([None, 2]))
 def test_any_tree_emits_what_plain_decoding_does(
-        rows: list[tuple[SamplingParams, TokenTree, list[int], int]]) -> None:
+        rows: list[tuple[SamplingParams, TokenTree, list[int], int]], num_top: int | None) -> None:
     requests = [Request("r", PROMPT, 99, params, min_tokens=min_tokens, stop_token_ids=frozenset({0, 4}),
-                        num_top_logprobs=2) for params, _, _, min_tokens in rows]
+                        num_top_logprobs=num_top) for params, _, _, min_tokens in rows]
     batch, logits = verify_batch([(request, outputs, tree)
                                   for request, (_, tree, outputs, _) in zip(requests, rows, strict=True)])
     runs = draw_runs(logits, batch, sample)
@@ -76,6 +77,23 @@ def test_any_tree_emits_what_plain_decoding_does(
         assert len(run.accepted) == len(run.tokens)
         children = {tree.token_ids[i] for i, parent in enumerate(tree.parents) if parent + 1 == run.accepted[-1]}
         assert run.tokens[-1].token_id not in children, "the walk went as far as the tree allows"
+
+
+def test_rows_that_take_the_likeliest_token_are_drawn_in_one_call() -> None:
+    request, tree = Request("r", PROMPT, 99, SamplingParams(temperature=0)), TokenTree((1, 2, 3), (-1, 0, 1))
+    tokens = [token.token_id for token in plain(request, [0], 3)]
+    right = TokenTree(tuple(tokens), (-1, 0, 1))
+    batch, logits = verify_batch([(request, [0], tree), (request, [0], right)])
+    calls = []
+
+    def counted(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
+        calls.append(len(rows))
+        return sample(logits, rows)
+
+    runs = draw_runs(logits, batch, counted)
+    assert calls == [8]
+    assert runs[1].accepted == [0, 1, 2, 3]
+    assert runs[1].tokens == plain(request, [0], 4)
 
 
 def test_a_tree_that_is_always_right_is_accepted_whole() -> None:
