@@ -110,11 +110,9 @@ class Patience:
         return pause_s
 
     def _may_help(self, error: BatonError) -> bool:
-        if isinstance(error, CapacityError):
-            return error.retry_after_s is not None  # else it is the request that is too large
         if isinstance(error, DuplicateRequestError):
             return self._failures > 1 or self._has_begun  # its former self, which the router has not given up yet
-        return isinstance(error, UnavailableError | HandoffError)
+        return isinstance(error, CapacityError | UnavailableError | HandoffError)
 
     def _pause_s(self, error: BatonError) -> float:
         if _is_routers_own(error) and self._failures < self._num_targets:

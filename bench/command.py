@@ -10,15 +10,17 @@ from typing import Any
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
+from baton.retry import DEFAULT_RETRY, Retry
 from bench.report import Value, render
 from runtime.errors import BatonError
 
 
 @asynccontextmanager
-async def running_cluster(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, AsyncBatonClient]]:
+async def running_cluster(config: ClusterConfig, *,
+                          retry: Retry = DEFAULT_RETRY) -> AsyncIterator[tuple[LocalCluster, AsyncBatonClient]]:
     """The cluster, whose lines go to stderr, and a client of its router."""
     async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address) as client):
+                AsyncBatonClient(cluster.address, retry=retry) as client):
         yield cluster, client
 
 

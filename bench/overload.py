@@ -3,7 +3,8 @@
 Measures the capacity of a cluster in a closed loop, then sends requests in an open loop at 0.8, 1, 2 and 4 times that,
 with deadlines of 5, 10 and 60 s and with none. Per cell: answers within their deadline per second, of those that ended
 while requests came; how soon refusals came; and the wait that they named (RetryInfo) beside the wait there was: until
-the last of the requests let in before it was given to workers. Ends with 1 if a bar is missed.
+the last of the requests let in before it was given to workers. Clients try nothing again. Ends with 1 if a bar is
+missed.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import percentiles
+from baton.retry import NO_RETRY
 from baton.values import Finish, Query
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.command import benchmark_flags, run_benchmark, running_cluster
@@ -50,8 +52,9 @@ class LoadReply:
     ended_s: float
     placed_s: float | None = None  # given to workers; of one that was answered
     error: str | None = None
-    refused_for_s: float | None = None  # refused on arrival: the wait it was given
+    was_refused: bool = False  # on arrival
     was_dropped: bool = False  # refused after it had waited
+    named_s: float | None = None  # the wait that a refusal named
 
 
 @dataclass
@@ -74,7 +77,7 @@ class LoadCell:
 
     @property
     def refusals(self) -> list[LoadReply]:
-        return [answer for answer in self.answers if answer.refused_for_s is not None]
+        return [answer for answer in self.answers if answer.was_refused]
 
     def waits(self) -> list[tuple[float, float]]:
         """(named, true) of every refusal whose true wait is known and long enough to count."""
@@ -83,8 +86,8 @@ class LoadCell:
         for refusal in self.refusals:
             before = placed[:bisect.bisect(placed, (refusal.sent_s, math.inf))][-len(placed):]
             true_s = max((at_s for _, at_s in before), default=-math.inf) - refusal.sent_s
-            if true_s >= COUNTED_WAIT_S and refusal.refused_for_s is not None:
-                found.append((refusal.refused_for_s, true_s))
+            if true_s >= COUNTED_WAIT_S and refusal.named_s is not None:
+                found.append((refusal.named_s, true_s))
         return found
 
     def figures(self) -> dict[str, Value]:
@@ -95,7 +98,7 @@ class LoadCell:
         return {f"{self.name}_{key}": value for key, value in {
             "sent": len(self.answers),
             "in_time_per_s": self.in_time_per_s,
-            "refused": len(delays),
+            "refused": len(delays), "refused_unnamed": sum(refusal.named_s is None for refusal in self.refusals),
             "dropped": sum(answer.was_dropped for answer in self.answers),
             "late": sum(answer.error == "DEADLINE_EXCEEDED" for answer in self.answers),
             "lag_s_p99": percentiles([answer.sent_s - answer.due_s for answer in self.answers], "lag")["lag_p99"],
@@ -146,8 +149,8 @@ class Lab:
                     placed_s = sent_s + (event.timings.router_queue_s or 0.0)
         except CapacityError as error:
             refused = error.resource == "router queue"
-            return LoadReply(due_s, sent_s, time.monotonic() - start, error=error.reason, was_dropped=not refused,
-                          refused_for_s=(error.retry_after_s or 0.0) if refused else None)
+            return LoadReply(due_s, sent_s, time.monotonic() - start, error=error.reason, was_refused=refused,
+                             was_dropped=not refused, named_s=error.retry_after_s)
         except BatonError as error:
             return LoadReply(due_s, sent_s, time.monotonic() - start, error=error.reason)
         return LoadReply(due_s, sent_s, time.monotonic() - start, placed_s)
@@ -184,7 +187,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         model=flags.model, prefill=flags.prefill, decode=flags.decode, decode_pp=flags.decode_pp, listen="127.0.0.1:0",
         log_level="warning", one_core_each=False, worker_flags=("--max-running", str(flags.max_running)),
         router_flags=("--max-waiting", str(flags.max_waiting)))
-    async with running_cluster(config) as (cluster, client):
+    async with running_cluster(config, retry=NO_RETRY) as (cluster, client):
         mean = flags.prompt_tokens
         shape = Shape(Lengths("uniform", max(mean // 2, 1), mean * 3 // 2),
                       Lengths("uniform", max(flags.output_tokens // 2, 1), flags.output_tokens * 3 // 2))

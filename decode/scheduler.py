@@ -9,9 +9,10 @@ anything new is admitted and is replayed without drawing: prompt and output in p
 token has the same bits read or drawn. Where GatedDeltaNet takes part it has not, so there only the prompt is read, and
 the output computed one token at a time, as it was drawn. Either way the stream continues with the same bits; it never
 ends with an error. A request that moves here from another pool joins with what it has drawn there and is replayed in
-the same way. Belongs to the engine thread.
+the same way. What is past its deadline fails before its next step or its replay. Belongs to the engine thread.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +29,7 @@ from engine.pipeline.stages import StepResult
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
-from runtime.errors import BatonError, CapacityError
+from runtime.errors import BatonError, CapacityError, DeadlineError
 
 MAX_ENDED_KEYS = 1024  # per batch
 _DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
@@ -52,7 +53,8 @@ class DecodeScheduler:
     _next_key: int = 1
     _since_s: float = 0.0  # the last result, or the first launch after a pause
 
-    def reserve(self, request: Request, emit: Emit, *, replayed: Sequence[int] = ()) -> Reservation:
+    def reserve(self, request: Request, emit: Emit, *, replayed: Sequence[int] = (),
+                ends_at_s: float = math.inf) -> Reservation:
         """Memory for the prompt and some growth, at once or not at all. `replayed`: output tokens after the first that
         another pool drew already; this one computes them again, as after a preemption, and draws what follows.
 
@@ -60,7 +62,9 @@ class DecodeScheduler:
             CapacityError: no room now, or a preempted request waits for it first.
             InvalidRequestError: the request could never fit.
         """
-        return self._memory.reservation(self._admit(request, emit, replayed))
+        entry = self._admit(request, emit, replayed)
+        entry.ends_at_s = ends_at_s
+        return self._memory.reservation(entry)
 
     def join(self, key: int, first_token: int, *, with_draft: bool = False) -> None:
         """The prompt has landed, with the draft's state or without: the request joins the running batch without a
@@ -107,6 +111,7 @@ class DecodeScheduler:
                              self.clock.now() - min(waiting) if waiting else 0.0)
 
     def next_batch(self) -> ForwardBatch | None:
+        self._drop_late()
         self._readmit()
         if not any(entry.in_flight for entry in self._entries.values()):
             self._since_s = self.clock.now()
@@ -218,6 +223,14 @@ class DecodeScheduler:
             self._waiting.pop(0)
             entry.running = True
             self._turns[entry.key] = None
+
+    def _drop_late(self) -> None:
+        """Its owner would be cancelled anyway, but maybe later than this thread comes by."""
+        now_s = self.clock.now()
+        ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
+        for entry in [*ready, *self._waiting]:
+            if now_s > entry.ends_at_s:
+                self._fail(entry, DeadlineError("the request's deadline has passed"))
 
     def _grow(self, entry: DecodeEntry) -> bool:
         """Make sure that the entry's next token has a page, at the cost of a less urgent request if need be."""

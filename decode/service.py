@@ -6,12 +6,12 @@
     open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new one is drawn
 """
 
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import cast
 
 import grpc
 
@@ -20,7 +20,16 @@ from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
 from pool.request.conversion import chunk_to_proto, in_vocabulary
 from pool.request.entry import Failed
-from pool.request.stay import Inbox, RequestParts, SessionChanged, StreamEnded, open_stream, read_request, serve
+from pool.request.stay import (
+    Inbox,
+    RequestParts,
+    SessionChanged,
+    StreamEnded,
+    deadline_of,
+    open_stream,
+    read_request,
+    serve,
+)
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.clock import SystemClock
@@ -67,8 +76,8 @@ class DecodeStay:
     """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
     def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation,
-                 source: SourceTerms, remaining_s: float | None) -> None:
-        """`source` is the first to deliver. `remaining_s`: the caller's deadline, from now; None without one."""
+                 source: SourceTerms, patience_s: float) -> None:
+        """`source` is the first to deliver, `patience_s` the longest that one state of the handoff may last."""
         self._parts = parts
         self._inbox = inbox
         self._request = request
@@ -79,7 +88,7 @@ class DecodeStay:
         # long that may take follows from the request's deadline.
         self._session = ReceiveSession(
             secrets.token_hex(8), num_stages=len(parts.plan.ranges), clock=SystemClock(),
-            deadlines=SessionDeadlines.within(HANDOFF_TIMEOUT_S if remaining_s is None else max(0.0, remaining_s)))
+            deadlines=SessionDeadlines.within(patience_s))
         self._is_open = False
         self._with_draft = False  # whether the draft's state lands, too
         self._first_token: int | None = None
@@ -274,15 +283,16 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         opening = (await open_stream(parts, request_iterator, role="decode", expected="open")).open
         request = read_request(parts, opening.request)
         source = codec.source_from_proto(opening.source)
-        inbox: DecodeInbox = Inbox(request_iterator)
+        inbox: DecodeInbox = Inbox(request_iterator, parts.meters.handoff.leases_expired)
+        clock, ends_at_s = parts.scheduler.clock, deadline_of(context, parts.scheduler.clock)
         replayed = _replayed(opening, request, vocab_size=parts.plan.description.facts.vocab_size)
 
         async def take_place() -> DecodeStay:
             reservation = await parts.leader.loop.submit(
-                lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed),
+                lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed, ends_at_s=ends_at_s),
                 undo=lambda taken: parts.scheduler.release(taken.key))
-            remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
-            return DecodeStay(parts, inbox, request, reservation, source, remaining_s)
+            patience_s = HANDOFF_TIMEOUT_S if math.isinf(ends_at_s) else max(0.0, ends_at_s - clock.now())
+            return DecodeStay(parts, inbox, request, reservation, source, patience_s)
 
         async with aclosing(serve(parts, inbox, request, take_place)) as responses:
             async for response in responses:

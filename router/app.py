@@ -1,6 +1,7 @@
 """The composition root of a router: what is built, in which order it starts, and how it ends."""
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -90,6 +91,8 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
             write_announcement(config.announce, Announcement(address, exposition.port if exposition else None,
                                                              os.getpid(), incarnation))
         readiness = Readiness(services, server.health, config.warm_up_s, services_served)
+        gc.collect()
+        gc.freeze()  # what is there stays: every later look through it would hold all requests up, for 50 ms
         async with background(stop, directory.run(), admission.run(), readiness.run()):
             await stop.wait()
             await server.drain(grace_s=config.drain_s)

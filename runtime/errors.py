@@ -37,7 +37,7 @@ class BatonError(Exception):
     """Root of the tree. `reason` is for programs (UPPER_SNAKE, becomes ErrorInfo.reason), the message for people."""
 
     reason = "INTERNAL"
-    retry_after_s: float | None = None
+    retry_after_s: float | None = None  # when trying again may help; None where nobody knows
 
     def again(self) -> Self:
         """The same error as an object of its own, to raise where others end with it, too: an object that several calls
@@ -104,7 +104,7 @@ class CapacityError(BatonError):
 
     reason = "OUT_OF_CAPACITY"
 
-    def __init__(self, message: str, *, resource: str, retry_after_s: float | None = 1.0) -> None:
+    def __init__(self, message: str, *, resource: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.resource = resource
         self.retry_after_s = retry_after_s
@@ -113,7 +113,7 @@ class CapacityError(BatonError):
 class UnavailableError(BatonError):
     reason = "UNAVAILABLE"
 
-    def __init__(self, message: str, *, retry_after_s: float | None = 1.0) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 

@@ -76,6 +76,7 @@ class RouterMetrics:
     pick_s: Histogram
     retries: Counter
     migrations: Counter
+    resumptions: Counter
     discovery_errors: Counter
     workers: Gauge
 
@@ -105,6 +106,7 @@ class RouterMetrics:
                      zeros=product(("prefill", "decode"), FAILURES)),
             _counter(registry, "migrations", "Requests that moved to another decode pool after theirs was lost.",
                      "type", "outcome", zeros=product(("lost", "drained"), ("resumed", "failed"))),
+            _counter(registry, "resumptions", "Answers that another router began and that went on here."),
             _counter(registry, "discovery_errors", "Times workers could not be looked up; the last known ones stay.",
                      "kind", zeros=(("dns",), ("kubernetes",))),
             _gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
@@ -209,6 +211,32 @@ class PoolMetrics:
             _counter(registry, "kv_imbalances", "Broken invariants, such as pages that nobody owns."),
             _info(registry, "cache_config", "Geometry of the pool's memory.", "page_size", "num_pages", "num_slots"),
             _info(registry, "compat", "What must be equal on both sides of a handoff, as a digest.", "hash"),
+        )
+
+
+@dataclass(frozen=True)
+class CacheMetrics:
+    """What a pool keeps of prompts. Three counters and no ratio: tokens that could have been there, that were, and that
+    were of use."""
+
+    queried: Counter
+    matched: Counter
+    reused: Counter
+    evicted: Counter
+    pages: Gauge
+    snapshots: Gauge
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _counter(registry, "cache_queried_tokens", "Prompt tokens of requests that looked for cached pages."),
+            _counter(registry, "cache_matched_tokens", "Those of them whose pages were there."),
+            _counter(registry, "cache_reused_tokens", "Those of them that were not computed again."),
+            _counter(registry, "cache_evicted_pages", "Pages that the cache gave up: pressure (a request needed them), "
+                                                      "flush (an operator or a lost stage).", "cause",
+                     zeros=(("pressure",), ("flush",))),
+            _gauge(registry, "cache_pages", "Pages that the cache keeps, also those that requests share."),
+            _gauge(registry, "cache_snapshots", "Recurrent states that the cache keeps."),
         )
 
 

@@ -4,9 +4,9 @@
     error_from_rpc(rpc_error) -> BatonError                 for clients, sync and async
 
 Details: ErrorInfo always (domain "baton"); BadRequest for InvalidRequestError; QuotaFailure for CapacityError;
-PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where trying later can work; RequestInfo for
-bugs, whose text stays in the server's log. A status travels as metadata, of which clients accept 8 KiB and proxies
-seldom more, or they replace it by an error of their own: so texts are cut.
+PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where it is known when to come back;
+RequestInfo for bugs, whose text stays in the server's log. A status travels as metadata, of which clients accept 8 KiB
+and proxies seldom more, or they replace it by an error of their own: so texts are cut.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,7 +93,7 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(details_pb2.RetryInfo(retry_delay=delay))
-        trailers.append((PUSHBACK_KEY, str(round(error.retry_after_s * 1e3))))
+        trailers.append((PUSHBACK_KEY, str(delay.ToMilliseconds())))
     return _failure(code, message, details, trailers)
 
 
@@ -194,15 +194,15 @@ _BY_REASON: Mapping[str, _Builder] = {
 }
 
 def _exhausted(message: str) -> BatonError:
-    """gRPC itself refuses a message over the server's limit, naming both sizes."""
-    if message.startswith("SERVER: ") and "larger than max" in message:
+    """gRPC itself refuses a message over a limit of either end, naming both sizes; a proxy, one call too many."""
+    if "larger than max" in message:
         return errors.InvalidRequestError(errors.FieldViolation("request", message.removeprefix("SERVER: ")))
-    return errors.CapacityError(message, resource="message size", retry_after_s=None)
+    return errors.CapacityError(message, resource="calls")
 
 
 # For statuses that gRPC itself produced, which carry no details and no time to come back after.
 _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
-    grpc.StatusCode.UNAVAILABLE: lambda m: errors.UnavailableError(m, retry_after_s=None),
+    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
     grpc.StatusCode.CANCELLED: errors.RequestAborted,
     grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,

@@ -229,8 +229,10 @@ ROUTER = Dashboard("baton-router", "Baton / Router", "Which worker gets what, wh
     Panel("Choices", "ops", "By policy and result.",
           (PanelQuery(rate("baton_router_decisions_total", "policy, result"), "{{policy}} {{result}}"),)),
     Panel("Time of a choice", "s", "", quantiles("baton_router_pick_seconds")),
-    Panel("Moved", "cps", "Requests that went on with another pair after their decode pool was lost, or could not.",
-          (PanelQuery(rate("baton_migrations_total", "type, outcome"), "{{type}} {{outcome}}"),)),
+    Panel("Moved", "cps", "Requests that went on with another pair after their decode pool was lost, or could not; and "
+                          "answers that another router had begun.",
+          (PanelQuery(rate("baton_migrations_total", "type, outcome"), "{{type}} {{outcome}}"),
+           PanelQuery(rate("baton_resumptions_total"), "from a router"))),
     Panel("Tried again", "cps", "Requests given to another worker, by role and reason.",
           (PanelQuery(rate("baton_router_retries_total", "role, reason"), "{{role}} {{reason}}"),)),
 ))

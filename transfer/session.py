@@ -93,15 +93,19 @@ class SessionDeadlines:
         return cls(move_s=patience_s, finish_s=patience_s, replace_s=patience_s)
 
 
-_ERRORS: Mapping[str, type[HandoffError] | type[PeerLostError] | type[DeadlineError] | type[InternalError]] = {
+_StageError = type[HandoffError] | type[PeerLostError] | type[DeadlineError] | type[InternalError]
+_ERRORS: dict[str, _StageError] = {
     error.reason: error for error in (HandoffError, IntegrityError, PeerLostError, DeadlineError, InternalError)}
+# A stage that cannot reach what it sends to is not lost itself: its pool can serve others.
+_SEND_ERRORS: dict[str, _StageError] = _ERRORS | {PeerLostError.reason: HandoffError}
 
 
 class _Session(Generic[State]):
     """What both sides share: reports by stage, epochs, deadlines."""
 
     def __init__(self, session_id: str, *, num_stages: int, clock: Clock, table: Table[State],
-                 deadlines: Mapping[State, float], first: State) -> None:
+                 deadlines: Mapping[State, float], first: State,
+                 errors: Mapping[str, _StageError] = _ERRORS) -> None:
         self.session_id = session_id
         self.epoch = 0
         self.state: State = first
@@ -113,6 +117,7 @@ class _Session(Generic[State]):
         self._clock = clock
         self._table: Table[State] = table
         self._deadlines: Mapping[State, float] = deadlines
+        self._errors = errors
         self._reports: dict[int, set[StageSessionState]] = {}
         self._entered_at_s = clock.now()
 
@@ -145,7 +150,7 @@ class _Session(Generic[State]):
             self.num_bytes += event.num_bytes
             self.chunk_timings += event.chunk_timings
         if event.state is StageSessionState.FAILED:
-            self._fail(_ERRORS.get(event.error_reason, HandoffError)(f"stage {rank}: {event.error_text}"))
+            self._fail(self._errors.get(event.error_reason, HandoffError)(f"stage {rank}: {event.error_text}"))
         elif event.state is StageSessionState.DRAINED and not self._is_closing:
             self._fail(HandoffError(f"stage {rank} has given the session up"))
         elif self._count(StageSessionState.COMPLETE) == self._num_stages:
@@ -261,7 +266,7 @@ class SendSession(_Session[SendState]):
                  deadlines: SessionDeadlines | None = None) -> None:
         limits = deadlines or SessionDeadlines()
         super().__init__(session_id, num_stages=num_stages, clock=clock, table=SEND_TRANSITIONS,
-                         first=SendState.PLANNED,
+                         first=SendState.PLANNED, errors=_SEND_ERRORS,
                          deadlines={SendState.PLANNED: limits.open_s, SendState.SENDING: limits.move_s,
                                     SendState.SENT: limits.finish_s})
         self.epoch = epoch

@@ -1,6 +1,7 @@
 """What the schedulers of both roles know about a request, whatever they do with it."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -28,6 +29,7 @@ class Entry(Generic[EventT]):
     pages: PageLease | None = None  # None while it waits
     slot: SlotLease | None = None
     in_flight: int = 0  # batches it takes part in
+    ends_at_s: float = math.inf  # its deadline, in the clock's seconds
     released: bool = False
     _computed: int = field(default=0, init=False)
 
@@ -46,11 +48,12 @@ class Entry(Generic[EventT]):
         """The request's first `end` tokens count as computed. The only writer of `computed`."""
         self._computed = end
 
-    def lease(self, pages: PageAllocator, slots: SlotAllocator, num_pages: int) -> None:
-        """Take a slot and pages. Raises CapacityError, and then holds neither."""
+    def lease(self, pages: PageAllocator, slots: SlotAllocator, num_pages: int, *, shared: Sequence[int] = ()) -> None:
+        """Take a slot and pages, `num_pages` in all, of which the `shared` first ones are in a cache. Raises
+        CapacityError, and then holds neither."""
         try:
             self.slot = slots.alloc(owner=self.owner)
-            self.pages = pages.alloc(num_pages, owner=self.owner)
+            self.pages = pages.alloc(num_pages - len(shared), owner=self.owner, shared=shared)
         except CapacityError:
             self.free()
             raise

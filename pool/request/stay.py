@@ -7,13 +7,16 @@ ends what it leaves behind.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
+import grpc
 from google.protobuf.message import Message
+from prometheus_client import Counter
 
 from engine.core.request import Request
 from engine.loop import EngineLoop
@@ -24,7 +27,7 @@ from pool.request.conversion import check_grammar, request_from_proto
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from protos import types_pb2
-from runtime.clock import HELD_UP_S
+from runtime.clock import HELD_UP_S, Clock
 from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError, UnavailableError
 from runtime.intake import first_message
 from runtime.log import bind
@@ -60,8 +63,10 @@ class Inbox(Generic[MessageT, EventT]):
     messages no more than `MAX_UNREAD` are read ahead.
     """
 
-    def __init__(self, stream: AsyncIterator[MessageT]) -> None:
+    def __init__(self, stream: AsyncIterator[MessageT], expired: Counter) -> None:
+        """`expired` counts waits that took too long."""
         self._stream = stream
+        self._expired = expired
         self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionChanged] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_UNREAD)
         self._loop = asyncio.get_running_loop()
@@ -101,6 +106,7 @@ class Inbox(Generic[MessageT, EventT]):
             async with asyncio.timeout(timeout_s):
                 item = await self._queue.get()
         except TimeoutError:
+            self._expired.inc()
             raise DeadlineError(f"gave up waiting for {waiting_for}") from None
         if isinstance(item, Message):
             self._room.release()
@@ -192,6 +198,12 @@ class Stay(Protocol[ResponseT]):
         ...
 
 
+def deadline_of(context: grpc.aio.ServicerContext[Any, Any], clock: Clock) -> float:
+    """The caller's, in the clock's seconds; infinite without one."""
+    remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
+    return math.inf if remaining_s is None else clock.now() + remaining_s
+
+
 async def open_stream(parts: RequestParts, stream: AsyncIterator[MessageT], *, role: str, expected: str) -> MessageT:
     """The message that opens a stream, whose `input` must be the `expected` one.
 
@@ -249,8 +261,5 @@ async def serve(parts: RequestParts, inbox: Inbox[MessageT, EventT], request: Re
             async for response in stay.run():
                 with _cancelled_after(parts.stall_s):
                     yield response
-        except DeadlineError:
-            parts.meters.handoff.leases_expired.inc()
-            raise
         finally:
             stay.end()

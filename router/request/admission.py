@@ -6,6 +6,7 @@ back within it), then requests are refused at once. `PriorityLimits` bounds the 
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ EVERYBODY = "*"
 DEFAULT_LIMITS = ("*=0",)
 
 SWEEP_S = 0.25  # between two looks for those whose time does not suffice any more
-MIN_AWAY_S, MAX_AWAY_S = 1.0, 30.0
+MAX_AWAY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Admission:
         for cause in Cause:  # shown before the first one
             metrics.refused.labels(cause)
             metrics.dropped.labels(cause)
+        metrics.queue_depth.set_function(lambda: len(self._line))
+        metrics.queue_oldest_s.set_function(lambda: self._line.oldest_s(self._clock.now()))
 
     @property
     def _grace_s(self) -> float:
@@ -85,6 +88,16 @@ class Admission:
         rates, num_tokens = self._rates(), len(request.engine.prompt_token_ids)
         before = replace(rates, tokens_ahead=max(0.0, rates.tokens_ahead - num_tokens))
         return before.service_s(self._outlook.work(num_tokens, request.engine.max_tokens))
+
+    def retry_after_s(self, error: CapacityError | UnavailableError, request: AdmissibleRequest) -> float | None:
+        """When a request that workers gave up may come again; None where nobody knows. They know nothing of those that
+        wait here, nor when one that is gone will be back."""
+        if self._directory.pair_problem():
+            return self._away_s()
+        if isinstance(error, CapacityError):
+            refusal = Refusal(Cause.WORKERS, self.wait_s(), self.service_s(request))
+            return refusal.retry_after_s or error.retry_after_s
+        return error.retry_after_s
 
     async def run(self) -> None:
         """Place waiters whenever something changed; fail them when there has been no pair for too long."""
@@ -128,13 +141,11 @@ class Admission:
             return pair
         except TimeoutError:
             if not self._directory.can_hold(request.context_tokens):
-                raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable",
-                                       retry_after_s=self._away_s()) from None
+                raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable") from None
             raise self._dropped(Refusal(Cause.WAIT, self.wait_s())) from None
         finally:
             if pair is None:
                 self._abandon(waiter)
-            self._note_depth()
 
     def _abandon(self, waiter: Waiter[_Held]) -> None:
         self._line.leave(waiter)
@@ -192,35 +203,44 @@ class Admission:
             and not self._directory.has_pair(request.compatibility)
 
     def _no_heirs(self) -> UnavailableError:
-        return UnavailableError("no workers of the weights and numerics that began this answer are usable",
-                                retry_after_s=self._away_s())
+        return UnavailableError("no workers of the weights and numerics that began this answer are usable")
 
     def _away_s(self) -> float:
-        """When there may be workers again: what has been away for so long may be away for as long again."""
-        return min(max(self._clock.now() - self._pairless_since_s, MIN_AWAY_S), MAX_AWAY_S)
+        """When there may be workers again: when they have taken as long as starts take; what has been away for longer
+        may be away for as long again."""
+        away_s = self._clock.now() - self._pairless_since_s
+        left_s = self._directory.comeback_s - away_s
+        return min(left_s if left_s > 0 else away_s, MAX_AWAY_S)
 
     def _pump(self) -> None:
+        if not len(self._line):
+            return
         self._sweep()
-        passed_by: int | None = None  # tokens of a prompt for which prefill has no room, but for much shorter ones
+        rates = self._rates()
+        # The tokens of a prompt for which prefill has no room, but for much shorter ones; and those of a request whose
+        # workers are away, but not those of smaller ones.
+        passed_by, too_large = math.inf, math.inf
         for waiter in self._line:
             request = waiter.item.request
             num_tokens = len(request.engine.prompt_token_ids)
-            if (passed_by is not None and num_tokens * SHORT_RATIO > passed_by) or self._drop_if_hopeless(waiter):
+            if self._is_orphan(request):
+                self._line.leave(waiter)
+                self._metrics.dropped.labels(Cause.WORKERS).inc()
+                self._fail(waiter, self._no_heirs())
+                continue
+            if num_tokens * SHORT_RATIO > passed_by or request.context_tokens >= too_large \
+                    or self._drop_if_hopeless(waiter, rates):
                 continue
             pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens, request.compatibility)
             if pair is not None:
                 self._place(waiter, pair)
-            elif self._is_orphan(request):
-                self._line.leave(waiter)
-                self._metrics.dropped.labels(Cause.WORKERS).inc()
-                self._fail(waiter, self._no_heirs())
+                rates = self._rates()
             elif not self._directory.can_hold(request.context_tokens):
-                continue  # the workers that are large enough are away: no request behind it waits for them
-            elif passed_by is None and self._directory.awaits_prefill(num_tokens, request.context_tokens):
+                too_large = request.context_tokens
+            elif passed_by == math.inf and self._directory.awaits_prefill(num_tokens, request.context_tokens):
                 passed_by = num_tokens
             else:
                 break
-        self._note_depth()
 
     def _place(self, waiter: Waiter[_Held], pair: WorkerPair) -> None:
         self._line.leave(waiter)
@@ -238,9 +258,9 @@ class Admission:
         for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
             self._fail(waiter, self._dropped(refusal))
 
-    def _drop_if_hopeless(self, waiter: Waiter[_Held]) -> bool:
+    def _drop_if_hopeless(self, waiter: Waiter[_Held], rates: Rates) -> bool:
         """Whether the one whose turn it is has been failed instead."""
-        refusal = self._line.drop_if_hopeless(waiter, self._rates(), self._clock.now())
+        refusal = self._line.drop_if_hopeless(waiter, rates, self._clock.now())
         if refusal is not None:
             self._fail(waiter, self._dropped(refusal))
         return refusal is not None
@@ -254,11 +274,6 @@ class Admission:
     def _fail(waiter: Waiter[_Held], error: BatonError) -> None:
         if not waiter.item.placed.done():
             waiter.item.placed.set_exception(error)
-
-    def _note_depth(self) -> None:
-        self._metrics.queue_depth.set(len(self._line))
-        now = self._clock.now()
-        self._metrics.queue_oldest_s.set(max((now - waiter.since_s for waiter in self._line), default=0.0))
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ Life of a request:
 An answer that another router began goes the same way: decode computes again what its client has, as after a move.
 
 Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new one's terms go to
-the same reservation, which lands again under its next epoch, and its first token must be the one already sent. When
-a decode pool is lost or drains after it landed, the request moves (`router.request.migration`): another pair starts
-over at 2, the tokens already sent are computed again over there without being drawn or sent again, and the stream goes
-on. Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through `_serve`'s end,
-where both streams are closed and both bookings released.
+the same reservation, which lands again under its next epoch, and its first token must be the one already sent. A pair
+whose handoff failed though both live is remembered as severed; where no source is left for the pool, the request moves.
+When a decode pool is lost or drains after it landed, the request moves, too (`router.request.migration`): another pair
+starts over at 2, the tokens already sent are computed again over there without being drawn or sent again, and the
+stream goes on. Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through
+`_serve`'s end, where both streams are closed and both bookings released.
 
 One task owns the state; each stream has a reader task, and a search for another worker has one. Their task group ends
 with the request.
@@ -47,9 +48,11 @@ from runtime.errors import (
     CapacityError,
     DeadlineError,
     FieldViolation,
+    HandoffError,
     InternalError,
     InvalidRequestError,
     PeerLostError,
+    UnavailableError,
 )
 from runtime.metrics import RouterMetrics
 from runtime.tracing import begin
@@ -93,6 +96,7 @@ class RequestFlow:
         self._first_token = types_pb2.TokenChunk(token_ids=resumed[:1]) if resumed else None
         self._migrations = Migrations(services.directory, services.limits, services.metrics)
         self._is_committed = False
+        self._num_cached = 0  # tokens of the prompt that its prefill worker had
         self._finish: generation_pb2.GenerateFinish | None = None
 
     @property
@@ -136,12 +140,12 @@ class RequestFlow:
                 self._timeline.placed()
                 self._record = ServiceRecord(self._services.outlook, self._request.engine.max_tokens,
                                              self._services.admission.service_s(self._request))
-                with self._services.metrics.running.track_inprogress():
-                    await self._serve(pair)
-        except CapacityError as error:
-            # A pool that stayed full knows nothing of those that wait here.
-            error.retry_after_s = self._services.admission.wait_s() or error.retry_after_s
-            raise
+                try:
+                    with self._services.metrics.running.track_inprogress():
+                        await self._serve(pair)
+                except (CapacityError, UnavailableError) as error:
+                    error.retry_after_s = self._services.admission.retry_after_s(error, self._request)
+                    raise
         finally:
             held_back.end()
             self._is_running = False
@@ -199,7 +203,7 @@ class RequestFlow:
     async def _handle(self, event: Event) -> None:
         if event.stream is self._prefill.stream:
             if isinstance(event, Ended):
-                self._prefill_ended(event.error)
+                await self._prefill_ended(event.error)
             elif isinstance(event.message, prefill_pb2.RunResponse):
                 await self._prefill_said(event.message)
         elif event.stream is self._decode.stream:
@@ -214,6 +218,8 @@ class RequestFlow:
         match response.WhichOneof("event"):
             case "started":
                 timings.prefill_queue_s = response.started.queue_s
+                self._num_cached = response.started.cached_tokens
+                self._answer.cached(self._num_cached)
                 self._timeline.reserving()
                 try:
                     self._decode.offer(response.started.terms)
@@ -222,7 +228,8 @@ class RequestFlow:
             case "first_token":
                 timings.prefill_s = response.first_token.prefill_s
                 self._prefill.computed()
-                self._record.prefilled(len(self._request.engine.prompt_token_ids), timings.prefill_s)
+                num_computed = len(self._request.engine.prompt_token_ids) - self._num_cached
+                self._record.prefilled(num_computed, timings.prefill_s)
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":
@@ -246,15 +253,25 @@ class RequestFlow:
             raise InternalError(f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
                                 f"{list(self._first_token.token_ids)}")
 
-    def _prefill_ended(self, error: BatonError | None) -> None:
+    async def _prefill_ended(self, error: BatonError | None) -> None:
         if self._is_committed and self._first_token is not None:
             return  # its part was done
         error = error or PeerLostError("the prefill worker ended its stream too early")
         if self._is_committed:
             raise error  # nothing to hand over any more, but no worker can send the first token
+        if isinstance(error, HandoffError) and self._is_severed():
+            await self._decode_lost(PeerLostError(str(error)))
+            self._timeline.retried(WorkerRole.DECODE, error.reason)
+            return
         self._decode.source_lost()
-        self._prefill.move_on(error, self._decode.compatibility)
+        self._prefill.move_on(error, self._decode.booking)
         self._timeline.retried(WorkerRole.PREFILL, error.reason)
+
+    def _is_severed(self) -> bool:
+        """Whether, with one more pair that cannot hand over, no source is left for the pool, but one for another."""
+        directory = self._services.directory
+        directory.severed(self._prefill.booking, self._decode.booking)
+        return not directory.is_fed(self._decode.booking, self._request.context_tokens)
 
     async def _decode_said(self, response: decode_pb2.DecodeResponse) -> None:
         match response.WhichOneof("event"):
@@ -264,6 +281,7 @@ class RequestFlow:
                     self._prefill.deliver_to(response.destination)
             case "committed":
                 self._is_committed = True
+                self._services.directory.linked(self._prefill.booking, self._decode.booking)
                 self._decode.committed()
                 self._record.committed(self._decode.booking)
                 self._migrations.resumed()

@@ -48,9 +48,9 @@ class Migrations:
             raise error
         self._under_way = MoveReason.DRAINED if isinstance(error, DrainingError) else MoveReason.LOST
         self.num_lost += self._under_way is MoveReason.LOST
+        lost.lost(str(error))  # it gets nothing until it reports again
         pair = None
         if self.num_lost <= self.limits.migrations:
-            lost.lost(str(error))  # it gets nothing until it reports again
             await asyncio.sleep(RETRY_PAUSE_S)
             pair = await self._search(lost, prompt_token_ids, context_tokens)
         if pair is None:

@@ -38,6 +38,10 @@ class PrefillStream:
     def address(self) -> str:
         return self._booking.worker.address
 
+    @property
+    def booking(self) -> Booking:
+        return self._booking
+
     def deliver_to(self, destination: transfer_pb2.DestinationTerms) -> None:
         self.stream.send(prefill_pb2.RunRequest(destination=destination))
 
@@ -50,8 +54,8 @@ class PrefillStream:
         """The error of a worker that sent everything and reported nothing."""
         return PeerLostError("the prefill worker sent a handoff and did not send the first token in time")
 
-    def move_on(self, error: BatonError, compatibility: str) -> None:
-        """Run the prompt on another worker, or on the same one once it is back if there is no other.
+    def move_on(self, error: BatonError, pool: Booking) -> None:
+        """Run the prompt for this pool on another worker, or on the same one once it is back if there is no other.
 
         Raises:
             BatonError: `error`, if a retry cannot help or none is left.
@@ -61,7 +65,7 @@ class PrefillStream:
         self._tried |= {self.address}
         if self._attempts >= self._parts.limits.prefill_attempts or not may_retry(error):
             raise error
-        self._search = self._parts.group.create_task(self._reopen(error, compatibility))
+        self._search = self._parts.group.create_task(self._reopen(error, pool))
 
     def close(self) -> None:
         """Idempotent."""
@@ -69,11 +73,11 @@ class PrefillStream:
         self.stream.close()
         self._booking.release()
 
-    async def _reopen(self, error: BatonError, compatibility: str) -> None:
+    async def _reopen(self, error: BatonError, pool: Booking) -> None:
         await asyncio.sleep(RETRY_PAUSE_S)
         directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
         self._booking = await search(
-            directory, lambda: directory.book_prefill(prompt, compatibility, tried=self._tried,
+            directory, lambda: directory.book_prefill(prompt, pool, tried=self._tried,
                                                       context_tokens=self._parts.context_tokens),
             self._parts.limits.comeback_s(directory), error)
         self._attempts += 1

@@ -45,6 +45,7 @@ class Timeline:
     def resumed(self) -> None:
         """Its client has the first tokens already: what comes next follows them."""
         self._first_token_at_s = self._last_tokens_at_s = self._received_at_s
+        self.metrics.resumptions.inc()
 
     def placed(self) -> None:
         self.timings.router_queue_s = self.clock.now() - self._received_at_s

@@ -19,7 +19,7 @@ from router.request.outlook import Outlook, Rates, TokenWork
 
 T = TypeVar("T")
 
-START_RETRY_S, MIN_RETRY_S = 1.0, 0.05
+MIN_RETRY_S = 0.05
 
 
 class Cause(StrEnum):
@@ -57,10 +57,11 @@ class Refusal:
     service_s: float = 0.0
 
     @property
-    def retry_after_s(self) -> float:
-        """The wait; where no request waits and those that run are all that slows it down, until they have ended. A
-        start value while nothing was measured."""
-        return max(self.wait_s or self.service_s or START_RETRY_S, MIN_RETRY_S)
+    def retry_after_s(self) -> float | None:
+        """The wait; where no request waits and those that run are all that slows it down, until they have ended. None
+        while nothing was measured."""
+        estimate_s = self.wait_s or self.service_s
+        return max(estimate_s, MIN_RETRY_S) if estimate_s else None
 
 
 @dataclass(order=True)
@@ -139,6 +140,10 @@ class WaitingLine(Generic[T]):
     def work(self) -> TokenWork:
         """Of all of them."""
         return _work_of(self._waiters)
+
+    def oldest_s(self, now_s: float) -> float:
+        """How long the one that came first has waited. Any thread."""
+        return max((now_s - waiter.since_s for waiter in self), default=0.0)
 
     def clear(self) -> list[Waiter[T]]:
         """All of them; they have left."""

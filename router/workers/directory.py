@@ -2,24 +2,27 @@
 
 Workers are named to the router or found (`router.workers.discovery`). Each is watched over one `Worker.Watch` stream.
 A worker is usable while that stream is alive, reports that it serves, and describes the router's model. A prefill and a
-decode worker are a pair if their compatibility digests fit. Choosing a worker books the request on it; the caller
-must release it.
+decode worker are a pair if their compatibility digests fit; one that lately could not hand over is left out while there
+is another. Choosing a worker books the request on it; the caller must release it.
 """
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Draw, Policy, choose
+from router.workers.severed import SeveredPairs
 from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.client import ChannelOptions, open_channel
+from runtime.clock import SystemClock
 from runtime.metrics import RouterMetrics
 from runtime.pairing import may_pair, named_difference
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
@@ -65,6 +68,7 @@ class Directory:
         self._rng = rng
         self._turns = dict.fromkeys(WorkerRole, 0)
         self._changed = asyncio.Event()
+        self._severed = SeveredPairs(SystemClock())
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
                    for role, targets in ((WorkerRole.PREFILL, options.prefill), (WorkerRole.DECODE, options.decode))}
         self._worker_set = WorkerSet(sources, self._worker, self._watch)
@@ -72,7 +76,10 @@ class Directory:
         affine = options.policy is Policy.PREFIX_AFFINITY
         self._policies = {WorkerRole.PREFILL: options.policy, WorkerRole.DECODE: Policy.LEAST_LOAD if affine
                           else options.policy}
-        self._count_workers()
+        for role in WorkerRole:
+            metrics.workers.labels(role.value, "usable").set_function(partial(self._num_workers, role, is_usable=True))
+            metrics.workers.labels(role.value, "unusable").set_function(
+                partial(self._num_workers, role, is_usable=False))
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -125,12 +132,13 @@ class Directory:
 
     def refusal(self) -> str:
         """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
+        problem = self.pair_problem()
         for role in WorkerRole:
-            if self.pair_problem() and not self._usable(role):
+            if problem and not self._usable(role):
                 # What follows a colon is the cause, which may name hosts.
                 reasons = dict.fromkeys(w.problem.partition(":")[0] for w in self.workers if w.role is role)
                 return f"no {role} worker is usable ({'; '.join(filter(None, reasons)) or 'none found'})"
-        return self.pair_problem()
+        return problem
 
     def pair_problem(self) -> str:
         """Why no prefill and decode worker can serve together, for operators; empty if some can."""
@@ -153,22 +161,27 @@ class Directory:
         and below, is what the request may come to, prompt plus completion: smaller workers are passed over.
         `compatibility`: what both must fit; "" for any."""
         num_tokens = len(prompt_token_ids)
-        sources, pools = ([worker for worker in (self._fitting(role, compatibility, context_tokens) if compatibility
-                                                 else self._usable(role, context_tokens))
-                           if worker.as_candidate(num_tokens, context_tokens).has_room] for role in WorkerRole)
-        return self._book_pair(sources, pools, prompt_token_ids, context_tokens)
+        sources, pools = (self._fitting(role, compatibility, context_tokens) if compatibility
+                          else self._usable(role, context_tokens) for role in WorkerRole)
+        with_room = {(worker.role, worker.address) for worker in (*sources, *pools)
+                     if worker.as_candidate(num_tokens, context_tokens).has_room}
+        links = {address: [pool for pool in linked if (pool.role, pool.address) in with_room]
+                 for address, linked in self._links(sources, pools).items()}
+        sources = [worker for worker in sources if (worker.role, worker.address) in with_room]
+        return self._book_pair(sources, links, prompt_token_ids, context_tokens)
 
     def awaits_prefill(self, num_tokens: int, context_tokens: int) -> bool:
         """Whether decode pools have room for such a request, and all that it waits for is prefill."""
         return any(worker.as_candidate(num_tokens, context_tokens).has_room
                    for worker in self._usable(WorkerRole.DECODE, context_tokens))
 
-    def book_prefill(self, prompt_token_ids: Sequence[int], compatibility: str, *,
+    def book_prefill(self, prompt_token_ids: Sequence[int], pool: Booking, *,
                      tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
-        """A prefill worker for a request that lost its own, which goes before those held back; one that was tried only
-        if there is no other."""
-        fitting = [worker for worker in self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
-                   if worker.has_queue_place]
+        """A prefill worker for a request that lost its own and has its place in `pool`; it goes before those held back.
+        One that was tried only if there is no other."""
+        sources = self._fitting(WorkerRole.PREFILL, pool.compatibility, context_tokens)
+        links = self._links(sources, [pool.worker])
+        fitting = [worker for worker in sources if worker.has_queue_place and links[worker.address]]
         others = [worker for worker in fitting if worker.address not in tried]
         chosen = self._choose(others or fitting, prompt_token_ids)
         return None if chosen is None else self._book(chosen, prompt_token_ids, context_tokens)
@@ -188,8 +201,21 @@ class Directory:
                    if worker.has_queue_place]
         pools = self._usable(WorkerRole.DECODE, context_tokens)
         others = [worker for worker in pools if worker.address != lost]
-        return (self._book_pair(sources, others, prompt_token_ids, context_tokens)
-                or self._book_pair(sources, pools, prompt_token_ids, context_tokens))
+        return (self._book_pair(sources, self._links(sources, others), prompt_token_ids, context_tokens)
+                or self._book_pair(sources, self._links(sources, pools), prompt_token_ids, context_tokens))
+
+    def severed(self, source: Booking, pool: Booking) -> None:
+        """A handoff failed though both live: until one succeeds, or for a while, other pairs go first."""
+        self._severed.add(source, pool)
+
+    def linked(self, source: Booking, pool: Booking) -> None:
+        """A handoff succeeded."""
+        self._severed.remove(source, pool)
+
+    def is_fed(self, pool: Booking, context_tokens: int = 0) -> bool:
+        """Whether a prompt for this pool has a source to come from; also where no pool has."""
+        links = self._links(*(self._fitting(role, pool.compatibility, context_tokens) for role in WorkerRole))
+        return not any(links.values()) or any(worker is pool.worker for pools in links.values() for worker in pools)
 
     def has_pair(self, compatibility: str, context_tokens: int = 0) -> bool:
         """Whether workers of both roles that fit are alive, with room or without."""
@@ -212,17 +238,24 @@ class Directory:
         """Every worker, for people."""
         return [self._status_of(worker) for worker in self.workers]
 
-    def _book_pair(self, sources: Sequence[Worker], pools: Sequence[Worker], prompt_token_ids: Sequence[int],
-                   context_tokens: int) -> WorkerPair | None:
-        """One of the sources and one of the pools, full or not. Both are chosen before either is booked: a booking that
+    def _links(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> dict[str, list[Worker]]:
+        """By a source's address, the pools that it may feed: severed ones only where no source has another."""
+        fitting = {worker.address: [pool for pool in pools if may_pair(worker.compatibility, pool.compatibility)]
+                   for worker in sources}
+        if not len(self._severed):
+            return fitting
+        sound = {worker.address: [pool for pool in fitting[worker.address] if not self._severed.has(worker, pool)]
+                 for worker in sources}
+        return sound if any(sound.values()) else fitting
+
+    def _book_pair(self, sources: Sequence[Worker], pools: Mapping[str, Sequence[Worker]],
+                   prompt_token_ids: Sequence[int], context_tokens: int) -> WorkerPair | None:
+        """One of the sources and one of its pools, full or not. Both are chosen before either is booked: a booking that
         is given back wakes those that wait for room, and two of those would wake each other for ever."""
-        digests = {pool.compatibility for pool in pools}
-        fed = [worker for worker in sources if any(may_pair(worker.compatibility, digest) for digest in digests)]
-        prefill = self._choose(fed, prompt_token_ids)
+        prefill = self._choose([worker for worker in sources if pools[worker.address]], prompt_token_ids)
         if prefill is None:
             return None
-        fitting = [pool for pool in pools if may_pair(prefill.compatibility, pool.compatibility)]
-        decode = self._choose(fitting, prompt_token_ids)
+        decode = self._choose(pools[prefill.address], prompt_token_ids)
         if decode is None:
             return None
         return WorkerPair(*(self._book(worker, prompt_token_ids, context_tokens) for worker in (prefill, decode)))
@@ -266,14 +299,10 @@ class Directory:
         self._worker_set.sweep()
         self._changed.set()
         self._changed = asyncio.Event()
-        self._count_workers()
 
-    def _count_workers(self) -> None:
-        for role in WorkerRole:
-            usable = len(self._usable(role))
-            total = sum(worker.role is role for worker in self.workers)
-            self._metrics.workers.labels(role.value, "usable").set(usable)
-            self._metrics.workers.labels(role.value, "unusable").set(total - usable)
+    def _num_workers(self, role: WorkerRole, *, is_usable: bool) -> int:
+        """Any thread."""
+        return sum(worker.role is role and worker.is_usable is is_usable for worker in self.workers)
 
     def _status_of(self, worker: Worker) -> generation_pb2.WorkerStatus:
         reason = worker.problem or worker.unlisted or self._unpaired(worker)

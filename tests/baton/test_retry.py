@@ -22,7 +22,7 @@ from runtime.errors import (
     UnavailableError,
 )
 
-GONE = UnavailableError("gone", retry_after_s=None)
+GONE = UnavailableError("gone")
 RETRY = Retry(attempts=4, resumptions=10, lost=1)
 
 
@@ -47,8 +47,7 @@ def pauses(of: Patience, error: BatonError) -> list[float]:
 
 @pytest.mark.parametrize("error", [
     InvalidRequestError(FieldViolation("n", "is wrong")), DuplicateRequestError("running"), DeadlineError("late"),
-    UnauthenticatedError("who?"), InternalError("a bug"),
-    CapacityError("too large", resource="message", retry_after_s=None)])
+    UnauthenticatedError("who?"), InternalError("a bug")])
 def test_what_cannot_help_is_not_tried_again(error: BatonError) -> None:
     assert pauses(patience(targets=3), error) == []
 

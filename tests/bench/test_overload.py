@@ -1,4 +1,11 @@
-"""What the overload benchmark makes of the replies it saw, by hand."""
+"""What the overload benchmark makes of the replies it saw, by hand; and a short run of it on a real cluster."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from bench.overload import LoadCell, LoadReply, bars, missed
 
@@ -7,11 +14,15 @@ def served(sent_s: float, placed_s: float, ended_s: float) -> LoadReply:
     return LoadReply(sent_s, sent_s, ended_s, placed_s)
 
 
+def refused(sent_s: float, named_s: float) -> LoadReply:
+    return LoadReply(sent_s, sent_s, sent_s + 0.01, error="OUT_OF_CAPACITY", was_refused=True, named_s=named_s)
+
+
 def test_a_named_wait_is_held_against_the_last_one_let_in_before() -> None:
     cell = LoadCell(2, 5.0, 10.0)
     cell.answers += [served(0.0, 0.0, 1.0), served(1.0, 4.0, 6.0), served(3.0, 9.0, 11.0),
-                     LoadReply(2.0, 2.0, 2.01, error="OUT_OF_CAPACITY", refused_for_s=3.0),  # it was 4 - 2
-                     LoadReply(3.95, 3.95, 3.96, error="OUT_OF_CAPACITY", refused_for_s=1.0),  # it was 9 - 3.95
+                     refused(2.0, 3.0),  # it was 4 - 2
+                     refused(3.95, 1.0),  # it was 9 - 3.95
                      LoadReply(2.5, 2.5, 7.5, error="DEADLINE_EXCEEDED")]
     assert cell.waits() == [(3.0, 2.0), (1.0, 9.0 - 3.95)]
     assert cell.in_time_per_s == 0.2, "one ended after requests had stopped coming"
@@ -24,3 +35,18 @@ def test_bars_compare_with_the_load_that_can_just_be_served() -> None:
     figures = bars([once, twice])
     assert figures["goodput_kept"] == 0.8
     assert missed(figures) == ["goodput_kept 0.8 is below 0.9"]
+
+
+@pytest.mark.long
+def test_a_cluster_that_is_asked_three_times_too_much_serves_on_and_says_when_to_come_back() -> None:
+    """Of its bars those that a busy machine can hold: served in time first come first, next to nothing would be."""
+    flags = ("--loads", "1,3", "--deadlines", "5", "--seconds", "10", "--capacity-s", "8", "--seed", "3", "--json")
+    done = subprocess.run([sys.executable, "-m", "bench.overload", *flags], cwd=Path(__file__).parents[2],
+                          capture_output=True, text=True, timeout=280)
+    assert done.stdout, done.stderr
+    figures = json.loads(done.stdout)
+    turned_away = figures["x3_5s_refused"] + figures["x3_5s_dropped"]
+    assert turned_away > figures["x3_5s_sent"] / 4
+    assert figures["x3_5s_refused_unnamed"] == 0
+    assert figures["goodput_kept"] > 0.5
+    assert figures["x3_5s_late"] <= turned_away / 4, "what cannot end in time is refused rather than begun"

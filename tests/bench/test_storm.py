@@ -55,6 +55,16 @@ def test_connecting_to_a_host_that_no_packet_reaches_holds_nobody_up() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_a_link_between_two_hosts_that_fails_is_remembered() -> None:
+    """The first request waits until the link is given up, then moves; the later ones are placed on the other pool. Each
+    would try three times without that, and fail."""
+    values = figures("tests.bench.severed", timeout_s=800)
+    assert values["right"] == values["asked"]
+    assert values["retries"] <= 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kill_every", ["10", "5"])
 def test_a_storm_with_all_clients_and_faults_loses_nothing(kill_every: str) -> None:
     values = figures("bench.storm", "--seconds", "90", "--seed", kill_every, "--kill-every", kill_every, "--timeout",

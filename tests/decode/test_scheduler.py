@@ -1,5 +1,6 @@
 """The decode scheduler with hand-made results: what runs, what waits, what is given back."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,7 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
 from runtime.clock import ManualClock
-from runtime.errors import CapacityError, InternalError, InvalidRequestError, PeerLostError
+from runtime.errors import CapacityError, DeadlineError, InternalError, InvalidRequestError, PeerLostError
 
 
 @dataclass
@@ -44,9 +45,10 @@ def request(prompt: int = 5, max_tokens: int = 8, *, priority: int = 0, stop: fr
                    stop_token_ids=stop)
 
 
-def joined(scheduler: DecodeScheduler, wanted: Request, first_token: int = 100) -> tuple[int, Client]:
+def joined(scheduler: DecodeScheduler, wanted: Request, first_token: int = 100, *,
+           ends_at_s: float = math.inf) -> tuple[int, Client]:
     client = Client()
-    key = scheduler.reserve(wanted, client.events.append).key
+    key = scheduler.reserve(wanted, client.events.append, ends_at_s=ends_at_s).key
     scheduler.join(key, first_token)
     return key, client
 
@@ -246,6 +248,46 @@ def test_a_lost_pipeline_fails_reserved_running_and_waiting_requests_alike() -> 
     for key, _ in clients:
         scheduler.release(key)
     assert scheduler.pages.num_free == scheduler.pages.num_total
+    scheduler.on_idle()
+
+
+def test_no_step_is_for_what_is_past_its_deadline() -> None:
+    scheduler = make()
+    assert isinstance(scheduler.clock, ManualClock)
+    late, late_client = joined(scheduler, request(), ends_at_s=5.0)
+    punctual, _ = joined(scheduler, request(), ends_at_s=50.0)
+    both = scheduler.next_batch()
+    assert both is not None
+    assert both.request_keys == (late, punctual)
+    scheduler.clock.advance(6.0)
+    assert scheduler.next_batch() is None, "both are in flight"
+    answer(scheduler, both)
+    assert late_client.tokens == [106], "what was computed is published"
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert batch.request_keys == (punctual,)
+    assert isinstance(late_client.last, Failed)
+    assert isinstance(late_client.last.error, DeadlineError)
+    scheduler.release(late)
+    answer(scheduler, batch)
+    scheduler.release(punctual)
+    assert scheduler.pages.num_free == scheduler.pages.num_total
+    scheduler.on_idle()
+
+
+def test_no_replay_is_for_what_is_past_its_deadline() -> None:
+    """It would be the prompt and all that was drawn."""
+    scheduler = make(num_pages=7)
+    assert isinstance(scheduler.clock, ManualClock)
+    oldest, _ = joined(scheduler, request(max_tokens=16))
+    _, late = joined(scheduler, request(max_tokens=16), ends_at_s=5.0)
+    while scheduler.load().queued_requests == 0:
+        run(scheduler, 1)
+    scheduler.clock.advance(6.0)
+    modes = {(batch.mode, batch.request_keys) for batch in run(scheduler, 60)}
+    assert modes == {(ForwardMode.DECODE, (oldest,))}
+    assert isinstance(late.last, Failed)
+    assert isinstance(late.last.error, DeadlineError)
     scheduler.on_idle()
 
 

@@ -14,6 +14,7 @@ from engine.core.request import DrawnToken
 from engine.memory.layout import Buffer
 from engine.pipeline.stages import StepFailed, StepResult
 from protos import decode_pb2 as pb
+from runtime.clock import SystemClock
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -353,4 +354,25 @@ async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, mon
         await stream.ended()
     assert pools.metric("baton_handshake_seconds_count") == 1
     assert pools.metric("baton_kv_lease_expired_total") == 1
+    await assert_gone(pools, destination.session_id)
+
+
+class Later:
+    """An hour ahead of everybody else's."""
+
+    def now(self) -> float:
+        return SystemClock().now() + 3600.0
+
+
+async def test_a_request_whose_time_is_up_takes_no_step(pools: Arrivals) -> None:
+    """Nobody cancels the handler here, as gRPC would in time."""
+    stream, destination = await pools.open(remaining_s=600.0)
+    pools.deliver(destination)
+    stream.send(first_token())
+    assert (await stream.next()).HasField("committed")
+    pools.scheduler.clock = Later()
+    assert pools.next_batch() is None
+    with pytest.raises(DeadlineError, match="the request's deadline has passed"):
+        await stream.ended()
+    assert pools.metric("baton_kv_lease_expired_total") == 0, "no handoff was too slow"
     await assert_gone(pools, destination.session_id)

@@ -1,5 +1,6 @@
 """The prefill scheduler with hand-made results: chunks, packing, order, bounds, memory."""
 
+import math
 from dataclasses import dataclass, field
 from random import Random
 
@@ -10,9 +11,11 @@ from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
-from prefill.scheduler import Event, FirstToken, PrefillLimits, PrefillScheduler, Scored, Started
+from prefill.entry import Event, FirstToken, PrefillLimits, Scored, Started
+from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
-from runtime.errors import CapacityError, InvalidRequestError, PeerLostError
+from runtime.errors import CapacityError, DeadlineError, InvalidRequestError, PeerLostError
+from runtime.pace import MIN_PROMPTS
 
 
 @dataclass
@@ -32,10 +35,11 @@ def make(*, num_pages: int = 100, chunk_tokens: int = 8, grid: int = 4, max_runn
         clock=ManualClock())
 
 
-def submit(scheduler: PrefillScheduler, prompt: int, *, priority: int = 0) -> tuple[int, Client]:
+def submit(scheduler: PrefillScheduler, prompt: int, *, priority: int = 0,
+           ends_at_s: float = math.inf) -> tuple[int, Client]:
     client = Client()
     wanted = Request("r", tuple(range(prompt)), 5, SamplingParams(temperature=0), priority=priority)
-    return scheduler.submit(wanted, client.events.append), client
+    return scheduler.submit(wanted, client.events.append, ends_at_s=ends_at_s), client
 
 
 def answer(scheduler: PrefillScheduler, batch: ForwardBatch) -> None:
@@ -319,6 +323,66 @@ def test_s4_7_slots_and_pages_return_from_every_step(num_steps: int) -> None:
         answer(scheduler, batch)
     assert (scheduler.pages.num_free, scheduler.slots.num_free) == (
         scheduler.pages.num_total, scheduler.slots.num_total)
+    scheduler.on_idle()
+
+
+def failure(client: Client) -> BaseException | None:
+    return next((event.error for event in client.events if isinstance(event, Failed)), None)
+
+
+def test_what_is_past_its_deadline_is_never_computed() -> None:
+    scheduler = make(num_slots=3)
+    assert isinstance(scheduler.clock, ManualClock)
+    late, late_client = submit(scheduler, 4, ends_at_s=1.0)
+    punctual, _ = submit(scheduler, 4, ends_at_s=3.0)
+    scheduler.clock.advance(2.0)
+    assert drain(scheduler) == [[(punctual, 0, 4)]]
+    assert isinstance(failure(late_client), DeadlineError)
+    assert late_client.kinds() == ["Failed"], "once, and before it had memory"
+    assert scheduler.load().queued_requests == 0
+    for key in (late, punctual):
+        scheduler.release(key)
+    scheduler.on_idle()
+
+
+def at_a_hundred_tokens_per_s() -> PrefillScheduler:
+    """As a few prompts of 64 tokens have shown; eight at a time."""
+    scheduler = make(num_pages=1000, max_running=8, max_queued=8)
+    assert isinstance(scheduler.clock, ManualClock)
+    for _ in range(MIN_PROMPTS):
+        key, _ = submit(scheduler, 64)
+        while (batch := scheduler.next_batch()) is not None:
+            scheduler.clock.advance(0.08)
+            answer(scheduler, batch)
+        scheduler.release(key)
+    return scheduler
+
+
+def test_what_cannot_be_computed_in_time_is_not_begun() -> None:
+    scheduler = at_a_hundred_tokens_per_s()
+    now_s = scheduler.clock.now()
+    hopeless, client = submit(scheduler, 800, ends_at_s=now_s + 7.9)
+    possible, _ = submit(scheduler, 800, ends_at_s=now_s + 8.1)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert spans(batch) == [(possible, 0, 8)]
+    assert isinstance(failure(client), DeadlineError)
+    assert "800 tokens of the prompt cannot be computed within the 7.9 s" in str(failure(client))
+    assert (hopeless, client.kinds()) == (possible - 1, ["Failed"])
+
+
+def test_what_becomes_hopeless_half_way_is_computed_no_further() -> None:
+    scheduler = at_a_hundred_tokens_per_s()
+    assert isinstance(scheduler.clock, ManualClock)
+    key, client = submit(scheduler, 800, ends_at_s=scheduler.clock.now() + 9.0)
+    first = scheduler.next_batch()
+    assert first is not None
+    scheduler.clock.advance(2.0)  # others kept the device busy: 792 tokens and seven seconds are left
+    assert scheduler.next_batch() is None
+    assert client.kinds() == ["Started", "Failed"]
+    answer(scheduler, first)
+    scheduler.release(key)
+    assert scheduler.pages.num_free == scheduler.pages.num_total
     scheduler.on_idle()
 
 

@@ -22,12 +22,13 @@ from pool.request.stay import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
-from prefill.scheduler import PrefillLimits, PrefillScheduler
+from prefill.entry import PrefillLimits
+from prefill.scheduler import PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
-from runtime.errors import PeerLostError, UnavailableError
+from runtime.errors import DeadlineError, PeerLostError, UnavailableError
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
@@ -95,6 +96,24 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
         loop.stop()
         for pool in (source, dest):
             await asyncio.to_thread(pool.shutdown)
+
+
+async def test_a_prompt_whose_time_is_up_before_its_turn_is_never_computed() -> None:
+    """Nobody cancels the handler here, as gRPC would in time."""
+    async with sending_pool() as pools:
+        stream = Stream(pools.service.Run, remaining_s=0.01)
+        stream.send(pb.RunRequest(request=types_pb2.EngineRequest(
+            request_id="r", prompt_token_ids=PROMPT, max_tokens=4)))
+        async with asyncio.timeout(60):
+            while not pools.scheduler.load().queued_requests:  # noqa: ASYNC110 - a scheduler has no event to wait for
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        assert await pools.loop.submit(pools.scheduler.next_batch) is None
+        with pytest.raises(DeadlineError, match="that its deadline leaves"):
+            await stream.ended()
+        call(pools.loop, pools.scheduler.on_idle)
+        assert stream.responses.empty()
+        assert pools.complaints == []
 
 
 def lost(pools: SendingPool) -> None:

@@ -155,7 +155,7 @@ async def test_patience_with_full_pools_ends(workers: Workers) -> None:
         workers.d0.fail_at(Point.RESERVE, CapacityError("full", resource="pages"), times=1000)
         error = await router.failure(token_request(PROMPT))
         assert isinstance(error, CapacityError)
-        assert error.retry_after_s == 1.0
+        assert error.retry_after_s is None, "nothing was measured"
         await router.assert_nothing_left()
 
 

@@ -28,13 +28,14 @@ async def refusal(router: RouterHarness, timeout_s: float = 60) -> tuple[grpc.St
     return failed.value.code(), details_of(failed.value), None if pushback is None else str(pushback)
 
 
-async def test_a_full_queue_names_its_limit_and_when_to_come_back() -> None:
+async def test_a_full_queue_names_its_limit_and_no_time_where_none_is_known() -> None:
     async with running_router(*pair(), admission=AdmissionLimits(max_waiting=0)) as router:
         code, details, pushback = await refusal(router)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details["ErrorInfo"].reason == "OUT_OF_CAPACITY"
     assert details["QuotaFailure"].violations[0].subject == "router queue"
-    assert pushback == str(details["RetryInfo"].retry_delay.ToMilliseconds())
+    assert "RetryInfo" not in details
+    assert pushback is None
 
 
 async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
@@ -43,6 +44,30 @@ async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
     assert details["ErrorInfo"].reason == "UNAVAILABLE"
     assert pushback == str(details["RetryInfo"].retry_delay.ToMilliseconds())
+
+
+async def test_workers_that_are_gone_are_expected_when_as_long_as_starts_take_has_passed() -> None:
+    """The pool says that it took 20 s to start, and comes not back: nobody is held for it here."""
+    prefill, decode = pair()
+    decode.start_s = 20.0
+    limits = replace(FLOW_LIMITS, peer_wait_s=0.3, migrations=0)
+    async with running_router(prefill, decode, flow=limits, longest_comeback_s=60.0) as router:
+        decode.die_at(Point.TOKEN)
+        code, details, _ = await refusal(router)
+    assert code is grpc.StatusCode.ABORTED
+    assert 15.0 < details["RetryInfo"].retry_delay.ToMilliseconds() / 1e3 <= 30.0
+
+
+async def test_a_pool_that_stays_full_is_expected_after_a_service() -> None:
+    """The pool says that each answer took half a second, and each was as long as it may be."""
+    prefill, decode = pair()
+    async with running_router(prefill, decode, flow=replace(FLOW_LIMITS, capacity_wait_s=0.3)) as router:
+        for _ in range(4):
+            await router.ask(token_request([1], max_tokens=40))
+        decode.fail_at(Point.RESERVE, CapacityError("no pages", resource="pages"), times=1000)
+        error = await router.failure(token_request([1], max_tokens=40))
+        assert error.retry_after_s is not None
+        assert 0.5 <= error.retry_after_s < 0.9
 
 
 async def test_a_pool_that_stays_full_says_which_resource_is() -> None:

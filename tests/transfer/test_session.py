@@ -93,6 +93,14 @@ def test_one_failing_stage_fails_all_with_its_reason_s4_10(session: ReceiveSessi
     assert session.state is ReceiveState.FAILED
 
 
+def test_a_stage_that_cannot_reach_its_peer_is_not_lost_itself() -> None:
+    session = SendSession("s", epoch=0, num_stages=2, clock=ManualClock())
+    session.on_stage_event(0, report(OPEN))
+    session.on_stage_event(1, report(StageSessionState.FAILED, reason="PEER_LOST", text="the connection is gone"))
+    assert type(session.error) is HandoffError
+    assert str(session.error) == "stage 1: the connection is gone"
+
+
 def test_failed_is_drained_only_when_every_stage_is_s4_10(session: ReceiveSession) -> None:
     session.on_stage_event(1, report(StageSessionState.FAILED))
     session.on_stage_event(1, report(DRAINED))

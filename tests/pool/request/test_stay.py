@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from engine.core.request import Request, SamplingParams
 from pool.pipeline.group import SessionReports, StageGroup
@@ -58,7 +58,7 @@ class Service(prefill_pb2_grpc.PrefillServicer):
                   context: Context) -> AsyncIterator[pb.RunResponse]:
         parts = cast(RequestParts, SimpleNamespace(grammars=None, stall_s=STALL_S))
         request = Request("r", (1,), 1, SamplingParams(temperature=0))
-        self.inbox = Inbox(request_iterator)
+        self.inbox = Inbox(request_iterator, Counter("expired", "Waits.", registry=CollectorRegistry()))
 
         async def begin() -> Talkative:
             return self.stay

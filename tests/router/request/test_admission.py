@@ -2,9 +2,9 @@
 
 import pytest
 
-from router.request.outlook import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
 from runtime.clock import ManualClock
 from runtime.errors import DeadlineError
+from runtime.pace import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
 from tests.router.harness import RouterHarness, running_router, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
 

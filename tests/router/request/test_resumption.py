@@ -120,6 +120,7 @@ async def test_choices_go_on_each_from_where_it_was() -> None:
         assert {index: choice.token_ids for index, choice in rest.items()} == {
             0: tokens[4:], 1: [], 2: tokens, 3: tokens}
         assert {choice.end for choice in rest.values()} == {("FINISH_REASON_LENGTH", None, len(PROMPT), NUM_TOKENS)}
+        assert router.metric("baton_resumptions_total") == 2
         await router.assert_nothing_left()
 
 

@@ -342,7 +342,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
         await eventually(lambda: router.metric("baton_queue_depth") == 2, "the queue")
         error = await router.failure(token_request([1]))
         assert isinstance(error, CapacityError)
-        assert (error.resource, error.retry_after_s) == ("router queue", 1.0)
+        assert (error.resource, error.retry_after_s) == ("router queue", None), "nothing was measured"
         for call in held:
             call.cancel()
         await asyncio.gather(*held, return_exceptions=True)

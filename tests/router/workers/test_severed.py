@@ -1,0 +1,106 @@
+"""Pairs that could not hand over: who is left out, for how long, and what is tried where nothing else is left."""
+
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from router.workers import severed
+from router.workers.directory import Directory, DirectoryOptions
+from router.workers.severed import MEMORY_S, SeveredPairs
+from router.workers.worker import Worker
+from runtime.clock import ManualClock
+from runtime.metrics import RouterMetrics
+from tests.router.harness import FACTS
+from tests.router.workers.test_directory import serves
+
+PROMPT = [1, 2, 3]
+
+
+def directory(num_prefill: int, num_decode: int) -> Directory:
+    """Workers that serve and have room."""
+    addresses = [f"127.0.0.1:{port}" for port in range(1, 1 + num_prefill + num_decode)]
+    made = Directory(DirectoryOptions(tuple(addresses[:num_prefill]), tuple(addresses[num_prefill:])), FACTS,
+                     RouterMetrics.create(CollectorRegistry()), random.Random(0))
+    for worker in made.workers:
+        serves(worker, incarnation=worker.address)
+    return made
+
+
+def placed(of: Directory, num_requests: int = 1) -> set[tuple[str, str]]:
+    """The pairs that requests get; they keep their places."""
+    pairs = [of.place(PROMPT) for _ in range(num_requests)]
+    return {(pair.prefill.worker.address, pair.decode.worker.address) for pair in pairs if pair is not None}
+
+
+def sever(of: Directory, source: Worker, pool: Worker) -> None:
+    of.severed(source.book(1), pool.book(1))
+
+
+async def test_a_severed_pair_is_left_out_while_there_is_another() -> None:
+    of = directory(2, 2)
+    p0, p1, d0, d1 = of.workers
+    sever(of, p0, d0)
+    sever(of, p0, d1)
+    assert {prefill for prefill, _ in placed(of, 4)} == {p1.address}
+    assert of.is_fed(d0.book(1))
+
+
+async def test_what_has_no_room_is_waited_for_rather_than_a_severed_pair() -> None:
+    of = directory(2, 1)
+    p0, p1, d0 = of.workers
+    sever(of, p0, d0)
+    while p1.as_candidate(len(PROMPT)).has_room:
+        p1.book(1)
+    assert placed(of) == set()
+
+
+async def test_the_only_pair_is_tried_and_a_success_counts() -> None:
+    of = directory(1, 1)
+    source, pool = of.workers
+    sever(of, source, pool)
+    assert placed(of) == {(source.address, pool.address)}
+    assert of.is_fed(pool.book(1)), "there is nothing better"
+
+
+async def test_a_pool_that_its_only_source_cannot_reach_is_fed_by_none() -> None:
+    of = directory(1, 2)
+    source, first, second = of.workers
+    sever(of, source, first)
+    assert not of.is_fed(first.book(1))
+    assert placed(of) == {(source.address, second.address)}
+    pair = of.place_again(PROMPT, "", first.address)
+    assert pair is not None
+    assert pair.decode.worker is second
+    of.linked(source.book(1), first.book(1))
+    assert of.is_fed(first.book(1))
+
+
+async def test_another_source_is_sought_among_those_that_reach_the_pool() -> None:
+    of = directory(3, 1)
+    p0, p1, p2, pool = of.workers
+    sever(of, p1, pool)
+    booked = of.book_prefill(PROMPT, pool.book(1), tried=frozenset({p0.address}))
+    assert booked is not None
+    assert booked.worker is p2
+
+
+async def test_memory_ends_with_time_and_with_an_incarnation_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock(100.0)
+    pairs = SeveredPairs(clock)
+    source, first, second = directory(1, 2).workers
+    pairs.add(source.book(1), first.book(1))
+    assert pairs.has(source, first)
+    assert not pairs.has(source, second)
+    clock.advance(MEMORY_S)
+    assert not pairs.has(source, first)
+    pairs.add(source.book(1), first.book(1))
+    serves(first, incarnation="new")
+    assert not pairs.has(source, first)
+    monkeypatch.setattr(severed, "MAX_PAIRS", 1)
+    pairs.add(source.book(1), first.book(1))
+    pairs.add(source.book(1), second.book(1))
+    assert len(pairs) == 1
+    assert pairs.has(source, second)
+    pairs.remove(source.book(1), second.book(1))
+    assert not len(pairs)
