@@ -247,6 +247,10 @@ def generate(
     model: Annotated[str, typer.Option(help="Refuse unless this model is served.")] = "",
     speculate: Annotated[bool | None, typer.Option("--speculate/--no-speculate", help="Use drafts where there are "
                                                    "any; the answer is the same.", show_default="yes")] = None,
+    prefix_cache: Annotated[bool | None, typer.Option("--prefix-cache/--no-prefix-cache", help="Use what earlier "
+                                                      "prompts left; the answer is the same.",
+                                                      show_default="yes")] = None,
+    cache_salt: Annotated[str, typer.Option(help="Share cached prompts only with requests of this salt.")] = "",
     timeout: Timeout = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
@@ -262,7 +266,8 @@ def generate(
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
             num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
-            structured_output=structured_output_of(json_schema, regex))
+            structured_output=structured_output_of(json_schema, regex), prefix_cache=prefix_cache,
+            cache_salt=cache_salt)
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
         with BatonClient(*_targets(target), security=security) as client:
             events = client.generate(query, timeout_s=timeout)

@@ -54,7 +54,8 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 @dataclass(frozen=True)
 class Query:
     """One request. An empty `request_id` lets the server choose, an empty `model` takes the one that is served.
-    `speculate=False` declines drafts, which change its speed and nothing else. `resumed` goes on with an answer of
+    `speculate=False` declines drafts, `prefix_cache=False` what earlier prompts left; both change its speed and nothing
+    else. Requests share what they leave with those of the same `cache_salt` alone. `resumed` goes on with an answer of
     which these tokens are here already, per choice (protos/baton/v1/generation.proto); a client does so for what it
     began."""
 
@@ -70,6 +71,8 @@ class Query:
     priority: int = 0
     skip_text: bool = False
     speculate: bool | None = None
+    prefix_cache: bool | None = None
+    cache_salt: str = ""
     resumed: tuple[tuple[int, ...], ...] = ()
     resumed_from: tuple[str, ...] = ()  # `Chunk.compatibility` of each choice that is resumed
 
@@ -82,8 +85,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Usage:
+    """`cached_tokens` of the prompt's were not computed again."""
+
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def request_of(query: Query) -> pb.GenerateRequest:
     _put(request, "", {
         "request_id": query.request_id, "model": query.model, "num_top_logprobs": query.num_top_logprobs,
         "num_prompt_logprobs": query.num_prompt_logprobs, "n": query.n, "priority": query.priority,
-        "skip_text": query.skip_text, "speculate": query.speculate})
+        "skip_text": query.skip_text, "speculate": query.speculate, "prefix_cache": query.prefix_cache,
+        "cache_salt": query.cache_salt})
     _put_prompt(request, query.prompt)
     for index, token_ids in enumerate(query.resumed):
         _put(request.resumed.add(), f"resumed[{index}].", {"ids": token_ids})
@@ -129,7 +130,7 @@ def _finish_of(response: pb.GenerateResponse) -> Finish:
 
 
 def _usage_of(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens)
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
 
 
 def _logprobs_of(item: types_pb2.TokenLogprobs) -> TokenLogprobs:

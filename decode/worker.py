@@ -29,6 +29,7 @@ class DecodeRole:
     name = "decode"
     service = "baton.v1.Decode"
     speculates = True
+    keeps_prompts = False
 
     def max_held(self, max_running: int) -> int:
         """A small pool keeps room for handoffs that are still on their way."""

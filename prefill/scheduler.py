@@ -7,26 +7,30 @@ the tokens are for prompts that are short beside it, wherever they stand in the 
 whatever the order is, so it changes no bit.
 
 A request's memory is leased when it starts, not while it queues, and lives until `release`: the sender reads it. What
-cannot be computed by its deadline any more, at the best pace of late, fails before anything more of it is. Belongs to
-the engine thread.
+a prefix cache holds of its prompt is leased with it and not computed again; what another prompt is about to leave there
+is waited for. What cannot be computed by its deadline any more, at the best pace of late, fails before anything more of
+it is. Belongs to the engine thread.
 """
 
-import heapq
 import math
+from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
-from engine.core.request import DrawnToken, Request
+from engine.core.request import Request
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row, scoring_row
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
-from engine.sampling.sampler import Scores
-from pool.request.entry import Entry, Failed
+from pool.prefix.tree import ResumeRule
+from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
+from prefill.entry import Emit, FirstToken, PrefillEntry, PrefillLimits, Scored, Started
+from prefill.prompt_cache import PromptCache
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, DeadlineError, FieldViolation, InvalidRequestError
 from runtime.pace import PrefillRateEstimate
@@ -37,63 +41,6 @@ SHORT_SHARE = 4  # one token in four goes to prompts that are short beside a lon
 SHORT_RATIO = 4  # ... which has at least four times as many tokens left
 
 
-@dataclass(frozen=True)
-class Started:
-    """The request's turn has come; this is the memory its prompt will fill."""
-
-    page_ids: tuple[int, ...]
-    slot_id: int
-    queue_s: float
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What the model made of one chunk's tokens, the first of which stands at `first_position` of the prompt."""
-
-    first_position: int
-    tokens: Scores
-
-
-@dataclass(frozen=True)
-class FirstToken:
-    token: DrawnToken
-    prefill_s: float
-
-
-Event = Started | Scored | FirstToken | Failed
-Emit = Callable[[Event], object]
-
-
-@dataclass
-class PrefillEntry(Entry[Event]):
-    """One prompt."""
-
-    arrived_s: float = 0.0
-    started_s: float = 0.0
-
-    @property
-    def remaining(self) -> int:
-        return len(self.request.prompt_token_ids) - self.computed
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        """Less is sooner: keys grow with arrival."""
-        return self.request.priority, self.key
-
-
-@dataclass(frozen=True)
-class PrefillLimits:
-    """`chunk_tokens` bounds the tokens of one batch; `grid` is the model's (chunks end on its multiples). With
-    `drafts` a draft on the last stage reads the prompts too."""
-
-    page_size: int
-    chunk_tokens: int
-    grid: int
-    max_running: int
-    max_queued: int
-    drafts: bool = False
-
-
 @dataclass
 class PrefillScheduler:
     """Implements `engine.loop.Scheduler`."""
@@ -102,8 +49,9 @@ class PrefillScheduler:
     slots: SlotAllocator
     limits: PrefillLimits
     clock: Clock
+    cache_rule: ResumeRule | None = None  # where a prompt may go on from what is kept; without it nothing is
     _entries: dict[int, PrefillEntry] = field(default_factory=dict)
-    _queue: list[tuple[int, int]] = field(default_factory=list)  # heap of (priority, key)
+    _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
     _next_key: int = 1
     _saved: int = 0  # tokens of the share for short prompts that none has taken yet, at most a chunk
@@ -111,8 +59,10 @@ class PrefillScheduler:
     def __post_init__(self) -> None:
         self._best_pace = PrefillRateEstimate(self.clock)
 
-    def submit(self, request: Request, emit: Emit, *, ends_at_s: float = math.inf) -> int:
-        """Queue a request with a deadline; returns the key that names it in batches.
+    def submit(self, request: Request, emit: Emit, *, blocks: tuple[bytes, ...] = (),
+               ends_at_s: float = math.inf) -> int:
+        """Queue a request with a deadline; returns the key that names it in batches. `blocks` are the names of its
+        prompt's full pages (`runtime.prefix_blocks`); without them it takes no part in the cache.
 
         Raises:
             CapacityError: the queue is full.
@@ -128,8 +78,9 @@ class PrefillScheduler:
                                 resource="prefill queue")
         key = self._next_key
         self._next_key += 1
-        self._entries[key] = PrefillEntry(key, request, emit, ends_at_s=ends_at_s, arrived_s=self.clock.now())
-        heapq.heappush(self._queue, (request.priority, key))
+        entry = PrefillEntry(key, request, emit, blocks=blocks, ends_at_s=ends_at_s, arrived_s=self.clock.now())
+        self._entries[key] = entry
+        insort(self._queue, entry.turn)
         return key
 
     def release(self, key: int) -> None:
@@ -140,14 +91,14 @@ class PrefillScheduler:
         entry.released = True
         if entry.in_flight == 0:
             self._forget(entry)
-        elif entry in self._running:
-            self._running.remove(entry)
+        else:
+            self._stop_running(entry)
 
     def load(self) -> SchedulerLoad:
         queued = self._queued
         tokens = sum(entry.remaining for entry in [*queued, *self._running])
-        return SchedulerLoad(len(queued), len(self._entries) - len(queued), self.pages.num_free, self.slots.num_free,
-                             queued_tokens=tokens)
+        return SchedulerLoad(len(queued), len(self._entries) - len(queued), self.pages.num_available,
+                             self.slots.num_available, queued_tokens=tokens)
 
     def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for computing a prompt or for its handoff, and how old the queue is."""
@@ -182,6 +133,8 @@ class PrefillScheduler:
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
+            if result.error is None:
+                self._keep(entry, batch.context_lens[row] + batch.query_lens[row])
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
             token = next(drawn) if sampling is not None and result.error is None else None
             if entry.released:
@@ -196,16 +149,22 @@ class PrefillScheduler:
                 self._fail(entry, token.error)
             elif token is not None:
                 prefill_s = self.clock.now() - entry.started_s
-                self._best_pace.observe(len(entry.request.prompt_token_ids), prefill_s)
+                self._best_pace.observe(len(entry.request.prompt_token_ids) - entry.num_cached, prefill_s)
                 entry.emit(FirstToken(token, prefill_s))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+        self.cache.clear()  # a stage that joins brings other memory
         for entry in list(self._entries.values()):
             entry.in_flight = 0
             if entry.released:
                 self._forget(entry)
             else:
                 self._fail(entry, error)
+
+    @cached_property
+    def cache(self) -> PromptCache:
+        """What is kept of prompts."""
+        return PromptCache(self.cache_rule, self.pages, self.slots, self.clock)
 
     def on_idle(self) -> None:
         check_integrity([self.pages.ledger, self.slots.ledger],
@@ -218,7 +177,8 @@ class PrefillScheduler:
         lead = min(self._running if head is None else [*self._running, head], key=lambda each: each.turn, default=None)
         if lead is None or lead.remaining <= self.limits.chunk_tokens:
             return 0
-        short = [entry for entry in [*self._running, *self._queued] if entry.request.priority == lead.request.priority
+        waiting = [*self._running, *self._startable()]
+        short = [entry for entry in waiting if entry.request.priority == lead.request.priority
                  and entry.remaining * SHORT_RATIO <= lead.remaining]
         share, taken = self._saved // self.limits.grid * self.limits.grid, 0
         for entry in sorted(short, key=lambda each: (each.remaining, each.key)):
@@ -230,19 +190,27 @@ class PrefillScheduler:
     def _drop_late(self) -> None:
         now_s = self.clock.now()
         for entry in [*self._running, *self._queued]:
-            if now_s + self._best_pace.least_s(entry.remaining) > entry.ends_at_s:
+            if now_s + self._best_pace.least_s(self._least_tokens(entry, now_s)) > entry.ends_at_s:
                 self._fail(entry, DeadlineError(f"{entry.remaining} tokens of the prompt cannot be computed within the "
                                                 f"{max(entry.ends_at_s - now_s, 0.0):.2g} s that its deadline leaves"))
 
+    def _least_tokens(self, entry: PrefillEntry, now_s: float) -> int:
+        """What must be computed of the prompt whatever the cache holds by then; looked up where it matters."""
+        if entry.pages is not None or now_s + self._best_pace.least_s(entry.remaining) <= entry.ends_at_s:
+            return entry.remaining
+        return 0 if self.cache.is_coming(entry) else entry.remaining - self.cache.find(entry).num_tokens
+
     @property
     def _queued(self) -> list[PrefillEntry]:
-        return [self._entries[key] for _, key in self._queue if key in self._entries]
+        return [self._entries[key] for _, key in self._queue]
+
+    def _startable(self) -> Iterator[PrefillEntry]:
+        """The queued requests in order, without those that others compute something for."""
+        return (entry for entry in self._queued if not self.cache.is_coming(entry))
 
     def _head(self) -> PrefillEntry | None:
         """The queued request whose turn it is."""
-        while self._queue and self._queue[0][1] not in self._entries:
-            heapq.heappop(self._queue)  # released while it waited
-        return self._entries[self._queue[0][1]] if self._queue else None
+        return next(self._startable(), None)
 
     def _is_queued_before(self, entry: PrefillEntry) -> bool:
         head = self._head()
@@ -259,8 +227,8 @@ class PrefillScheduler:
         head = self._head()
         if head is None or head is entry:
             return self._start(entry, budget)
-        has_slot = self.slots.num_total == 0 or self.slots.num_free >= 2
-        has_pages = self._num_pages(entry) + self._num_pages(head) <= self.pages.num_free
+        has_slot = self.slots.num_total == 0 or self.slots.num_available >= 2
+        has_pages = self._num_pages(entry) + self._num_pages(head) <= self.pages.num_available
         return has_slot and has_pages and self._num_held + 2 <= self.limits.max_running and self._start(entry, budget)
 
     @property
@@ -274,20 +242,30 @@ class PrefillScheduler:
     def _start(self, entry: PrefillEntry, budget: int) -> bool:
         """Lease memory for a queued request. Not when there is none, nor when `budget` tokens allow it no chunk: decode
         reserves for what has started, so that must be running."""
-        if self._num_held >= self.limits.max_running or chunk_end(0, entry.remaining, budget, self.limits.grid) == 0:
+        found, total = self.cache.find(entry), len(entry.request.prompt_token_ids)
+        if (self._num_held >= self.limits.max_running
+                or chunk_end(found.num_tokens, total, budget, self.limits.grid) == found.num_tokens):
             return False
         try:
-            entry.lease(self.pages, self.slots, self._num_pages(entry))
+            entry.lease(self.pages, self.slots, self._num_pages(entry), shared=found.page_ids)
         except CapacityError:
             return False
         self._queue.remove(entry.turn)
-        heapq.heapify(self._queue)
+        self.cache.begin(entry, found)
+        entry.advance(found.num_tokens)
         entry.started_s = self.clock.now()
         self._running.append(entry)
         assert entry.pages is not None
         assert entry.slot is not None
-        entry.emit(Started(tuple(entry.pages.page_ids), entry.slot.slot_id, entry.started_s - entry.arrived_s))
+        entry.emit(Started(tuple(entry.pages.page_ids), entry.slot.slot_id, entry.started_s - entry.arrived_s,
+                           found.num_tokens))
         return True
+
+    def _keep(self, entry: PrefillEntry, num_tokens: int) -> None:
+        """The first tokens of the prompt are computed: let others have them. Not when a batch before this one failed,
+        whose tokens these were computed from."""
+        if entry.pages is not None and not entry.has_failed:
+            self.cache.keep(entry, entry.pages.page_ids, num_tokens)
 
     def _add_chunk(self, rows: list[Row], entry: PrefillEntry, budget: int) -> int:
         """Append the entry's next chunk if `budget` tokens allow one; returns its tokens."""
@@ -301,8 +279,10 @@ class PrefillScheduler:
         spec = None
         if self.limits.drafts:
             spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)
+        num_spare = self.slots.num_available - (self.limits.max_running - self._num_held)  # one for each that may start
         rows.append(Row(entry.key, prompt[entry.computed:end], entry.computed, entry.pages.page_ids,
-                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.computed, end)))
+                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.computed, end),
+                        self.cache.states_of(entry, end, num_spare=num_spare)))
         taken = end - entry.computed
         entry.advance(end)
         entry.in_flight += 1
@@ -312,17 +292,19 @@ class PrefillScheduler:
 
     def _fail(self, entry: PrefillEntry, error: BatonError) -> None:
         """Notify the owner, which releases it; run no more of it."""
-        if entry in self._running:
-            self._running.remove(entry)
-        self._queue = [item for item in self._queue if item[1] != entry.key]
-        heapq.heapify(self._queue)
+        entry.has_failed = True
+        self._stop_running(entry)
         entry.emit(Failed(error))
 
-    def _forget(self, entry: PrefillEntry) -> None:
+    def _stop_running(self, entry: PrefillEntry) -> None:
+        """Also of one that has not started. What is in flight of it ends by itself."""
         if entry in self._running:
             self._running.remove(entry)
-        if entry.pages is None:
-            self._queue = [item for item in self._queue if item[1] != entry.key]
-            heapq.heapify(self._queue)
+        if entry.turn in self._queue:
+            self._queue.remove(entry.turn)
+        self.cache.end(entry)
+
+    def _forget(self, entry: PrefillEntry) -> None:
+        self._stop_running(entry)
         entry.free()
         del self._entries[entry.key]

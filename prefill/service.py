@@ -25,7 +25,8 @@ from pool.request.stay import (
     read_request,
     serve,
 )
-from prefill.scheduler import Event, FirstToken, PrefillScheduler, Scored, Started
+from prefill.entry import Event, FirstToken, Scored, Started
+from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
@@ -37,6 +38,7 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
+from runtime.prefix_blocks import block_names
 from runtime.tracing import Span, begin
 from transfer.plan import codec
 from transfer.plan.copy_plan import check_plan
@@ -54,6 +56,14 @@ class PrefillParts(RequestParts):
 
     scheduler: PrefillScheduler
     chunk_tokens: int
+
+    def blocks_of(self, request: Request) -> tuple[bytes, ...]:
+        """The names of its prompt's full pages, the same on every pool that may be paired with this one; none where
+        the request declines the cache, or there is none."""
+        if self.scheduler.cache_rule is None or not request.uses_cache:
+            return ()
+        return block_names(request.prompt_token_ids, self.plan.geometry.page_size, salt=request.cache_salt,
+                           compatibility=self.leader.compatibility.digest)
 
 
 class PrefillStay:
@@ -173,7 +183,8 @@ class PrefillStay:
             page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
             chunk_tokens=parts.chunk_tokens, page_ids=started.page_ids, slot_id=started.slot_id,
             stages=parts.leader.group.endpoints)
-        return pb.PrefillStarted(terms=codec.source_to_proto(self._source), queue_s=started.queue_s)
+        return pb.PrefillStarted(terms=codec.source_to_proto(self._source), queue_s=started.queue_s,
+                                 cached_tokens=started.num_cached)
 
     def _first_token(self, drawn: FirstToken) -> pb.PrefillFirstToken:
         self._has_first_token = True
@@ -225,8 +236,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         ends_at_s = deadline_of(context, parts.scheduler.clock)
 
         async def take_place() -> PrefillStay:
+            blocks = parts.blocks_of(request)
             key = await parts.leader.loop.submit(
-                lambda: parts.scheduler.submit(request, inbox.emit, ends_at_s=ends_at_s), undo=parts.scheduler.release)
+                lambda: parts.scheduler.submit(request, inbox.emit, blocks=blocks, ends_at_s=ends_at_s),
+                undo=parts.scheduler.release)
             return PrefillStay(parts, inbox, request, key)
 
         async with aclosing(serve(parts, inbox, request, take_place)) as responses:

@@ -3,17 +3,20 @@
 from engine.core.request import Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
+from pool.prefix.tree import ResumeRule
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark, layer_observer
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
-from prefill.scheduler import Event, FirstToken, PrefillLimits, PrefillScheduler
+from prefill.entry import Event, FirstToken, PrefillLimits
+from prefill.scheduler import PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, ConfigError
+from runtime.metrics import CacheMetrics
 from runtime.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 
@@ -24,6 +27,7 @@ class PrefillRole:
     name = "prefill"
     service = "baton.v1.Prefill"
     speculates = False
+    keeps_prompts = True
 
     def max_held(self, max_running: int) -> int:
         return max_running
@@ -37,12 +41,13 @@ class PrefillRole:
         if config.chunk_tokens % grid:
             raise ConfigError(f"chunk_tokens must be a multiple of {grid} for this model, got {config.chunk_tokens}",
                               field="chunk_tokens")
+        has_states = any(spec.kind.is_recurrent for spec in geometry.specs)
         return PrefillLeading(PrefillScheduler(
-            pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
+            pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots), clock=SystemClock(),
+            cache_rule=ResumeRule(config.page_size, grid, has_states) if config.prefix_cache else None,
             limits=PrefillLimits(page_size=config.page_size, chunk_tokens=config.chunk_tokens, grid=grid,
                                  max_running=config.max_running, max_queued=config.max_queued,
-                                 drafts=stage.plan.speculation is not None),
-            clock=SystemClock()))
+                                 drafts=stage.plan.speculation is not None)))
 
 
 class PrefillLeading:
@@ -52,6 +57,7 @@ class PrefillLeading:
         self.scheduler = scheduler
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
+        self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)
         service = PrefillService(PrefillParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
             grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/generation.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\xb4\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12&\n\x04stop\x18\x07 \x01(\x0b\x32\x18.baton.v1.StopConditions\x12\x1d\n\x10num_top_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\tskip_text\x18\n \x01(\x08\x12\x16\n\tspeculate\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\x03\x88\x01\x01\x12\x35\n\x11structured_output\x18\x0e \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12#\n\x07resumed\x18\x0f \x03(\x0b\x32\x12.baton.v1.TokenIds\x12\x14\n\x0cresumed_from\x18\x10 \x03(\tB\x08\n\x06promptB\x13\n\x11_num_top_logprobsB\x0c\n\n_speculateB\x04\n\x02_nB\x16\n\x14_num_prompt_logprobs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xc5\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x31\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\x12\x15\n\rcompatibility\x18\x06 \x01(\t\"\xb7\x01\n\x0eGenerateFinish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.baton.v1.TimingsB\t\n\x07matched\"\x94\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.baton.v1.GenerateChunkH\x00\x12*\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x18.baton.v1.GenerateFinishH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"\xda\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x07 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x10\n\x08revision\x18\t \x01(\t\"\x10\n\x0eGetLoadRequest\"\xb5\x02\n\x0fGetLoadResponse\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x16\n\x0ekv_tokens_used\x18\x07 \x01(\x04\x12\x17\n\x0fkv_tokens_total\x18\x08 \x01(\x04\x12\x16\n\x0ekv_utilization\x18\t \x01(\x01\x12\x13\n\x0butilization\x18\n \x01(\x01\x12\x17\n\x0fprefill_workers\x18\x0b \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x0c \x01(\r\"\x19\n\x17GetClusterStatusRequest\"\xcd\x02\n\x0cWorkerStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06stages\x18\x06 \x03(\t\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x13\n\x0bpages_total\x18\t \x01(\r\x12\x12\n\npages_free\x18\n \x01(\r\x12\x13\n\x0bslots_total\x18\x0b \x01(\r\x12\x12\n\nslots_free\x18\x0c \x01(\r\x12\x15\n\ropen_sessions\x18\r \x01(\r\x12\x0e\n\x06\x62usy_s\x18\x0e \x01(\x01\x12\x15\n\rprompt_tokens\x18\x0f \x01(\x04\x12\x15\n\routput_tokens\x18\x10 \x01(\x04\"\x86\x01\n\x18GetClusterStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus2\xf5\x02\n\nGeneration\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponse\x12>\n\x07GetLoad\x12\x18.baton.v1.GetLoadRequest\x1a\x19.baton.v1.GetLoadResponse\x12Y\n\x10GetClusterStatus\x12!.baton.v1.GetClusterStatusRequest\x1a\".baton.v1.GetClusterStatusResponseBF\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/generation.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\xf4\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12&\n\x04stop\x18\x07 \x01(\x0b\x32\x18.baton.v1.StopConditions\x12\x1d\n\x10num_top_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\tskip_text\x18\n \x01(\x08\x12\x16\n\tspeculate\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\x03\x88\x01\x01\x12\x35\n\x11structured_output\x18\x0e \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12#\n\x07resumed\x18\x0f \x03(\x0b\x32\x12.baton.v1.TokenIds\x12\x14\n\x0cresumed_from\x18\x10 \x03(\t\x12\x19\n\x0cprefix_cache\x18\x11 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\ncache_salt\x18\x12 \x01(\tB\x08\n\x06promptB\x13\n\x11_num_top_logprobsB\x0c\n\n_speculateB\x04\n\x02_nB\x16\n\x14_num_prompt_logprobsB\x0f\n\r_prefix_cache\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc5\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x31\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\x12\x15\n\rcompatibility\x18\x06 \x01(\t\"\xb7\x01\n\x0eGenerateFinish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.baton.v1.TimingsB\t\n\x07matched\"\x94\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.baton.v1.GenerateChunkH\x00\x12*\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x18.baton.v1.GenerateFinishH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"\xda\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x07 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x10\n\x08revision\x18\t \x01(\t\"\x10\n\x0eGetLoadRequest\"\xb5\x02\n\x0fGetLoadResponse\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x16\n\x0ekv_tokens_used\x18\x07 \x01(\x04\x12\x17\n\x0fkv_tokens_total\x18\x08 \x01(\x04\x12\x16\n\x0ekv_utilization\x18\t \x01(\x01\x12\x13\n\x0butilization\x18\n \x01(\x01\x12\x17\n\x0fprefill_workers\x18\x0b \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x0c \x01(\r\"\x19\n\x17GetClusterStatusRequest\"\xcd\x02\n\x0cWorkerStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06stages\x18\x06 \x03(\t\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x13\n\x0bpages_total\x18\t \x01(\r\x12\x12\n\npages_free\x18\n \x01(\r\x12\x13\n\x0bslots_total\x18\x0b \x01(\r\x12\x12\n\nslots_free\x18\x0c \x01(\r\x12\x15\n\ropen_sessions\x18\r \x01(\r\x12\x0e\n\x06\x62usy_s\x18\x0e \x01(\x01\x12\x15\n\rprompt_tokens\x18\x0f \x01(\x04\x12\x15\n\routput_tokens\x18\x10 \x01(\x04\"\x86\x01\n\x18GetClusterStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus2\xf5\x02\n\nGeneration\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponse\x12>\n\x07GetLoad\x12\x18.baton.v1.GetLoadRequest\x1a\x19.baton.v1.GetLoadResponse\x12Y\n\x10GetClusterStatus\x12!.baton.v1.GetClusterStatusRequest\x1a\".baton.v1.GetClusterStatusResponseBF\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGES']._serialized_start=107
   _globals['_CHATMESSAGES']._serialized_end=162
   _globals['_GENERATEREQUEST']._serialized_start=165
-  _globals['_GENERATEREQUEST']._serialized_end=729
-  _globals['_USAGE']._serialized_start=731
-  _globals['_USAGE']._serialized_end=788
-  _globals['_GENERATECHUNK']._serialized_start=791
-  _globals['_GENERATECHUNK']._serialized_end=988
-  _globals['_GENERATEFINISH']._serialized_start=991
-  _globals['_GENERATEFINISH']._serialized_end=1174
-  _globals['_GENERATERESPONSE']._serialized_start=1177
-  _globals['_GENERATERESPONSE']._serialized_end=1325
-  _globals['_ABORTREQUEST']._serialized_start=1327
-  _globals['_ABORTREQUEST']._serialized_end=1362
-  _globals['_ABORTRESPONSE']._serialized_start=1364
-  _globals['_ABORTRESPONSE']._serialized_end=1396
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1398
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1419
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1422
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1640
-  _globals['_GETLOADREQUEST']._serialized_start=1642
-  _globals['_GETLOADREQUEST']._serialized_end=1658
-  _globals['_GETLOADRESPONSE']._serialized_start=1661
-  _globals['_GETLOADRESPONSE']._serialized_end=1970
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1972
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1997
-  _globals['_WORKERSTATUS']._serialized_start=2000
-  _globals['_WORKERSTATUS']._serialized_end=2333
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=2336
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=2470
-  _globals['_GENERATION']._serialized_start=2473
-  _globals['_GENERATION']._serialized_end=2846
+  _globals['_GENERATEREQUEST']._serialized_end=793
+  _globals['_USAGE']._serialized_start=795
+  _globals['_USAGE']._serialized_end=875
+  _globals['_GENERATECHUNK']._serialized_start=878
+  _globals['_GENERATECHUNK']._serialized_end=1075
+  _globals['_GENERATEFINISH']._serialized_start=1078
+  _globals['_GENERATEFINISH']._serialized_end=1261
+  _globals['_GENERATERESPONSE']._serialized_start=1264
+  _globals['_GENERATERESPONSE']._serialized_end=1412
+  _globals['_ABORTREQUEST']._serialized_start=1414
+  _globals['_ABORTREQUEST']._serialized_end=1449
+  _globals['_ABORTRESPONSE']._serialized_start=1451
+  _globals['_ABORTRESPONSE']._serialized_end=1483
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1485
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1506
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1509
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1727
+  _globals['_GETLOADREQUEST']._serialized_start=1729
+  _globals['_GETLOADREQUEST']._serialized_end=1745
+  _globals['_GETLOADRESPONSE']._serialized_start=1748
+  _globals['_GETLOADRESPONSE']._serialized_end=2057
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=2059
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=2084
+  _globals['_WORKERSTATUS']._serialized_start=2087
+  _globals['_WORKERSTATUS']._serialized_end=2420
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=2423
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=2557
+  _globals['_GENERATION']._serialized_start=2560
+  _globals['_GENERATION']._serialized_end=2933
 # @@protoc_insertion_point(module_scope)

@@ -22,7 +22,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "num_top_logprobs", "priority", "skip_text", "speculate", "n", "structured_output", "num_prompt_logprobs", "resumed", "resumed_from")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "num_top_logprobs", "priority", "skip_text", "speculate", "n", "structured_output", "num_prompt_logprobs", "resumed", "resumed_from", "prefix_cache", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,8 @@ class GenerateRequest(_message.Message):
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FROM_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -55,15 +57,19 @@ class GenerateRequest(_message.Message):
     num_prompt_logprobs: int
     resumed: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenIds]
     resumed_from: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_types_pb2.StopConditions, _Mapping]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., skip_text: _Optional[bool] = ..., speculate: _Optional[bool] = ..., n: _Optional[int] = ..., structured_output: _Optional[_Union[_types_pb2.StructuredOutput, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[_types_pb2.TokenIds, _Mapping]]] = ..., resumed_from: _Optional[_Iterable[str]] = ...) -> None: ...
+    prefix_cache: bool
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_types_pb2.StopConditions, _Mapping]] = ..., num_top_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., skip_text: _Optional[bool] = ..., speculate: _Optional[bool] = ..., n: _Optional[int] = ..., structured_output: _Optional[_Union[_types_pb2.StructuredOutput, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[_types_pb2.TokenIds, _Mapping]]] = ..., resumed_from: _Optional[_Iterable[str]] = ..., prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
     __slots__ = ("token_ids", "text", "logprobs", "usage", "prompt_logprobs", "compatibility")

@@ -26,7 +26,7 @@ from protos import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 from protos import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"t\n\nRunRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequestH\x00\x12\x31\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x42\x07\n\x05input\"G\n\x0ePrefillStarted\x12$\n\x05terms\x18\x01 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\"K\n\x11PrefillFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.baton.v1.TokenChunk\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\" \n\x0bPrefillSent\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xca\x01\n\x0bRunResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12%\n\x04sent\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillSentH\x00\x12*\n\x06scored\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent2A\n\x07Prefill\x12\x36\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponse(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"t\n\nRunRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequestH\x00\x12\x31\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x42\x07\n\x05input\"^\n\x0ePrefillStarted\x12$\n\x05terms\x18\x01 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"K\n\x11PrefillFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.baton.v1.TokenChunk\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\" \n\x0bPrefillSent\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xca\x01\n\x0bRunResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12%\n\x04sent\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillSentH\x00\x12*\n\x06scored\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent2A\n\x07Prefill\x12\x36\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponse(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,13 +37,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNREQUEST']._serialized_start=83
   _globals['_RUNREQUEST']._serialized_end=199
   _globals['_PREFILLSTARTED']._serialized_start=201
-  _globals['_PREFILLSTARTED']._serialized_end=272
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=274
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=349
-  _globals['_PREFILLSENT']._serialized_start=351
-  _globals['_PREFILLSENT']._serialized_end=383
-  _globals['_RUNRESPONSE']._serialized_start=386
-  _globals['_RUNRESPONSE']._serialized_end=588
-  _globals['_PREFILL']._serialized_start=590
-  _globals['_PREFILL']._serialized_end=655
+  _globals['_PREFILLSTARTED']._serialized_end=295
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=297
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=372
+  _globals['_PREFILLSENT']._serialized_start=374
+  _globals['_PREFILLSENT']._serialized_end=406
+  _globals['_RUNRESPONSE']._serialized_start=409
+  _globals['_RUNRESPONSE']._serialized_end=611
+  _globals['_PREFILL']._serialized_start=613
+  _globals['_PREFILL']._serialized_end=678
 # @@protoc_insertion_point(module_scope)

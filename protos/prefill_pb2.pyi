@@ -16,12 +16,14 @@ class RunRequest(_message.Message):
     def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
-    __slots__ = ("terms", "queue_s")
+    __slots__ = ("terms", "queue_s", "cached_tokens")
     TERMS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     terms: _transfer_pb2.SourceTerms
     queue_s: float
-    def __init__(self, terms: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, terms: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., queue_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillFirstToken(_message.Message):
     __slots__ = ("token", "prefill_s")

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from runtime.metrics import (
     ArrivalMetrics,
+    CacheMetrics,
     HandoffMetrics,
     LeaderMetrics,
     PoolMetrics,
@@ -34,7 +35,7 @@ _POOL: tuple[type[InstrumentSet], ...] = (RpcMetrics, StageMetrics, LeaderMetric
 # A stage behind its leader ("follower") has no requests of its own.
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
     "router": (RpcMetrics, RouterMetrics),
-    "prefill": _POOL,
+    "prefill": (*_POOL, CacheMetrics),
     "decode": (*_POOL, ArrivalMetrics, SpeculationMetrics),
     "follower": (RpcMetrics, StageMetrics),
 }

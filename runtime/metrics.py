@@ -215,6 +215,32 @@ class PoolMetrics:
 
 
 @dataclass(frozen=True)
+class CacheMetrics:
+    """What a pool keeps of prompts. Three counters and no ratio: tokens that could have been there, that were, and that
+    were of use."""
+
+    queried: Counter
+    matched: Counter
+    reused: Counter
+    evicted: Counter
+    pages: Gauge
+    snapshots: Gauge
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(
+            _counter(registry, "cache_queried_tokens", "Prompt tokens of requests that looked for cached pages."),
+            _counter(registry, "cache_matched_tokens", "Those of them whose pages were there."),
+            _counter(registry, "cache_reused_tokens", "Those of them that were not computed again."),
+            _counter(registry, "cache_evicted_pages", "Pages that the cache gave up: pressure (a request needed them), "
+                                                      "flush (an operator or a lost stage).", "cause",
+                     zeros=(("pressure",), ("flush",))),
+            _gauge(registry, "cache_pages", "Pages that the cache keeps, also those that requests share."),
+            _gauge(registry, "cache_snapshots", "Recurrent states that the cache keeps."),
+        )
+
+
+@dataclass(frozen=True)
 class HandoffMetrics:
     """Handoffs, as one side's leader saw them."""
 

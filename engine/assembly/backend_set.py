@@ -1,12 +1,13 @@
 """What the layers of a stage and of a draft run on, whatever the device: the contract, and what is built by it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from engine.backends.recurrent_snapshots import SnapshotRecurrent
 from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
 from engine.contracts.model import StageModel
@@ -61,6 +62,13 @@ class StageBackends:
     recurrent: RecurrentBackend
     caches: tuple[Commits, ...] = ()
     capturable: Capturable | None = None
+
+    def with_snapshots(self, caches: StageCaches) -> Self:
+        """The same, and where the stage has recurrent layers they do what batches say about states."""
+        if not caches.state:
+            return self
+        states = SnapshotRecurrent(self.recurrent, conv_pools=caches.conv, state_pools=caches.state)
+        return replace(self, recurrent=states, caches=(*self.caches, states))
 
 
 class Backends(Protocol):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.core.draft_trees import CarriedKeys, SpecInfo
 from engine.core.request import SamplingParams
+from engine.core.state_rows import NO_STATES, StateRow
 from runtime.grammar import Grammar
 
 
@@ -149,6 +150,7 @@ class ForwardBatch:
     slot_ids           [R] int32 state slots, 0 (the null slot) for models without recurrent state
     sampling           per row, or None where no token is to be drawn (prompt not finished by this chunk)
     scoring            per row, or None where no token is to be scored; empty where no row scores
+    states             per row what a prefix cache does with its recurrent state; empty where it does nothing
     ended_keys         requests whose output the last stage may drop; also ones it has dropped already
     spec_info          `SpecInfo` on a pool that speculates, `CarriedKeys` on a draft whose steps share keys
     graph_bucket       set where the rows are padded to a captured shape: planning then refreshes that capture's buffers
@@ -165,6 +167,7 @@ class ForwardBatch:
     slot_ids: Tensor = field(metadata=_RECOMPUTED)
     sampling: tuple[SamplingRow | None, ...] = field(metadata=_RECOMPUTED)
     scoring: tuple[ScoringRow | None, ...] = field(default=(), metadata=_RECOMPUTED)
+    states: tuple[StateRow, ...] = field(default=(), metadata=_RECOMPUTED)
     ended_keys: tuple[int, ...] = field(default=(), metadata=_CARRIED)
     spec_info: SpecInfo | CarriedKeys | None = field(default=None, metadata=_DROPPED)
     graph_bucket: GraphBucket | None = field(default=None, metadata=_DROPPED)
@@ -244,6 +247,7 @@ class ForwardBatch:
             slot_ids=self.slot_ids[row_index],
             sampling=tuple(self.sampling[row] for row in rows),
             scoring=tuple(self.scoring[row] for row in rows) if self.scoring else (),
+            states=tuple(self.states[row] for row in rows) if self.states else (),
             ended_keys=self.ended_keys,
         )
 
@@ -302,9 +306,14 @@ def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
         slot_ids=torch.cat([first.slot_ids, second.slot_ids]),
         sampling=first.sampling + second.sampling,
         scoring=_all_scoring(first) + _all_scoring(second) if first.scoring or second.scoring else (),
+        states=_all_states(first) + _all_states(second) if first.states or second.states else (),
         ended_keys=tuple(dict.fromkeys(first.ended_keys + second.ended_keys)),
     )
 
 
 def _all_scoring(batch: ForwardBatch) -> tuple[ScoringRow | None, ...]:
     return batch.scoring or (None,) * batch.num_rows
+
+
+def _all_states(batch: ForwardBatch) -> tuple[StateRow, ...]:
+    return batch.states or (NO_STATES,) * batch.num_rows

@@ -48,6 +48,8 @@ class Request:
     priority: int = 0
     grammar: Grammar | None = None  # what the output must follow, from its first token on
     speculates: bool = True  # drafts for it where the pool has a draft; never changes its output
+    uses_cache: bool = True  # what earlier prompts left, and leaves its own for later ones; never changes its output
+    cache_salt: str = ""  # shares what is left only with requests of the same salt
 
     @property
     def needs_output(self) -> bool:

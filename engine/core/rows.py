@@ -8,6 +8,7 @@ import torch
 from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import SpecInfo, SpecRow, node_depths
 from engine.core.request import Request
+from engine.core.state_rows import NO_STATES, StateRow
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Row:
     sampling: SamplingRow | None  # None: no token is drawn
     spec: SpecRow | None = None  # on a pool that speculates; then every row has one
     scoring: ScoringRow | None = None
+    states: StateRow = NO_STATES
 
     @property
     def positions(self) -> Sequence[int]:
@@ -49,6 +51,7 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
         slot_ids=torch.tensor([row.slot_id for row in rows], dtype=torch.int32),
         sampling=tuple(row.sampling for row in rows),
         scoring=tuple(row.scoring for row in rows) if any(row.scoring is not None for row in rows) else (),
+        states=tuple(row.states for row in rows) if any(row.states != NO_STATES for row in rows) else (),
         spec_info=SpecInfo(token_ids, specs) if specs else None,
     )
 

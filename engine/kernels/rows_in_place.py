@@ -1,6 +1,7 @@
 """The argument by which kernels read keys from the pages where they lie."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -23,3 +24,8 @@ class RowsInPlace:
     positions: Tensor
     num_in_order: Tensor
     paths: Tensor
+
+    @cached_property
+    def longest_tile(self) -> int:
+        """Tokens; 0 where there are no tiles."""
+        return int(self.tiles[:, 2].max()) if len(self.tiles) else 0

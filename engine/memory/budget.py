@@ -58,12 +58,14 @@ def plan_pools(
     num_requests: int,
     scratch: Sequence[CacheSpec] = (),
     num_scratch: int = 0,
+    num_snapshots: int = 0,
 ) -> PoolBudget:
     """Divide `budget_bytes`, the cache memory of *each* stage, between scratch, slots and pages.
 
     `num_scratch` records, the null one included, are what verification keeps of the requests that run (`scratch`: the
-    tensors of one record). Every one of `num_requests` (running and arriving) gets a slot; what remains becomes pages,
-    as many as the stage with the least room can hold, and no more than `num_requests` of `max_context_tokens` could
+    tensors of one record). Every one of `num_requests` (running and arriving) gets a slot, and so does each of
+    `num_snapshots` states that a prefix cache keeps; what remains becomes pages, as many as the stage with the least
+    room can hold, and no more than `num_requests` of `max_context_tokens` could
     ever use.
 
     Raises:
@@ -71,7 +73,7 @@ def plan_pools(
             `max_context_tokens`; the message shows the sum.
     """
     costs = stage_costs(specs, partition, scratch)
-    num_slots = _slots(specs, num_requests)
+    num_slots = _slots(specs, num_requests + num_snapshots)
     pages_per_request = pages_for_tokens(max_context_tokens, page_size)
     num_pages = 1 + num_requests * pages_per_request
     for rank, cost in enumerate(costs):
@@ -88,10 +90,11 @@ def plan_pools(
 
 
 def longest_context(specs: Sequence[CacheSpec], partition: Sequence[LayerRange], *, budget_bytes: int, page_size: int,
-                    num_requests: int, at_most: int, scratch: Sequence[CacheSpec] = (), num_scratch: int = 0) -> int:
+                    num_requests: int, at_most: int, scratch: Sequence[CacheSpec] = (), num_scratch: int = 0,
+                    num_snapshots: int = 0) -> int:
     """Tokens of the longest request that every stage can hold beside scratch and slots, in whole pages or `at_most`;
     below 1 where a stage cannot hold these."""
-    num_slots, longest = _slots(specs, num_requests), at_most
+    num_slots, longest = _slots(specs, num_requests + num_snapshots), at_most
     for cost in stage_costs(specs, partition, scratch):
         left = budget_bytes - num_scratch * cost.scratch_bytes - num_slots * cost.slot_bytes
         if left < 0:
@@ -103,9 +106,10 @@ def longest_context(specs: Sequence[CacheSpec], partition: Sequence[LayerRange],
 
 def smallest_budget(specs: Sequence[CacheSpec], partition: Sequence[LayerRange], *, page_size: int,
                     max_context_tokens: int, num_requests: int, scratch: Sequence[CacheSpec] = (),
-                    num_scratch: int = 0) -> int:
+                    num_scratch: int = 0, num_snapshots: int = 0) -> int:
     """Bytes per stage with which `plan_pools` finds room for one request of `max_context_tokens`."""
-    num_slots, num_pages = _slots(specs, num_requests), 1 + pages_for_tokens(max_context_tokens, page_size)
+    num_slots = _slots(specs, num_requests + num_snapshots)
+    num_pages = 1 + pages_for_tokens(max_context_tokens, page_size)
     return max(num_scratch * cost.scratch_bytes + num_slots * cost.slot_bytes + num_pages * cost.page_bytes
                for cost in stage_costs(specs, partition, scratch))
 

@@ -31,6 +31,11 @@ class CacheKind(StrEnum):
     def is_paged(self) -> bool:
         return self in (CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY)
 
+    @property
+    def is_recurrent(self) -> bool:
+        """What a row reads of all tokens before it: a prompt goes on only where it was kept."""
+        return self in (CacheKind.CONV, CacheKind.STATE)
+
 
 class Buffer(Protocol):
     """Contiguous memory that moves as one stretch: a memoryview of host bytes, or bytes of a device, which the host

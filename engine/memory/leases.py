@@ -1,78 +1,38 @@
-"""Which lease holds which id of one pool. Pure integers: the tensors behind the ids live in `engine/memory/pools.py`.
+"""Leases: the right to ids of one pool, for as long as it lasts.
 
 Index 0 of every pool is the null record: padded table entries point at it, padded rows write to it, no lease holds it.
-A ledger belongs to one thread, the one that schedules. A request holds two kinds of ids: pages of the paged caches, and
-one slot of recurrent (conv and state) memory where the model has any. A draft's pages have the ids of its target's.
+A request holds two kinds of ids: pages of the paged caches, and one slot of recurrent (conv and state) memory where the
+model has any. A draft's pages have the ids of its target's.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from engine.memory.layout import NULL_INDEX
+from engine.memory.ledger import Ledger
 from runtime.errors import CapacityError, InternalError
 
 
-class Ledger:
-    """Ids 1..num_ids-1 of one pool, each free or held by exactly one lease that has not ended."""
-
-    def __init__(self, name: str, num_ids: int) -> None:
-        """`name` is what the ids are ("pages"); `num_ids` counts the null id, 0 means that the pool is empty."""
-        self.name = name
-        self.num_ids = num_ids
-        self._free = FreeRuns(1, num_ids)
-        self._leases: dict[Lease, None] = {}  # in the order they began
-
-    @property
-    def num_total(self) -> int:
-        """Ids that can be leased; the null id is not one of them."""
-        return max(0, self.num_ids - 1)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def free_ids(self) -> list[int]:
-        return list(self._free)
-
-    def leases(self) -> "list[Lease]":
-        """Those that have not ended, whether or not they are still referred to."""
-        return list(self._leases)
-
-    def take(self, count: int, owner: str, *, after: int | None = None) -> list[int]:
-        """Remove `count` ids from the free ones, all or none; those following `after` first.
-
-        Raises:
-            CapacityError: fewer than `count` are free.
-        """
-        if count < 0:
-            raise InternalError(f"{owner} asked for {count} {self.name}")
-        if count > self.num_free:
-            raise CapacityError(
-                f"{owner} needs {count} {self.name}, {self.num_free} of {self.num_total} are free", resource=self.name
-            )
-        return self._free.take(count, after=after)
-
-    def opened(self, lease: "Lease") -> None:
-        self._leases[lease] = None
-
-    def closed(self, lease: "Lease", ids: list[int]) -> None:
-        del self._leases[lease]
-        self._free.add(ids)
-
-
 class Lease:
-    """The right to some ids of one pool. `end` gives them back, once; every use after that is refused.
+    """The right to some ids of one pool. `end` gives them back, once; every use after that is refused. The first
+    `num_shared` it only reads: they were granted to another lease.
 
     A context manager: leaving the block ends the lease.
     """
 
-    def __init__(self, ledger: Ledger, owner: str, count: int) -> None:
-        """Raises CapacityError when the pool has fewer than `count` ids free."""
+    def __init__(self, ledger: Ledger, owner: str, count: int, shared: Sequence[int] = ()) -> None:
+        """On `shared` ids that a cache keeps, and `count` new ones. Raises CapacityError when the pool has fewer than
+        `count` ids free or cached."""
         self.owner = owner
+        self.num_shared = len(shared)
         self._ledger = ledger
-        self._ids = ledger.take(count, owner)
+        ledger.share(shared, owner)  # first: what is under lease is not evicted
+        try:
+            self._ids = [*shared, *ledger.take(count, owner, after=shared[-1] if shared else None)]
+        except CapacityError:
+            ledger.give_back(shared)
+            raise
         self._ended = False
         ledger.opened(self)
 
@@ -156,13 +116,18 @@ class PageAllocator:
     def num_free(self) -> int:
         return self.ledger.num_free
 
-    def alloc(self, count: int, *, owner: str) -> PageLease:
-        """All `count` pages or none.
+    @property
+    def num_available(self) -> int:
+        """Pages that a lease could get now."""
+        return self.ledger.num_available
+
+    def alloc(self, count: int, *, owner: str, shared: Sequence[int] = ()) -> PageLease:
+        """All `count` pages or none, behind the `shared` ones, which a cache keeps.
 
         Raises:
-            CapacityError: fewer than `count` are free.
+            CapacityError: fewer than `count` are free or cached.
         """
-        return PageLease(self.ledger, owner, count)
+        return PageLease(self.ledger, owner, count, shared)
 
 
 def pages_for_tokens(num_tokens: int, page_size: int) -> int:
@@ -202,89 +167,15 @@ class SlotAllocator:
     def num_free(self) -> int:
         return self.ledger.num_free
 
+    @property
+    def num_available(self) -> int:
+        """Slots that leases could get now."""
+        return self.ledger.num_available
+
     def alloc(self, *, owner: str) -> SlotLease:
         """Raises CapacityError when every slot is taken."""
         return SlotLease(self.ledger, owner, 0 if self.is_stateless else 1)
 
-
-class FreeRuns:
-    """Ids of `range(first, end)` that no lease holds, as disjoint half-open runs that do not touch."""
-
-    def __init__(self, first: int, end: int) -> None:
-        self._starts = [first] if end > first else []
-        self._ends = [end] if end > first else []
-        self._count = max(0, end - first)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[int]:
-        for start, end in zip(self._starts, self._ends, strict=True):
-            yield from range(start, end)
-
-    def __contains__(self, item: int) -> bool:
-        at = bisect_right(self._starts, item) - 1
-        return at >= 0 and item < self._ends[at]
-
-    def take(self, count: int, *, after: int | None = None) -> list[int]:
-        """Remove and return `count` ids, in as few runs as first fit finds.
-
-        Ids that continue `after` come first. Then the lowest run that holds all the rest; if none does, the longest
-        runs, each whole. The caller has checked that enough are free.
-        """
-        taken = self._continue_run(after, count) if after is not None else []
-        while len(taken) < count:
-            taken += self._take_from(self._choose(count - len(taken)), count - len(taken))
-        return taken
-
-    def add(self, ids: Iterable[int]) -> None:
-        """Put ids back.
-
-        Raises:
-            InternalError: an id is free already.
-        """
-        for item in ids:
-            self._add(item)
-
-    def _continue_run(self, after: int, count: int) -> list[int]:
-        at = bisect_left(self._starts, after + 1)
-        if at < len(self._starts) and self._starts[at] == after + 1:
-            return self._take_from(at, count)
-        return []
-
-    def _choose(self, count: int) -> int:
-        longest = 0
-        for at, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            if end - start >= count:
-                return at
-            if end - start > self._ends[longest] - self._starts[longest]:
-                longest = at
-        return longest
-
-    def _take_from(self, at: int, count: int) -> list[int]:
-        start = self._starts[at]
-        end = min(start + count, self._ends[at])
-        if end == self._ends[at]:
-            del self._starts[at], self._ends[at]
-        else:
-            self._starts[at] = end
-        self._count -= end - start
-        return list(range(start, end))
-
-    def _add(self, item: int) -> None:
-        if item in self:
-            raise InternalError(f"id {item} is free already")
-        at = bisect_right(self._starts, item)
-        joins_left = at > 0 and self._ends[at - 1] == item
-        joins_right = at < len(self._starts) and self._starts[at] == item + 1
-        if joins_left and joins_right:
-            self._ends[at - 1] = self._ends[at]
-            del self._starts[at], self._ends[at]
-        elif joins_left:
-            self._ends[at - 1] = item + 1
-        elif joins_right:
-            self._starts[at] = item
-        else:
-            self._starts.insert(at, item)
-            self._ends.insert(at, item + 1)
-        self._count += 1
+    def share(self, slot_id: int, *, owner: str) -> SlotLease:
+        """Of a slot that a cache keeps: to read it."""
+        return SlotLease(self.ledger, owner, 0, [slot_id])

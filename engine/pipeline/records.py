@@ -17,6 +17,7 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.core.state_rows import Snapshot, StateRow
 from engine.pipeline.channel import Packet, PacketKind
 from engine.pipeline.frames import SCHEMA
 from engine.pipeline.tables import (
@@ -101,7 +102,12 @@ _SPEC = Table(  # one per row, on a pool that speculates
     *lists(_ids("spec.parents"), per="spec"),
     *lists(_ids("spec.accepted"), per="spec"),
 )
-_BATCH = Record(_STEP, _DRAWING, _OUTPUTS, _SCORING, _SPEC)
+_STATES = Table(  # one per row, where a prefix cache does something with states
+    "states",
+    numbers("states", "i4", "states"),
+    *lists(tuples("states.snapshots", "states.snapshots.total", num_tokens="i8", slot_id="i4"), per="states"),
+)
+_BATCH = Record(_STEP, _DRAWING, _OUTPUTS, _SCORING, _SPEC, _STATES)
 
 
 def _token_columns(name: str) -> tuple[Column, ...]:
@@ -159,7 +165,8 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
         _drawing_values(drawing) if drawing else None,
         _output_values(outputs) if outputs else None,
         _scoring_values(batch.scoring) if batch.scoring else None,
-        None if spec is None else _spec_values(spec))
+        None if spec is None else _spec_values(spec),
+        _state_values(batch.states) if batch.states else None)
     return Packet(record, tuple(tensors), PacketKind.BATCH, sequence)
 
 
@@ -223,7 +230,7 @@ def _nonsense(packet: Packet, error: Exception) -> InternalError:
 
 
 def _batch_of(step: Values | None, drawing: Values | None, outputs: Values | None, scoring: Values | None,
-              spec: Values | None, *, tensors: Sequence[Tensor]) -> StageInput:
+              spec: Values | None, states: Values | None, *, tensors: Sequence[Tensor]) -> StageInput:
     if step is None:
         raise ValueError("there is no step")
     ((mode, has_hidden, has_selected_keys),) = step["head"]
@@ -238,7 +245,7 @@ def _batch_of(step: Values | None, drawing: Values | None, outputs: Values | Non
         slot_ids=_owned(step["slot_ids"]),
         sampling=_spread(() if drawing is None else _sampling_of(drawing, outputs), num_rows),
         scoring=() if scoring is None else _spread(_scoring_of(scoring), num_rows),
-        ended_keys=tuple(step["ended_keys"]),
+        ended_keys=tuple(step["ended_keys"]), states=() if states is None else _states_of(states, num_rows),
         spec_info=None if spec is None else _spec_of(spec, query_lens, num_tokens))
     if any(len(tensor) != num_tokens if tensor.dim() else True for tensor in tensors):
         raise ValueError(f"tensors of other than {num_tokens} tokens")
@@ -316,6 +323,20 @@ def _scoring_values(rows: Sequence[ScoringRow | None]) -> Values:
 def _scoring_of(values: Values) -> Iterator[tuple[int, ScoringRow]]:
     for (place, num_top), tokens in zip(values["scoring"], get_lists(values, "scoring.tokens"), strict=True):
         yield place, ScoringRow(tokens, num_top)
+
+
+def _state_values(rows: Sequence[StateRow]) -> Values:
+    return {"states": [row.resumed_slot for row in rows],
+            **put_lists("states.snapshots", [row.snapshots for row in rows])}
+
+
+def _states_of(values: Values, num_rows: int) -> tuple[StateRow, ...]:
+    rows = tuple(StateRow(slot, tuple(Snapshot(*each) for each in snapshots)) for slot, snapshots in zip(
+        values["states"], get_lists(values, "states.snapshots"), strict=True))
+    if len(rows) != num_rows:
+        raise ValueError(f"the states of {len(rows)} rows of {num_rows}")
+    _refuse_negative({"states": min(values["states"], default=0)})
+    return rows
 
 
 def _spec_values(spec: SpecInfo) -> Values:

@@ -25,7 +25,8 @@ def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_contex
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         grammar=grammar_from_proto(message.structured_output) if message.HasField("structured_output") else None,
-        priority=message.priority, speculates=message.speculate or not message.HasField("speculate"))
+        priority=message.priority, speculates=message.speculate or not message.HasField("speculate"),
+        uses_cache=message.prefix_cache or not message.HasField("prefix_cache"), cache_salt=message.cache_salt)
 
 
 async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None:

@@ -1,7 +1,7 @@
 """What the schedulers of both roles know about a request, whatever they do with it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -48,11 +48,12 @@ class Entry(Generic[EventT]):
         """The request's first `end` tokens count as computed. The only writer of `computed`."""
         self._computed = end
 
-    def lease(self, pages: PageAllocator, slots: SlotAllocator, num_pages: int) -> None:
-        """Take a slot and pages. Raises CapacityError, and then holds neither."""
+    def lease(self, pages: PageAllocator, slots: SlotAllocator, num_pages: int, *, shared: Sequence[int] = ()) -> None:
+        """Take a slot and pages, `num_pages` in all, of which the `shared` first ones are in a cache. Raises
+        CapacityError, and then holds neither."""
         try:
             self.slot = slots.alloc(owner=self.owner)
-            self.pages = pages.alloc(num_pages, owner=self.owner)
+            self.pages = pages.alloc(num_pages - len(shared), owner=self.owner, shared=shared)
         except CapacityError:
             self.free()
             raise

@@ -24,19 +24,23 @@ LayerMark = Callable[[], DeviceEvent]
 
 
 def layer_observer(agent: TransferAgent, mark: LayerMark | None = None) -> LayerObserver:
-    """Reports to a sending stage's agent which layers are done, and for which tokens. For prefill stages. A row with
-    nothing cached yet begins a request; stages behind the first have no other sign of a request.
+    """Reports to a sending stage's agent which layers are done, and for which tokens, those that a prefix cache held
+    included. For prefill stages. The first layer of a batch also names its requests: stages behind the first have no
+    other sign of them.
 
     On a device a layer that was launched is not done: then `mark` is given, and the agent waits for its event, one per
     batch and layer.
     """
+    latest: ForwardBatch | None = None
 
     def observe(batch: ForwardBatch, layer_id: int) -> None:
+        nonlocal latest
         if batch.mode is not ForwardMode.PREFILL:
             return
         event = None if mark is None else mark()
+        is_first, latest = batch is not latest, batch
         for key, context_len, query_len in zip(batch.request_keys, batch.context_lens, batch.query_lens, strict=True):
-            if context_len == 0:
+            if is_first:
                 agent.expect_send(key)
             agent.layer_done(key, layer_id, context_len + query_len, after=event)
 

@@ -5,12 +5,12 @@ machine or container like the others) and gets the same counts; which memory is 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.core.layer_range import LayerRange
-from engine.memory.budget import longest_context, plan_pools, smallest_budget
+from engine.memory.budget import longest_context, plan_pools, smallest_budget, stage_costs
 from engine.memory.layout import CacheSpec, bytes_per_slot
 from models.loader import ModelDescription
 from pool.stage.backends import check_device
@@ -21,6 +21,7 @@ from runtime.host_memory import MIB, HostMemory, host_memory
 HOST_SHARE = 0.4  # a host has further processes: another worker, a router
 CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these have none
 PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
+SNAPSHOT_SHARE = 4  # of the cache memory, one part in so many
 MIN_CONTEXT_TOKENS = 512  # a shorter context is of no use, unless it is all that the model has
 
 Memory = Callable[[str], HostMemory]
@@ -29,13 +30,15 @@ Memory = Callable[[str], HostMemory]
 @dataclass(frozen=True)
 class PoolNeeds:
     """What a pool keeps: all caches of the whole model (`specs`) for `max_held` requests, `num_scratch` records of
-    `scratch` for trees (see `plan_pools`), and the weights of a draft on its last stage."""
+    `scratch` for trees (see `plan_pools`), and the weights of a draft on its last stage. A prefix cache keeps up to
+    `max_snapshots` recurrent states, as far as they take a quarter of the cache memory."""
 
     specs: tuple[CacheSpec, ...]
     max_held: int
     scratch: tuple[CacheSpec, ...] = ()
     num_scratch: int = 0
     draft_bytes: int = 0
+    max_snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,15 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
     if config.num_pages:
         return _by_pages(config, needs, wanted)
     budget = _cache_bytes(config, ranges, weights, memory)
+    needs = replace(needs, max_snapshots=_num_snapshots(needs, ranges, budget))
     context = longest_context(needs.specs, ranges, budget_bytes=budget, page_size=config.page_size, at_most=wanted,
-                              num_requests=needs.max_held, scratch=needs.scratch, num_scratch=needs.num_scratch)
+                              num_requests=needs.max_held, scratch=needs.scratch, num_scratch=needs.num_scratch,
+                              num_snapshots=needs.max_snapshots)
     least = wanted if config.max_context else min(wanted, MIN_CONTEXT_TOKENS)
     try:
         sizes = plan_pools(needs.specs, ranges, budget_bytes=budget, page_size=config.page_size,
                            max_context_tokens=max(context, least), num_requests=needs.max_held,
-                           scratch=needs.scratch, num_scratch=needs.num_scratch)
+                           scratch=needs.scratch, num_scratch=needs.num_scratch, num_snapshots=needs.max_snapshots)
     except ConfigError as error:
         ways = _ways(config, needs, _needed_mib(config, ranges, needs, least))
         raise ConfigError(f"{error}; {ways}", field="memory_mb") from None
@@ -90,7 +95,14 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
 def _needed_mib(config: WorkerConfig, ranges: Sequence[LayerRange], needs: PoolNeeds, context_tokens: int) -> int:
     """Per stage, with room for one request of so many tokens."""
     return -(-smallest_budget(needs.specs, ranges, page_size=config.page_size, max_context_tokens=context_tokens,
-                              num_requests=needs.max_held, scratch=needs.scratch, num_scratch=needs.num_scratch) // MIB)
+                              num_requests=needs.max_held, scratch=needs.scratch, num_scratch=needs.num_scratch,
+                              num_snapshots=needs.max_snapshots) // MIB)
+
+
+def _num_snapshots(needs: PoolNeeds, ranges: Sequence[LayerRange], budget: int) -> int:
+    """As many on every stage."""
+    largest = max(cost.slot_bytes for cost in stage_costs(needs.specs, ranges))
+    return min(needs.max_snapshots, budget // SNAPSHOT_SHARE // largest) if largest else 0
 
 
 def _wanted_context(config: WorkerConfig, description: ModelDescription) -> int:
@@ -109,7 +121,8 @@ def _by_pages(config: WorkerConfig, needs: PoolNeeds, wanted: int) -> PoolSize:
     if config.max_context > room:
         raise ConfigError(f"--num-pages {config.num_pages} hold {room} tokens, and --max-context asks for "
                           f"{config.max_context}", field="num_pages")
-    return PoolSize(config.num_pages, needs.max_held + 1 if bytes_per_slot(needs.specs) else 0, min(wanted, room))
+    num_slots = needs.max_held + needs.max_snapshots + 1 if bytes_per_slot(needs.specs) else 0
+    return PoolSize(config.num_pages, num_slots, min(wanted, room))
 
 
 def _cache_bytes(config: WorkerConfig, ranges: Sequence[LayerRange], weights: Sequence[int], memory: Memory) -> int:

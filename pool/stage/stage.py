@@ -78,11 +78,13 @@ class StagePlan:
             draft_revision=weights.draft_revision(draft))
 
 
-def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False) -> StagePlan:
+def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False,
+               keeps_prompts: bool = False) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
     `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
-    look at the draft only to hand over its cache of the prompt.
+    look at the draft only to hand over its cache of the prompt. Those that keep prompts have slots for states of these,
+    where the model has any.
     """
     description = read_model(config.model)
     facts = description.facts
@@ -100,8 +102,10 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     held = config.max_running if max_held is None else max_held
     num_scratch = config.max_running + 1 if scratch else 0
     draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
-    size = plan_pool_size(config, description, ranges,
-                          PoolNeeds((*specs, *extra), held, scratch, num_scratch, draft_bytes))
+    has_states = keeps_prompts and config.prefix_cache and any(spec.kind.is_recurrent for spec in specs)
+    max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
+    size = plan_pool_size(config, description, ranges, PoolNeeds((*specs, *extra), held, scratch, num_scratch,
+                                                                 draft_bytes, max_snapshots))
     geometry = PoolGeometry(config.page_size, size.num_pages, size.num_slots, ranges[config.rank], specs)
     settings = stage_settings(config, description, ranges, size, max_held=held, speculation=speculation,
                               speculates=speculates)
@@ -181,9 +185,10 @@ def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, digest:
     max_nodes = speculation.config.max_nodes if speculation is not None and speculates else 0
     model = description.load_stage(plan.model_layers, numerics=backends.numerics, device=backends.device,
                                    capture_layers=capture_layers, digest=digest)
-    runs_on = backends.of_stage(
-        StageCaches.of_layers(pools, plan.model_layers), description.attention_geometry(page_size),
-        description.latent_geometry(page_size), max_nodes=max_nodes, num_scratch=plan.num_scratch)
+    caches = StageCaches.of_layers(pools, plan.model_layers)
+    runs_on = backends.of_stage(caches, description.attention_geometry(page_size),
+                                description.latent_geometry(page_size), max_nodes=max_nodes,
+                                num_scratch=plan.num_scratch).with_snapshots(caches)
     if backends.device != HOST:
         run_every_kind(build_executor(model, runs_on, backends.device, None), description.facts,
                        capture_layers=capture_layers, max_nodes=max_nodes)

@@ -147,7 +147,8 @@ class VllmAnswer:
             return
         yield vllm.GenerateResponse(chunk=vllm.GenerateStreamChunk(
             token_ids=chunk.token_ids, prompt_tokens=chunk.usage.prompt_tokens,
-            completion_tokens=chunk.usage.completion_tokens, index=response.index,
+            completion_tokens=chunk.usage.completion_tokens, cached_tokens=chunk.usage.cached_tokens,
+            index=response.index,
             output_logprobs=logprobs if chunk.logprobs else None, input_logprobs=self._take_input(response.index)))
 
     def _complete(self, index: int, finish: pb.GenerateFinish) -> vllm.GenerateComplete:
@@ -159,7 +160,8 @@ class VllmAnswer:
         logprobs = self._logprobs.get(index)
         return vllm.GenerateComplete(
             output_ids=self._tokens.get(index, []), finish_reason=_FINISH_REASONS[finish.reason],
-            prompt_tokens=finish.usage.prompt_tokens, completion_tokens=finish.usage.completion_tokens, index=index,
+            prompt_tokens=finish.usage.prompt_tokens, completion_tokens=finish.usage.completion_tokens,
+            cached_tokens=finish.usage.cached_tokens, index=index,
             output_logprobs=logprobs if logprobs is not None and logprobs.token_ids else None,
             input_logprobs=self._take_input(index), **matched)
 

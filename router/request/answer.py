@@ -37,6 +37,7 @@ class Output:
         self._stops = StopMatcher(stop_strings)
         self._num_scored = 1  # the first token of a prompt has no score
         self.num_tokens = 0
+        self.num_cached_tokens = 0  # of the prompt, as the latest prefill worker counted them
         self.stop_string: str | None = None  # the one that ended the request
 
     def add(self, tokens: types_pb2.TokenChunk) -> generation_pb2.GenerateChunk:
@@ -68,7 +69,8 @@ class Output:
         return text if self.stop_string is not None else text + self._stops.finish()
 
     def usage(self) -> generation_pb2.Usage:
-        return generation_pb2.Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=self.num_tokens)
+        return generation_pb2.Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=self.num_tokens,
+                                    cached_tokens=self.num_cached_tokens)
 
     def _text_of(self, token_id: int) -> str:
         # A stop token can only be drawn as the last one; like a stop string, it is not part of the text.
@@ -95,6 +97,10 @@ class Answer:
         self.compatibility = ""  # of the workers; the client gets it with the first tokens
         self._is_named = False
         self.has_ended = False
+
+    def cached(self, num_tokens: int) -> None:
+        """So many tokens of the prompt need not be computed, as the latest prefill worker says."""
+        self._output.num_cached_tokens = num_tokens
 
     @property
     def stopped(self) -> generation_pb2.GenerateFinish | None:

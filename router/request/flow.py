@@ -96,6 +96,7 @@ class RequestFlow:
         self._first_token = types_pb2.TokenChunk(token_ids=resumed[:1]) if resumed else None
         self._migrations = Migrations(services.directory, services.limits, services.metrics)
         self._is_committed = False
+        self._num_cached = 0  # tokens of the prompt that its prefill worker had
         self._finish: generation_pb2.GenerateFinish | None = None
 
     @property
@@ -217,6 +218,8 @@ class RequestFlow:
         match response.WhichOneof("event"):
             case "started":
                 timings.prefill_queue_s = response.started.queue_s
+                self._num_cached = response.started.cached_tokens
+                self._answer.cached(self._num_cached)
                 self._timeline.reserving()
                 try:
                     self._decode.offer(response.started.terms)
@@ -225,7 +228,8 @@ class RequestFlow:
             case "first_token":
                 timings.prefill_s = response.first_token.prefill_s
                 self._prefill.computed()
-                self._record.prefilled(len(self._request.engine.prompt_token_ids), timings.prefill_s)
+                num_computed = len(self._request.engine.prompt_token_ids) - self._num_cached
+                self._record.prefilled(num_computed, timings.prefill_s)
                 await self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":

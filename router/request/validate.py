@@ -18,6 +18,7 @@ MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_PRIORITY = 100
+MAX_CACHE_SALT_BYTES = 128
 MAX_CHAT_MESSAGES = 4096
 MAX_SHOWN_CHARACTERS = 128  # of a text that is quoted in an error
 MAX_LOGIT_BIAS_ENTRIES = 1024
@@ -122,6 +123,8 @@ def _identity(request: generation_pb2.GenerateRequest, most_urgent: int) -> Iter
     if not most_urgent <= request.priority <= MAX_PRIORITY:
         yield FieldViolation("priority", f"must be between {most_urgent} and {MAX_PRIORITY} for this client, "
                                          f"got {request.priority}")
+    if (size := len(request.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
+        yield FieldViolation("cache_salt", f"has {size} bytes, the limit is {MAX_CACHE_SALT_BYTES}")
     for name in ("num_top_logprobs", "num_prompt_logprobs"):
         if (count := getattr(request, name)) > MAX_TOP_LOGPROBS:
             yield FieldViolation(name, f"must be at most {MAX_TOP_LOGPROBS}, got {count}")
@@ -297,6 +300,8 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt
         structured_output=request.structured_output if request.HasField("structured_output") else None,
         priority=request.priority,
         speculate=request.speculate if request.HasField("speculate") else None,
+        prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else None,
+        cache_salt=request.cache_salt,
     )
     return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
                              num_choices=request.n if request.HasField("n") else 1, resumed=resumed,

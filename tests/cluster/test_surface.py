@@ -82,6 +82,8 @@ FIELDS: dict[str, tuple[Json, Any]] = {
     "skip_text": ({"skipText": True}, lambda a: a.token_ids and not a.text),
     "priority": ({"priority": -3}, lambda a: a.finishes),
     "speculate": ({"speculate": False}, lambda a: a.finishes),
+    "prefix_cache": ({"prefixCache": False}, "greedy"),
+    "cache_salt": ({"cacheSalt": "a tenant's"}, "greedy"),
     "resumed": ({"resumed": [{"ids": []}]}, "greedy"),  # nothing is here yet: the whole answer
     "resumed_from": ({"resumed": [{"ids": []}], "resumedFrom": [""]}, "greedy"),
     "n": ({"n": 3}, lambda a: sorted(r.get("index", 0) for r in a.responses if "finish" in r) == [0, 1, 2]),
@@ -146,6 +148,7 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     "no role": ({"chat": {"messages": [{"content": "x"}]}}, "chat.messages[0].role", "must not be empty"),
     "long id": ({"requestId": "x" * 129}, "request_id", "the limit is 128"),
     "priority": ({"priority": 101}, "priority", "between -100 and 100"),
+    "cache_salt": ({"cacheSalt": "x" * 129}, "cache_salt", "the limit is 128"),
     "n": ({"n": 17}, "n", "between 1 and 16"),
     "logprobs": ({"numTopLogprobs": 21}, "num_top_logprobs", "at most 20"),
     "prompt logprobs": ({"numPromptLogprobs": 21}, "num_prompt_logprobs", "at most 20"),

@@ -17,6 +17,7 @@ from engine.core.draft_trees import AcceptedNodes, SpecRow, TokenTree, Verified
 from engine.core.layer_range import LayerRange
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
+from engine.core.state_rows import Snapshot, StateRow
 from engine.pipeline import frames, records
 from engine.pipeline.channel import Packet, PacketKind
 from engine.pipeline.frames import TensorRoute
@@ -69,7 +70,8 @@ def _row(numbers: random.Random, key: int, *, is_tree: bool) -> Row:
     spec = SpecRow(tuple(numbers.randrange(-1, node) if node else -1 for node in range(count)),
                    AcceptedNodes(3, (0, 1)), None, 0, 4) if is_tree else None
     scoring = ScoringRow((1, 2), 3) if numbers.random() < 0.2 else None
-    return Row(key, tokens, numbers.randrange(50), [1, 2, 3], 1, sampling, spec, scoring)
+    states = StateRow(3, (Snapshot(64, 2),)) if numbers.random() < 0.2 else StateRow()
+    return Row(key, tokens, numbers.randrange(50), [1, 2, 3], 1, sampling, spec, scoring, states)
 
 
 def _result_packet(numbers: random.Random) -> Packet:

@@ -20,7 +20,8 @@ from engine.pipeline.stages import StepResult
 from pool.pipeline.leader import Leader
 from pool.stage.metrics import LeaderMeters, LoadBoard
 from pool.watch import Context, WorkerService, worker_load
-from prefill.scheduler import PrefillLimits, PrefillScheduler
+from prefill.entry import PrefillLimits
+from prefill.scheduler import PrefillScheduler
 from protos import worker_pb2 as pb
 from runtime.clock import ManualClock, SystemClock
 from runtime.errors import InvalidRequestError

@@ -22,7 +22,8 @@ from pool.request.stay import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
-from prefill.scheduler import PrefillLimits, PrefillScheduler
+from prefill.entry import PrefillLimits
+from prefill.scheduler import PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2 as pb
 from protos import types_pb2

@@ -145,16 +145,25 @@ def launch_integers(kernel, num_items: int, integers: Sequence[int], team: Team,
     fill. The caller keeps what lies at the addresses among them."""
     if not num_items:
         return
-    seats = _seats(num_items, scratch_bytes)
+    seats = _seats(num_items, scratch_bytes) if scratch_bytes else _NO_SEATS
     arguments = array("q", (0, 0, num_items, 0, seats.data_ptr(), seats.shape[1], *integers))
     team.run(kernel.address, arguments.buffer_info()[0], num_parts=num_items)
     _check(arguments[DONE], num_items)
+
+
+_NO_SEATS = torch.empty(0, 0, dtype=torch.uint8)
 
 
 def _seats(num_items: int, scratch_bytes: int) -> torch.Tensor:
     """[threads, bytes]"""
     num_bytes = -(-scratch_bytes // _LINE_BYTES) * _LINE_BYTES
     return torch.empty(min(torch.get_num_threads(), num_items), num_bytes, dtype=torch.uint8)
+
+
+@cache
+def bits_of(number: float) -> int:
+    """The bits of a number in fp32, for a record of integers; a kernel has it back by `number_of`."""
+    return int(np.float32(number).view(np.uint32))
 
 
 def _check(done: int, wanted: int) -> None:
@@ -211,6 +220,11 @@ def count_up(typing, pointer, field):
         return builder.atomic_rmw("add", builder.gep(address, [arguments[1]]), one, "monotonic")
 
     return types.int64(pointer, types.int64), generate
+
+
+@njit(**STRICT_PART)
+def number_of(bits):
+    return np.uint32(bits).view(np.float32)
 
 
 @njit(**STRICT_PART)

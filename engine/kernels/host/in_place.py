@@ -24,9 +24,11 @@ from engine.kernels.host.compiled import (
     STRICT,
     STRICT_PART,
     Team,
+    bits_of,
     compile_kernel,
     count_up,
-    launch,
+    launch_integers,
+    number_of,
     pointer_to,
     record,
     rounded,
@@ -38,8 +40,8 @@ from engine.kernels.host.strided import fetch_line
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
-                    "page_size", "table_width", "path_width", "pages", "queries", "tables", "tiles", "positions",
-                    "num_in_order", "paths", "out", unit=np.float32)
+                    "page_size", "table_width", "path_width", "unit_bits", "pages", "queries", "tables", "tiles",
+                    "positions", "num_in_order", "paths", "out")
 _STATE_FLOATS = STATE_BYTES // 4
 _FEW_ROWS = 32  # a thread that multiplies keys by no more waits for memory
 _LOG2_E = 1.4426950408889634
@@ -57,15 +59,15 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     out = torch.empty_like(queries)
     num_rows, table_width = rows.tables.shape
     num_kv_heads, page_size, head_dim = pages.shape[2:]
-    num_tiles, share = len(rows.tiles), queries.shape[1] // num_kv_heads
-    tile_rows = share * (int(rows.tiles[:, 2].max()) if num_tiles else 0)
-    launch(compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), _ARGUMENTS, team,
-           num_items=num_tiles * num_kv_heads, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, tile_rows),
-           num_rows=num_rows, table_width=table_width, num_tiles=num_tiles, path_width=rows.paths.shape[1],
-           num_tokens=len(queries), num_kv_heads=num_kv_heads, page_size=page_size, head_dim=head_dim,
-           itemsize=pages.itemsize, share=share, tile_rows=tile_rows, unit=scale * _LOG2_E, pages=pages,
-           queries=queries, out=out, tables=rows.tables, tiles=rows.tiles, positions=rows.positions,
-           num_in_order=rows.num_in_order, paths=rows.paths)
+    num_tiles, share = rows.tiles.shape[0], queries.shape[1] // num_kv_heads
+    tile_rows = share * rows.longest_tile
+    launch_integers(
+        compiled_for(pages.dtype, tiled=pages.dtype is torch.bfloat16 and has_tiles()), num_tiles * num_kv_heads,
+        (num_rows, queries.shape[0], num_tiles, tile_rows, num_kv_heads, share, head_dim, pages.itemsize, page_size,
+         table_width, rows.paths.shape[1], bits_of(scale * _LOG2_E), pages.data_ptr(), queries.data_ptr(),
+         rows.tables.data_ptr(), rows.tiles.data_ptr(), rows.positions.data_ptr(), rows.num_in_order.data_ptr(),
+         rows.paths.data_ptr(), out.data_ptr()),
+        team, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, tile_rows))
     return out
 
 
@@ -159,7 +161,7 @@ def _weigh(a, room, positions, first, begin, end, start, num_keys, score, soften
     for row in range(begin, end):
         num_seen = max(0, min(num_keys, positions[first + row // a.share] + 1 - start))
         soften(room.scores + row * BLOCK_KEYS * 4, room.weights + row * room.weight_bytes,
-               room.state + row * STATE_BYTES, num_seen, a.unit)
+               room.state + row * STATE_BYTES, num_seen, number_of(a.unit_bits))
         factor, target = state[row, LANES + 1], sums[row]
         if factor != np.float32(1):
             for channel in range(len(target)):

@@ -18,9 +18,11 @@ from engine.kernels.host.compiled import (
     PART,
     STORED_AS,
     Team,
+    bits_of,
     compile_kernel,
     count_up,
     launch_integers,
+    number_of,
     pointer_to,
     record,
     rounded,
@@ -42,13 +44,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first:
     num_tokens, width = x.shape[0], x.shape[-1]
     launch_integers(_norm_for(x.dtype, weight.dtype, rounds_first), -(-num_tokens // _ITEM_TOKENS), (
         num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0),
-        weight.numel() // width, x.data_ptr(), weight.data_ptr(), out.data_ptr(), _bits(eps)), team)
+        weight.numel() // width, x.data_ptr(), weight.data_ptr(), out.data_ptr(), bits_of(eps)), team)
     return out
-
-
-@cache
-def _bits(eps: float) -> int:
-    return int(np.float32(eps).view(np.uint32))
 
 
 @cache
@@ -69,7 +66,7 @@ def _norm_tokens(pointer, stored, weighed, rounds_first):
     x = carray(pointer_to(a.x, stored), (a.num_tokens - 1) * a.stride + a.num_heads * a.width)
     weight = carray(pointer_to(a.weight, weighed), (a.num_weights, a.width))
     out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_heads, a.width))
-    eps = np.uint32(a.eps_bits).view(np.float32)
+    eps = number_of(a.eps_bits)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from engine.memory.integrity import check_integrity, read_books
-from engine.memory.leases import FreeRuns, PageAllocator, PageLease, SlotAllocator, SlotLease, pages_for_tokens
+from engine.memory.leases import PageAllocator, PageLease, SlotAllocator, SlotLease, pages_for_tokens
+from engine.memory.ledger import FreeRuns
 from runtime.errors import CapacityError, InternalError
 
 NUM_PAGES = 14
@@ -257,11 +258,13 @@ def test_books_of_a_balanced_pool() -> None:
     pages, slots = PageAllocator(10), SlotAllocator(3)
     pages.alloc(2, owner="request a")
     pages.alloc(1, owner="request a")
-    pages.alloc(3, owner="prefix cache")
+    with pages.alloc(3, owner="request b") as ended:  # pages 4 to 6
+        pages.ledger.keep(ended.page_ids)
+    pages.alloc(1, owner="request c", shared=[4])
     slots.alloc(owner="request a")
-    text = check_integrity([pages.ledger, slots.ledger], live_owners={"request a"}, cache_owners={"prefix cache"})
+    text = check_integrity([pages.ledger, slots.ledger], live_owners={"request a", "request c"})
     assert text == (
-        "pages: 3 free + 3 cached + 3 leased, of 9 (request a 3)\n"
+        "pages: 2 free + 2 cached + 5 leased, of 9 (request a 3, request c 2)\n"
         "slots: 1 free + 0 cached + 1 leased, of 2 (request a 1)"
     )
 

@@ -12,6 +12,7 @@ from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRo
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
+from engine.core.state_rows import Snapshot, StateRow
 from engine.pipeline import records
 from engine.pipeline.channel import Packet
 from engine.pipeline.tables import Record, Table, column, lists, octets, put_bytes
@@ -41,7 +42,9 @@ def batches() -> st.SearchStrategy[ForwardBatch]:
     row = st.builds(Row, key=st.integers(1, 2**40), token_ids=st.lists(st.integers(0, 99), min_size=1, max_size=5),
                     context_len=st.integers(0, 70), page_ids=st.lists(st.integers(1, 50), min_size=1, max_size=4),
                     slot_id=st.integers(0, 9), sampling=SAMPLING,
-                    scoring=st.none() | st.builds(ScoringRow, TOKENS, st.integers(0, 20)))
+                    scoring=st.none() | st.builds(ScoringRow, TOKENS, st.integers(0, 20)),
+                    states=st.just(StateRow()) | st.builds(StateRow, st.integers(0, 9), st.lists(st.builds(
+                        Snapshot, st.integers(1, 10**6), st.integers(1, 9)), max_size=2).map(tuple)))
     plain = st.builds(lambda batch, ended: replace(batch, ended_keys=ended), st.builds(
         build_batch, st.sampled_from(ForwardMode), st.lists(row, max_size=4)), TOKENS)
     chain = st.builds(lambda row, spec: replace(row, spec=replace(
@@ -64,7 +67,7 @@ def test_batch_survives_the_wire(batch: ForwardBatch, dtype: torch.dtype, aux: s
     assert all(torch.equal(incoming.aux_hidden[layer_id], captured[layer_id]) for layer_id in aux)
     assert (incoming.selected_keys is None) == (selected is None)
     assert selected is None or torch.equal(torch.as_tensor(incoming.selected_keys), selected)
-    for name in ("mode", "request_keys", "query_lens", "context_lens", "sampling", "scoring", "ended_keys"):
+    for name in ("mode", "request_keys", "query_lens", "context_lens", "sampling", "scoring", "ended_keys", "states"):
         assert getattr(arrived.batch, name) == getattr(batch, name)
     for name in ("positions", "page_tables", "slot_ids"):
         assert torch.equal(getattr(arrived.batch, name), getattr(batch, name))

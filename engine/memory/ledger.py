@@ -1,0 +1,243 @@
+"""Who holds which id of one pool. Pure integers: the tensors behind the ids live in `engine/memory/pools.py`.
+
+A cache may keep ids whose content outlives its request (`Ledger.keep`). Further leases share these; only the lease that
+an id was granted to ever writes there, and nobody does once it is kept. What is kept and under no lease is *cached*: it
+is given up for a lease that finds too few ids free. A ledger belongs to one thread, the one that schedules.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from runtime.errors import CapacityError, InternalError
+
+Evict = Callable[[int], Iterable[int]]
+"""Chooses so many of the cached ids, or more, that are worth least. They are free afterwards."""
+
+
+class Holder(Protocol):
+    """A lease, as its ledger knows it."""
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def num_shared(self) -> int:
+        """Ids, the first of `ids`, that were granted to another lease: this one only reads them."""
+        ...
+
+    def ids(self) -> list[int]: ...
+
+
+class Ledger:
+    """Ids 1..num_ids-1 of one pool. Each is free, or held: by leases that have not ended, by a cache, or by both."""
+
+    def __init__(self, name: str, num_ids: int) -> None:
+        """`name` is what the ids are ("pages"); `num_ids` counts the null id, 0 means that the pool is empty."""
+        self.name = name
+        self.num_ids = num_ids
+        self._free = FreeRuns(1, num_ids)
+        self._leases: dict[Holder, None] = {}  # in the order they began
+        self._holders: Counter[int] = Counter()  # leases per id
+        self._kept: set[int] = set()
+        self._num_cached = 0
+        self._evict: Evict = lambda count: ()
+
+    @property
+    def num_total(self) -> int:
+        """Ids that can be leased; the null id is not one of them."""
+        return max(0, self.num_ids - 1)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Ids that only a cache holds."""
+        return self._num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Ids that a lease could get now: the free and the cached ones."""
+        return self.num_free + self.num_cached
+
+    def free_ids(self) -> list[int]:
+        return list(self._free)
+
+    def kept_ids(self) -> set[int]:
+        """Those a cache holds, under lease or not."""
+        return set(self._kept)
+
+    def is_leased(self, item: int) -> bool:
+        return self._holders[item] > 0
+
+    def leases(self) -> list[Holder]:
+        """Those that have not ended, whether or not they are still referred to."""
+        return list(self._leases)
+
+    def take(self, count: int, owner: str, *, after: int | None = None) -> list[int]:
+        """Lease `count` ids, all or none; free ones following `after` first. Cached ids are evicted as far as free ones
+        are missing.
+
+        Raises:
+            CapacityError: fewer than `count` are free or cached.
+        """
+        if count < 0:
+            raise InternalError(f"{owner} asked for {count} {self.name}")
+        if count > self.num_available:
+            raise CapacityError(
+                f"{owner} needs {count} {self.name}, {self.num_available} of {self.num_total} are free",
+                resource=self.name)
+        if count > self.num_free:
+            self.let_go(self._evict(count - self.num_free))
+        if count > self.num_free:
+            raise InternalError(f"the cache of {self.name} gave up too few: {self.num_free} of {count} are free")
+        taken = self._free.take(count, after=after)
+        self._holders.update(taken)
+        return taken
+
+    def share(self, ids: Sequence[int], owner: str) -> None:
+        """One more lease on ids that a cache keeps.
+
+        Raises:
+            InternalError: an id is not kept.
+        """
+        for item in ids:
+            if item not in self._kept:
+                raise InternalError(f"{owner} shares {self.name} {item}, which no cache keeps")
+        self._num_cached -= sum(not self.is_leased(item) for item in ids)
+        self._holders.update(ids)
+
+    def give_back(self, ids: Iterable[int]) -> None:
+        """One lease less on each of them."""
+        for item in ids:
+            self._holders[item] -= 1
+            if self._holders[item]:
+                continue
+            del self._holders[item]
+            if item in self._kept:
+                self._num_cached += 1
+            else:
+                self._free.add([item])
+
+    def serve(self, evict: Evict) -> None:
+        """`evict` is asked when ids are missing. A ledger has one cache at most."""
+        self._evict = evict
+
+    def keep(self, ids: Iterable[int]) -> None:
+        """A cache holds these ids from now on, whose content is final.
+
+        Raises:
+            InternalError: an id is kept already, or under no lease.
+        """
+        for item in ids:
+            if item in self._kept or not self.is_leased(item):
+                raise InternalError(f"{self.name} {item} cannot be kept: it is "
+                                    f"{'kept already' if item in self._kept else 'under no lease'}")
+            self._kept.add(item)
+
+    def let_go(self, ids: Iterable[int]) -> None:
+        """The cache holds these no longer; those under no lease are free.
+
+        Raises:
+            InternalError: an id is not kept.
+        """
+        for item in ids:
+            if item not in self._kept:
+                raise InternalError(f"{self.name} {item} is let go of, but was never kept")
+            self._kept.remove(item)
+            if not self.is_leased(item):
+                self._num_cached -= 1
+                self._free.add([item])
+
+    def opened(self, lease: Holder) -> None:
+        self._leases[lease] = None
+
+    def closed(self, lease: Holder, ids: list[int]) -> None:
+        del self._leases[lease]
+        self.give_back(ids)
+
+
+class FreeRuns:
+    """Ids of `range(first, end)` that no lease holds, as disjoint half-open runs that do not touch."""
+
+    def __init__(self, first: int, end: int) -> None:
+        self._starts = [first] if end > first else []
+        self._ends = [end] if end > first else []
+        self._count = max(0, end - first)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in zip(self._starts, self._ends, strict=True):
+            yield from range(start, end)
+
+    def __contains__(self, item: int) -> bool:
+        at = bisect_right(self._starts, item) - 1
+        return at >= 0 and item < self._ends[at]
+
+    def take(self, count: int, *, after: int | None = None) -> list[int]:
+        """Remove and return `count` ids, in as few runs as first fit finds.
+
+        Ids that continue `after` come first. Then the lowest run that holds all the rest; if none does, the longest
+        runs, each whole. The caller has checked that enough are free.
+        """
+        taken = self._continue_run(after, count) if after is not None else []
+        while len(taken) < count:
+            taken += self._take_from(self._choose(count - len(taken)), count - len(taken))
+        return taken
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Put ids back.
+
+        Raises:
+            InternalError: an id is free already.
+        """
+        for item in ids:
+            self._add(item)
+
+    def _continue_run(self, after: int, count: int) -> list[int]:
+        at = bisect_left(self._starts, after + 1)
+        if at < len(self._starts) and self._starts[at] == after + 1:
+            return self._take_from(at, count)
+        return []
+
+    def _choose(self, count: int) -> int:
+        longest = 0
+        for at, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            if end - start >= count:
+                return at
+            if end - start > self._ends[longest] - self._starts[longest]:
+                longest = at
+        return longest
+
+    def _take_from(self, at: int, count: int) -> list[int]:
+        start = self._starts[at]
+        end = min(start + count, self._ends[at])
+        if end == self._ends[at]:
+            del self._starts[at], self._ends[at]
+        else:
+            self._starts[at] = end
+        self._count -= end - start
+        return list(range(start, end))
+
+    def _add(self, item: int) -> None:
+        if item in self:
+            raise InternalError(f"id {item} is free already")
+        at = bisect_right(self._starts, item)
+        joins_left = at > 0 and self._ends[at - 1] == item
+        joins_right = at < len(self._starts) and self._starts[at] == item + 1
+        if joins_left and joins_right:
+            self._ends[at - 1] = self._ends[at]
+            del self._starts[at], self._ends[at]
+        elif joins_left:
+            self._ends[at - 1] = item + 1
+        elif joins_right:
+            self._starts[at] = item
+        else:
+            self._starts.insert(at, item)
+            self._ends.insert(at, item + 1)
+        self._count += 1

@@ -1,0 +1,112 @@
+"""Warm answers are cold answers, bit for bit: whole clusters against one process that keeps nothing."""
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.client import AsyncBatonClient
+from baton.values import Completion
+from engine.core.request import Request, SamplingParams
+from tests.cluster.conftest import Reference
+from tests.cluster.test_equality import Shown, on_the_wire
+from tests.support.cluster.clusters import running_cluster
+from tests.support.cluster.one_process import cluster_in_process
+from tests.support.cluster.questions import as_query, shown
+from tests.support.models.checkpoints import add_nextn, make_checkpoint
+
+PAGE, CHUNK = 16, 64
+ROOT = random.Random(5).choices(range(3, 256), k=330)
+
+
+def question(name: str, prompt: list[int], *, is_sampled: bool = False) -> Request:
+    params = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.1, seed=7) if is_sampled else (
+        SamplingParams(temperature=0.0))
+    return Request(name, tuple(prompt), 8, params, num_top_logprobs=0)
+
+
+# By turns: nothing is there; the same again; a longer one; one that parts in the middle of a page, then at its end; a
+# shorter one; one whose last token is the first behind a page. What is reused: of pages of 16; and where there are
+# states, too, of those at the ends of prompts and where prompts part, on a grid of 64.
+TURNS = (
+    (question("cold", ROOT[:200]), 0, 0),
+    (question("again", ROOT[:200]), 192, 192),
+    (question("longer", ROOT[:300], is_sampled=True), 192, 192),
+    (question("parted", [*ROOT[:155], *ROOT[3:80]]), 144, 0),
+    (question("parted at a page", [*ROOT[:160], *ROOT[5:80]], is_sampled=True), 160, 128),
+    (question("shorter", ROOT[:97]), 96, 0),
+    (question("whole pages", ROOT[:96]), 80, 64),
+)
+# Of which nothing is there: one of them computes what they have in common.
+AT_ONCE = tuple(question(f"at once {i}", [*ROOT[40:330], i, *ROOT[:i]], is_sampled=bool(i % 2)) for i in range(5))
+
+
+async def ask(client: AsyncBatonClient, request: Request) -> Completion:
+    return await client.complete(as_query(request), timeout_s=60)
+
+
+async def check(client: AsyncBatonClient, expected: dict[str, Shown], *, has_states: bool = False) -> None:
+    for turn, of_pages, of_states in TURNS:
+        completion = await ask(client, turn)
+        assert completion.finish.usage.cached_tokens == (of_states if has_states else of_pages), turn.request_id
+        assert shown(completion) == expected[turn.request_id], turn.request_id
+    together = await asyncio.gather(*(ask(client, turn) for turn in AT_ONCE))
+    if not has_states:
+        assert sorted(completion.finish.usage.cached_tokens for completion in together) == [0, 288, 288, 288, 288]
+    for completion, turn in zip(together, AT_ONCE, strict=True):
+        assert shown(completion) == expected[turn.request_id], turn.request_id
+
+
+def answers_of(checkpoint: Path) -> dict[str, Shown]:
+    requests = [*(turn for turn, *_ in TURNS), *AT_ONCE]
+    return dict(zip([turn.request_id for turn in requests], on_the_wire(Reference(checkpoint).answers(requests)),
+                    strict=True))
+
+
+@pytest.mark.parametrize(("family", "dtype", "prefill_pp", "decode_pp"), [
+    ("llama", torch.float32, 1, 1), ("llama", torch.bfloat16, 2, 1), ("qwen3_moe", torch.float32, 1, 2),
+    ("deepseek_v3", torch.float32, 3, 1), ("glm_moe_dsa_pattern", torch.float32, 2, 2),
+    ("glm_moe_dsa_pattern", torch.bfloat16, 1, 1), ("qwen3_5_text", torch.float32, 1, 1),
+    ("qwen3_5_text", torch.bfloat16, 2, 3), ("qwen3_5_moe_text", torch.float32, 3, 1)])
+async def test_warm_answers_are_cold_answers(tmp_path_factory: pytest.TempPathFactory, family: str, dtype: torch.dtype,
+                                             prefill_pp: int, decode_pp: int) -> None:
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family, dtype=dtype)
+    expected = answers_of(checkpoint)
+    async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, page_size=PAGE,
+                                  chunk_tokens=CHUNK, num_pages=200) as client:
+        await check(client, expected, has_states=family.startswith("qwen3_5"))
+
+
+async def test_with_a_draft_that_reads_prompts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Processes of their own, drafts on both sides, layers that share their selected keys."""
+    folder = tmp_path_factory.mktemp("warm")
+    checkpoint = add_nextn(make_checkpoint(folder, "glm_moe_dsa_pattern"), folder / "model",
+                           index_share_for_mtp_iteration=True)
+    flags = ("--page-size", str(PAGE), "--chunk-tokens", str(CHUNK), "--draft", str(checkpoint), "--spec-steps", "3",
+             "--spec-draft-tokens", "3", "--no-spec-adaptive")
+    expected = answers_of(checkpoint)
+    async with running_cluster(checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags) as running:
+        await check(running.client, expected)
+        await running.until_clean()
+
+
+async def test_a_pool_short_of_pages_gives_up_what_nobody_uses(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Requests that are dropped in mid-stream included."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), "llama")
+    prompts = [question(f"q{i}", [*ROOT[:40 * (i % 3)], *ROOT[i:i + 150]]) for i in range(12)]
+    expected = on_the_wire(Reference(checkpoint).answers(prompts))
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=320,
+                                  prefill={"num_pages": 40, "max_running": 3}, decode={"num_pages": 200}) as client:
+
+        async def drop(request: Request) -> None:
+            async with asyncio.timeout(0.02 * len(request.request_id)):
+                await ask(client, replace(request, request_id=f"{request.request_id}, dropped"))
+
+        for _ in range(2):
+            dropped = [asyncio.create_task(drop(request)) for request in prompts[::3]]
+            answers = await asyncio.gather(*(ask(client, request) for request in prompts))
+            await asyncio.gather(*dropped, return_exceptions=True)
+            assert [shown(answer) for answer in answers] == expected

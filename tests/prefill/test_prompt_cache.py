@@ -1,0 +1,429 @@
+"""What one prompt leaves for the next, on the real scheduler with a memory that remembers tokens."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from prometheus_client import CollectorRegistry
+
+from engine.core.batch import ForwardBatch
+from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.state_rows import NO_STATES
+from engine.memory.integrity import read_books
+from engine.memory.leases import PageAllocator, SlotAllocator
+from engine.pipeline.stages import StepFailed, StepResult
+from engine.sampling.sampler import Scores
+from pool.prefix.tree import ResumeRule
+from prefill.entry import Event, FirstToken, PrefillLimits, Started
+from prefill.scheduler import PrefillScheduler
+from runtime.clock import ManualClock
+from runtime.errors import PeerLostError
+from runtime.metrics import CacheMetrics
+from runtime.prefix_blocks import block_names
+
+PAGE, CHUNK, GRID = 4, 8, 8
+
+
+@dataclass
+class Prompt:
+    """A request, and what became of it."""
+
+    token_ids: tuple[int, ...]
+    key: int = 0
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def started(self) -> Started:
+        (started,) = [event for event in self.events if isinstance(event, Started)]
+        return started
+
+    @property
+    def is_done(self) -> bool:
+        return any(isinstance(event, FirstToken) for event in self.events)
+
+
+class Rig:
+    """A scheduler over pages of four tokens. `memory` has the tokens whose entries each page holds: a batch reads and
+    writes there as a model does, and what it reads must be its own prompt. With slots the model has recurrent states,
+    and chunks end on a grid of eight; `states` has the tokens that each slot's state has read."""
+
+    def __init__(self, *, num_pages: int = 40, max_running: int = 4, num_slots: int = 0) -> None:
+        grid = GRID if num_slots else 1
+        self.scheduler = PrefillScheduler(
+            pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots), clock=ManualClock(),
+            cache_rule=ResumeRule(PAGE, grid, has_states=bool(num_slots)),
+            limits=PrefillLimits(page_size=PAGE, chunk_tokens=2 * GRID if num_slots else CHUNK, grid=grid,
+                                 max_running=max_running, max_queued=64))
+        self.states: dict[int, tuple[int, ...]] = {}
+        self.registry = CollectorRegistry()
+        self.scheduler.cache.metrics = CacheMetrics.create(self.registry)
+        self.memory: dict[int, dict[int, int]] = {}
+        self.prompts: dict[int, Prompt] = {}
+        self.num_computed = 0
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter of the cache."""
+        return self.registry.get_sample_value(f"baton_cache_{name}_total", labels) or 0
+
+    def submit(self, *token_ids: int, priority: int = 0, caches: bool = True, salt: str = "",
+               num_prompt_logprobs: int | None = None) -> Prompt:
+        prompt = Prompt(token_ids)
+        request = Request("r", token_ids, 5, SamplingParams(temperature=0), priority=priority,
+                          num_prompt_logprobs=num_prompt_logprobs)
+        blocks = block_names(token_ids, PAGE, compatibility="c", salt=salt) if caches else ()
+        prompt.key = self.scheduler.submit(request, prompt.events.append, blocks=blocks)
+        self.prompts[prompt.key] = prompt
+        return prompt
+
+    def launch(self) -> ForwardBatch | None:
+        """The next batch, run: it reads what stands before its tokens, and writes these."""
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return None
+        kept = self.scheduler.pages.ledger.kept_ids()
+        for row, (key, context, count) in enumerate(zip(batch.request_keys, batch.context_lens, batch.query_lens,
+                                                        strict=True)):
+            pages, tokens = batch.page_tables[row].tolist(), self.prompts[key].token_ids
+            for place in range(context):
+                assert self.memory[pages[place // PAGE]][place % PAGE] == tokens[place], "another prompt's entry"
+            for place in range(context, context + count):
+                assert pages[place // PAGE] not in kept, "what others read is written"
+                self.memory.setdefault(pages[place // PAGE], {})[place % PAGE] = tokens[place]
+            self.num_computed += count
+        self.advance_states(batch)
+        return batch
+
+    def advance_states(self, batch: ForwardBatch) -> None:
+        """As a model with recurrent layers does, in the order in which batches are launched."""
+        if not self.scheduler.slots.num_total:
+            return
+        kept = self.scheduler.slots.ledger.kept_ids()
+        for row, slot in enumerate(batch.slot_ids.tolist()):
+            states, context = batch.states[row] if batch.states else NO_STATES, batch.context_lens[row]
+            tokens = self.prompts[batch.request_keys[row]].token_ids
+            if states.resumed_slot:
+                self.states[slot] = self.states[states.resumed_slot]
+            assert context == 0 or self.states[slot] == tokens[:context], "another prompt's state"
+            self.states[slot] = tokens[:context + batch.query_lens[row]]
+            for snapshot in states.snapshots:
+                assert snapshot.num_tokens % GRID == 0
+                assert context < snapshot.num_tokens <= context + batch.query_lens[row]
+                self.states[snapshot.slot_id] = tokens[:snapshot.num_tokens]
+            written = {slot, *(snapshot.slot_id for snapshot in states.snapshots)}
+            assert not written & kept, "what others go on from is written"
+
+    def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
+        if error is not None:  # whatever was written is worth nothing
+            for row, (context, count) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
+                for place in range(context, context + count):
+                    self.memory[batch.page_tables[row].tolist()[place // PAGE]][place % PAGE] = -1
+                for snapshot in batch.states[row].snapshots if batch.states else ():
+                    self.states[snapshot.slot_id] = (-1,)
+        tokens = [DrawnToken(1) for row in batch.sampling if row is not None]
+        scores: list[Scores] = [() for row in batch.scoring if row is not None]
+        self.scheduler.on_result(batch, StepResult(0, [] if error else tokens, error, scores=[] if error else scores))
+
+    def run(self, *prompts: Prompt) -> None:
+        """Until these are computed."""
+        while not all(prompt.is_done for prompt in prompts):
+            batch = self.launch()
+            assert batch is not None
+            self.answer(batch)
+
+    def compute(self, *token_ids: int, **options: object) -> Prompt:
+        """From arrival to release."""
+        prompt = self.submit(*token_ids, **options)  # type: ignore[arg-type]
+        self.run(prompt)
+        self.scheduler.release(prompt.key)
+        return prompt
+
+    def check(self) -> None:
+        for ledger in (self.scheduler.pages.ledger, self.scheduler.slots.ledger):
+            books = read_books(ledger)
+            assert not books.faults, str(books)
+            assert books.num_free + books.num_cached + books.num_leased == books.num_total
+        self.scheduler.on_idle()
+
+
+def test_the_first_repeat_of_a_prompt_computes_its_last_page_only() -> None:
+    rig = Rig()
+    first = rig.compute(*range(19))
+    rig.num_computed = 0
+    second = rig.compute(*range(19))
+    assert (first.started.num_cached, second.started.num_cached, rig.num_computed) == (0, 16, 3)
+    assert second.started.page_ids[:4] == first.started.page_ids[:4]
+    assert len(set(second.started.page_ids)) == 5
+    rig.check()
+
+
+@pytest.mark.parametrize(("length", "cached"), [(16, 12), (17, 16), (4, 0), (5, 4), (1, 0)])
+def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
+    rig = Rig()
+    rig.compute(*range(length))
+    assert rig.compute(*range(length)).started.num_cached == cached
+
+
+def test_prompts_share_what_they_have_in_common_and_nothing_behind_it() -> None:
+    rig = Rig()
+    rig.compute(*range(20))
+    other = rig.compute(*range(10), *range(100, 110))
+    assert other.started.num_cached == 8
+    again = rig.compute(*range(10), *range(100, 110), 7)
+    assert again.started.num_cached == 20
+    rig.check()
+
+
+def test_counts_are_of_tokens() -> None:
+    rig = Rig()
+    for _ in range(2):
+        rig.compute(*range(19))
+    rig.compute(*range(19), caches=False)
+    assert [rig.count(name) for name in ("queried_tokens", "matched_tokens", "reused_tokens")] == [38, 16, 16]
+
+
+def test_who_takes_no_part_neither_finds_nor_leaves_anything() -> None:
+    rig = Rig()
+    rig.compute(*range(9), caches=False)
+    assert rig.compute(*range(9)).started.num_cached == 0
+    assert rig.compute(*range(9), caches=False).started.num_cached == 0
+    assert rig.compute(*range(9)).started.num_cached == 8
+
+
+def test_salts_keep_prompts_apart() -> None:
+    rig = Rig()
+    rig.compute(*range(9), salt="a")
+    assert rig.compute(*range(9), salt="b").started.num_cached == 0
+    assert rig.compute(*range(9), salt="a").started.num_cached == 8
+
+
+def test_a_prompt_to_be_scored_is_computed_whole_and_leaves_what_it_computed() -> None:
+    rig = Rig()
+    rig.compute(*range(9))
+    assert rig.compute(*range(9), num_prompt_logprobs=0).started.num_cached == 0
+    rig.compute(*range(50, 59), num_prompt_logprobs=0)
+    assert rig.compute(*range(50, 59)).started.num_cached == 8
+
+
+def test_prompts_that_begin_alike_at_the_same_moment_compute_it_once() -> None:
+    rig = Rig(max_running=8)
+    prompts = [rig.submit(*range(24), 100 + i) for i in range(5)]
+    rig.run(*prompts)
+    assert rig.num_computed == 25 + 4
+    assert [prompt.started.num_cached for prompt in prompts] == [0, 24, 24, 24, 24]
+    rig.check()
+
+
+def test_a_prompt_with_nothing_in_common_is_not_held_up_by_those_that_wait() -> None:
+    rig = Rig(max_running=8)
+    first, waiting, other = rig.submit(*range(9)), rig.submit(*range(9)), rig.submit(*range(50, 54))
+    batches = [rig.launch(), rig.launch()]
+    assert [batch and batch.request_keys for batch in batches] == [(first.key,), (first.key, other.key)]
+    assert waiting.events == []
+
+
+def test_a_more_urgent_prompt_does_not_wait_for_one_that_is_less() -> None:
+    rig = Rig()
+    slow = rig.submit(*range(24), priority=1)
+    batch = rig.launch()
+    urgent = rig.submit(*range(24), priority=-1)
+    rig.run(urgent)
+    assert not slow.is_done
+    assert batch is not None
+    rig.answer(batch)
+    rig.run(slow)
+    rig.check()
+
+
+@pytest.mark.parametrize("ends", ["aborted", "failed"])
+def test_who_waits_for_a_prompt_that_ends_computes_the_rest_itself(ends: str) -> None:
+    rig = Rig()
+    first, second = rig.submit(*range(24), 1), rig.submit(*range(24), 2)
+    for error in (None, StepFailed("no") if ends == "failed" else None):
+        batch = rig.launch()
+        assert batch is not None
+        rig.answer(batch, error)
+    rig.scheduler.release(first.key)
+    rig.run(second)
+    assert second.started.num_cached == (8 if ends == "failed" else 16)
+    rig.scheduler.release(second.key)
+    rig.check()
+
+
+def test_a_batch_behind_a_failed_one_leaves_nothing() -> None:
+    """With several batches in flight the next chunk was computed from what the failed one did not write."""
+    rig = Rig()
+    prompt = rig.submit(*range(24))
+    first, second = rig.launch(), rig.launch()
+    assert first is not None
+    assert second is not None
+    rig.answer(first, StepFailed("no"))
+    rig.answer(second)
+    rig.scheduler.release(prompt.key)
+    assert rig.compute(*range(24)).started.num_cached == 0
+    rig.check()
+
+
+def test_an_aborted_prompt_leaves_what_it_had_computed() -> None:
+    rig = Rig()
+    prompt = rig.submit(*range(24))
+    batch = rig.launch()
+    assert batch is not None
+    rig.scheduler.release(prompt.key)
+    rig.answer(batch)
+    rig.check()
+    assert rig.compute(*range(24)).started.num_cached == 8
+
+
+def test_cached_pages_go_before_anybody_waits_and_held_ones_do_not() -> None:
+    rig = Rig(num_pages=11)
+    rig.compute(*range(20))
+    held = rig.submit(*range(20), 7)  # shares five pages, computes one
+    rig.run(held)
+    assert held.started.num_cached == 20
+    rig.compute(*range(100, 115))  # four pages are free
+    other = rig.compute(*range(200, 215))
+    assert rig.count("evicted_pages", cause="pressure") >= 3
+    assert not set(other.started.page_ids) & set(held.started.page_ids)
+    waiting = rig.submit(*range(300, 320))
+    assert rig.launch() is None, "five pages, and only four are not held"
+    rig.scheduler.release(held.key)
+    rig.run(waiting)
+    rig.scheduler.release(waiting.key)
+    rig.check()
+
+
+def test_load_counts_cached_pages_as_free() -> None:
+    rig = Rig()
+    rig.compute(*range(20))
+    assert rig.scheduler.pages.num_free < rig.scheduler.pages.num_total
+    assert rig.scheduler.load().pages_free == rig.scheduler.pages.num_total
+
+
+def test_a_lost_pipeline_takes_everything_with_it() -> None:
+    rig = Rig()
+    rig.compute(*range(20))
+    running = rig.submit(*range(20), 7)
+    rig.launch()
+    rig.scheduler.on_pipeline_lost([], PeerLostError("stage 1 died"))
+    rig.scheduler.release(running.key)
+    rig.check()
+    assert rig.scheduler.pages.num_free == rig.scheduler.pages.num_total
+    assert rig.compute(*range(20)).started.num_cached == 0
+
+
+def test_a_flush_leaves_those_that_run_their_pages() -> None:
+    rig = Rig()
+    rig.compute(*range(20))
+    running = rig.submit(*range(20), 7)
+    batch = rig.launch()
+    assert batch is not None
+    assert rig.scheduler.cache.clear() == 5
+    rig.compute(*range(100, 140))
+    rig.answer(batch)
+    assert running.is_done
+    rig.scheduler.release(running.key)
+    rig.check()
+
+
+def test_a_state_is_kept_at_the_end_of_a_prompt_and_where_prompts_part() -> None:
+    rig = Rig(num_slots=12)
+    rig.compute(*range(30))
+    assert rig.compute(*range(30)).started.num_cached == 24
+    assert rig.compute(*range(30), 99, 98, 97).started.num_cached == 24
+    parted = rig.compute(*range(19), *range(50, 70))
+    assert parted.started.num_cached == 0, "nobody had kept a state before they parted"
+    assert rig.compute(*range(19), *range(70, 90)).started.num_cached == 16, "the junction"
+    assert rig.compute(*range(19), *range(50, 70)).started.num_cached == 32
+    rig.check()
+
+
+def test_prompts_of_a_model_with_states_wait_for_one_that_will_leave_theirs() -> None:
+    rig = Rig(num_slots=12)
+    prompts = [rig.submit(*range(30)) for _ in range(3)]
+    rig.run(*prompts)
+    assert [prompt.started.num_cached for prompt in prompts] == [0, 24, 24]
+
+
+def test_requests_have_slots_before_states_do() -> None:
+    rig = Rig(num_slots=4, max_running=3)  # three slots
+    prompts = [rig.submit(*range(start, start + 20)) for start in (0, 100, 200)]
+    rig.run(*prompts)
+    assert not rig.scheduler.slots.ledger.kept_ids()
+    for prompt in prompts[:2]:
+        rig.scheduler.release(prompt.key)
+    rig.compute(*range(300, 320))
+    assert not rig.scheduler.slots.ledger.kept_ids(), "two more may start at any moment"
+    rig.check()
+
+
+def test_a_slot_for_a_request_is_taken_from_the_states() -> None:
+    rig = Rig(num_slots=5, max_running=3)
+    for start in (0, 100, 200):
+        rig.compute(*range(start, start + 20))
+    assert len(rig.scheduler.slots.ledger.kept_ids()) == 3
+    prompts = [rig.submit(*range(start, start + 20)) for start in (300, 400, 500)]
+    rig.run(*prompts)
+    assert len(rig.scheduler.slots.ledger.kept_ids()) <= 1
+    for prompt in prompts:
+        rig.scheduler.release(prompt.key)
+    rig.check()
+    assert rig.scheduler.load().slots_free == 4
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random histories of a small pool: prompts over few tokens come and go, batches fail, up to two are in flight."""
+
+    prompts = Bundle("prompts")
+
+    @initialize(num_pages=st.integers(6, 30), num_slots=st.sampled_from((0, 0, 5, 7, 10)))
+    def begin(self, num_pages: int, num_slots: int) -> None:
+        self.rig = Rig(num_pages=num_pages, num_slots=num_slots)
+        self.in_flight: list[ForwardBatch] = []
+        self.numbers = itertools.count(1)
+
+    @rule(target=prompts, start=st.lists(st.sampled_from((0, 1)), min_size=1, max_size=4), tail=st.integers(0, 5),
+          priority=st.integers(-1, 1), caches=st.booleans())
+    def submit(self, start: list[int], tail: int, priority: int, caches: bool) -> object:  # noqa: FBT001
+        tokens = [token for block in start for token in (block,) * PAGE] + [9] * tail
+        if len(tokens) > (self.rig.scheduler.pages.num_total) * PAGE or self.rig.scheduler.load().queued_requests > 8:
+            return None
+        return self.rig.submit(*tokens, priority=priority, caches=caches)
+
+    @rule()
+    def launch(self) -> None:
+        if len(self.in_flight) < 2 and (batch := self.rig.launch()) is not None:
+            self.in_flight.append(batch)
+
+    @rule(fails=st.sampled_from((False, False, False, True)))
+    def answer(self, fails: bool) -> None:  # noqa: FBT001
+        if self.in_flight:
+            self.rig.answer(self.in_flight.pop(0), StepFailed("no") if fails else None)
+
+    @rule(prompt=consumes(prompts))
+    def release(self, prompt: Prompt | None) -> None:
+        if prompt is not None:
+            self.rig.scheduler.release(prompt.key)
+
+    @rule()
+    def flush(self) -> None:
+        self.rig.scheduler.cache.clear()
+
+    @invariant()
+    def holds(self) -> None:
+        self.rig.check()
+
+    def teardown(self) -> None:
+        for batch in self.in_flight:
+            self.rig.answer(batch)
+        for key in self.rig.prompts:
+            self.rig.scheduler.release(key)
+        self.rig.check()
+        for pool in (self.rig.scheduler.pages, self.rig.scheduler.slots):
+            assert pool.num_available == pool.num_total
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
