@@ -22,7 +22,7 @@ FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where
     "baton_preemptions", "baton_kv_transfer_failures", "baton_kv_integrity_failures", "baton_router_retries",
     "baton_kv_imbalances", "baton_handshake_failures", "baton_kv_lease_expired", "baton_local_prefill",
     "baton_migrations", "baton_cache_evicted_pages", "baton_draining", "baton_discovery_errors", "baton_router_refused",
-    "baton_router_dropped",
+    "baton_router_dropped", "baton_resumptions",
 }
 
 
@@ -55,9 +55,16 @@ async def everything(running: RunningCluster) -> dict[str, dict[str, float]]:
 
 
 async def load_and_look(running: RunningCluster, peaks: dict[str, dict[str, float]]) -> None:
-    """Ask a lot at once and note the largest value of every metric meanwhile."""
-    load = asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60) for question
-                            in make_questions(40, seed=2, max_prompt=300, max_tokens=100)))
+    """Ask a lot at once, then the longest prompt twice, and note the largest value of every metric meanwhile."""
+    questions = make_questions(40, seed=2, max_prompt=300, max_tokens=100)
+    longest = max(questions, key=lambda question: len(question.prompt_token_ids))
+
+    async def ask() -> None:
+        await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60) for question in questions))
+        for _ in range(2):
+            await running.client.complete(as_query(longest), timeout_s=60)
+
+    load = asyncio.create_task(ask())
     while not load.done():
         for name, values in (await everything(running)).items():
             for metric, value in values.items():
