@@ -45,6 +45,7 @@ class CachedPool:
         self._leased: set[int] = set()
         self._kept: set[int] = set()
         self._tree = PrefixTree(rule, self._clock, is_page_held=self._leased.__contains__)
+        self.journal = self._tree.journal
         self._pages, self._slots = list(range(1, num_pages + 1)), list(range(1, num_slots + 1))
 
     def compute(self, prompt: TracedPrompt) -> int:
@@ -88,8 +89,7 @@ class CachedPool:
 
 def replay(prompts: Iterable[TracedPrompt], capacity: int, state_tokens: int, block_tokens: int) -> dict[str, Value]:
     """`token_hit`: the share of all tokens that were there when their prompt came."""
-    share = SNAPSHOT_SHARE if state_tokens else 0.0
-    num_slots = int(capacity * share) // state_tokens if state_tokens else 0
+    num_slots = capacity // SNAPSHOT_SHARE // state_tokens if state_tokens else 0
     pool = CachedPool(ResumeRule(block_tokens, block_tokens, has_states=state_tokens > 0),
                       (capacity - num_slots * state_tokens) // block_tokens, num_slots)
     num_prompts = num_tokens = num_hit = 0

@@ -9,6 +9,7 @@ from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
+from pool.prefix.journal import PointJournal
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
@@ -59,6 +60,7 @@ class DecodeLeading:
     def __init__(self, scheduler: DecodeScheduler, adaptive: AdaptiveDraft | None) -> None:
         """`adaptive` chooses the scheduler's draft lengths by what earlier ones yielded."""
         self.scheduler = scheduler
+        self.journal = PointJournal()  # it keeps no prompts
         self._adaptive = adaptive
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:

@@ -23,6 +23,7 @@ from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import JoinReports
 from pool.pipeline.stage_channel import open_pool_channel
+from pool.prefix.journal import PointJournal
 from pool.request.stay import MemoryReclaimer
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
@@ -75,6 +76,11 @@ class LeadingRole(Protocol):
 
     @property
     def scheduler(self) -> PoolScheduler: ...
+
+    @property
+    def journal(self) -> PointJournal:
+        """Of its prefix cache; an empty one where there is none."""
+        ...
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
 
@@ -201,7 +207,7 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
     info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
     worker_service = WorkerService(lambda: formed_info(info, leader, stage.plan),
-                                   lambda: worker_load(leader, board.load, meters, sum(start_s)))
+                                   lambda: worker_load(leader, board.load, meters, sum(start_s)), leading.journal)
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from pool.pipeline.leader import Leader
+from pool.prefix.journal import PointJournal
 from pool.stage.config import WorkerConfig
 from pool.stage.metrics import LeaderMeters, SchedulerLoad
 from pool.stage.stage import StagePlan
@@ -61,11 +62,13 @@ def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters, start
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called, less often
     while nothing runs and nothing changes. `info()` goes before the first, and again when it is another, because the
-    pool has formed."""
+    pool has formed; what the journal of the prefix cache has to report goes before each."""
 
-    def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], pb.WorkerLoad]) -> None:
+    def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], pb.WorkerLoad],
+                 journal: PointJournal) -> None:
         self._info = info
         self._load = load
+        self._journal = journal
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -81,22 +84,26 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 "interval_s", f"must be from {MIN_INTERVAL_S} to {MAX_INTERVAL_S}, got {interval}"))
         shown: pb.WorkerInfo | None = None
         sent, num_unsent = pb.WorkerLoad(), 0
-        while True:
-            changed = self._changed
-            if shown != (info := self._info()):
-                yield pb.WatchResponse(info=info)
-                shown, num_unsent = info, _IDLE_INTERVALS  # the load follows at once
-            load = self._load()
-            if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
-                sent, num_unsent = load, 0
-                yield pb.WatchResponse(load=load)
-            else:
-                num_unsent += 1
-            try:
-                async with asyncio.timeout(interval):
-                    await changed.wait()
-            except TimeoutError:
-                continue
+        with self._journal.watch() as cache:
+            while True:
+                changed = self._changed
+                if shown != (info := self._info()):
+                    yield pb.WatchResponse(info=info)
+                    shown, num_unsent = info, _IDLE_INTERVALS  # the load follows at once
+                for report in cache.take():
+                    yield pb.WatchResponse(cache=report)
+                load = self._load()
+                load.cache_reports = cache.num_reports
+                if load != sent or not _is_idle(load) or num_unsent + 1 >= _IDLE_INTERVALS:
+                    sent, num_unsent = load, 0
+                    yield pb.WatchResponse(load=load)
+                else:
+                    num_unsent += 1
+                try:
+                    async with asyncio.timeout(interval):
+                        await changed.wait()
+                except TimeoutError:
+                    continue
 
 
 def _is_idle(load: pb.WorkerLoad) -> bool:

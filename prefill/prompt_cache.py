@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from engine.core.state_rows import Snapshot, StateRow
 from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import PageAllocator, SlotAllocator
+from pool.prefix.journal import PointJournal
 from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
 from prefill.entry import PrefillEntry
 from runtime.clock import Clock
@@ -35,6 +36,11 @@ class PromptCache:
         if self.rule is not None:
             self.pages.ledger.serve(self._evict_pages)
             self.slots.ledger.serve(self._evict_snapshots)
+
+    @cached_property
+    def journal(self) -> PointJournal:
+        """Of the tree; an empty one where nothing is kept."""
+        return PointJournal() if self.rule is None else self._tree.journal
 
     def is_coming(self, entry: PrefillEntry) -> bool:
         """Whether a prompt that is no less urgent computes right now what this one could go on from."""

@@ -55,6 +55,7 @@ class PrefillLeading:
 
     def __init__(self, scheduler: PrefillScheduler) -> None:
         self.scheduler = scheduler
+        self.journal = scheduler.cache.journal
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)

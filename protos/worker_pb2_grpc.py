@@ -45,8 +45,8 @@ class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Watch(self, request, context):
-        """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. The
-        stream ends when the worker does.
+        """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. What
+        changed in a prefix cache goes before the load, the first time all of it. The stream ends when the worker does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

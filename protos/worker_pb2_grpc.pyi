@@ -32,16 +32,16 @@ class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]
-    """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. The
-    stream ends when the worker does.
+    """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. What
+    changed in a prefix cache goes before the load, the first time all of it. The stream ends when the worker does.
     """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]  # type: ignore[assignment]
-    """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. The
-    stream ends when the worker does.
+    """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. What
+    changed in a prefix cache goes before the load, the first time all of it. The stream ends when the worker does.
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -51,8 +51,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchResponse], _abc.AsyncIterator[_worker_pb2.WatchResponse]]:
-        """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. The
-        stream ends when the worker does.
+        """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. What
+        changed in a prefix cache goes before the load, the first time all of it. The stream ends when the worker does.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -35,7 +35,7 @@ class RouterConfig(TlsConfig):
     log_level: str = "info"
     log_style: LogStyle = LogStyle.HUMAN
     otel_endpoint: str = ""
-    policy: Policy = Policy.LEAST_LOAD
+    policy: Policy = Policy.PREFIX_CACHE
     watch_interval_s: float = Field(default=0.25, ge=0.05, le=60, description="How often workers report their load.")
     max_waiting: int = Field(default=1024, ge=0, description="Requests held back at most, however short the wait.")
     max_wait_s: float = Field(default=60.0, gt=0, description="How long a request is held back for want of room; one "

@@ -79,6 +79,7 @@ class RouterMetrics:
     resumptions: Counter
     discovery_errors: Counter
     workers: Gauge
+    cache_predictions: Counter
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -110,6 +111,9 @@ class RouterMetrics:
             _counter(registry, "discovery_errors", "Times workers could not be looked up; the last known ones stay.",
                      "kind", zeros=(("dns",), ("kubernetes",))),
             _gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
+            _counter(registry, "router_cache_predictions",
+                     "Prompts by whether prefill reused as many tokens as it had reported, more or fewer.", "outcome",
+                     zeros=(("equal",), ("more",), ("fewer",))),
         )
 
 

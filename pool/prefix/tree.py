@@ -11,20 +11,23 @@ Who may not be given up is not decided here: leases count holders, and the tree 
 belongs to the thread that schedules.
 """
 
+import heapq
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import log2
 
-from pool.prefix.eviction import EvictionOrder
+from pool.prefix.journal import PointJournal
 from runtime.clock import Clock
 from runtime.errors import InternalError
 
 # Chosen by bench.cache_policy on a trace of conversations.
-SNAPSHOT_SHARE = 0.2  # of a cache's memory; the rest is for pages
+SNAPSHOT_SHARE = 5  # of a cache's memory, one part in so many; the rest is for pages
 HALF_LIFE_S = 120.0  # after which a prompt that did not come back is half as likely to
 HIT_WEIGHT = 3  # each time that it did, it is so much likelier than one that never did
+_SPARE_ENTRIES = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +45,49 @@ class BlockNode:
     num_hits: int = 0  # prompts that went on from here
 
 
+class EvictionOrder:
+    """Nodes by their worth, least first.
+
+    A node's worth may rise at any time: it is looked at again when its turn comes. Where it falls, `put` says so.
+    """
+
+    def __init__(self, worth: Callable[[BlockNode], float]) -> None:
+        self._worth = worth
+        self._heap: list[tuple[float, int, BlockNode]] = []
+        self._latest: dict[BlockNode, int] = {}  # which of a node's entries counts
+        self._serial = count()
+
+    def put(self, node: BlockNode) -> None:
+        """It may be given up from now on, for what it is worth now."""
+        serial = self._latest[node] = next(self._serial)
+        heapq.heappush(self._heap, (self._worth(node), serial, node))
+        if len(self._heap) > 2 * len(self._latest) + _SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if self._latest.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, node: BlockNode) -> None:
+        """It may not any more. Idempotent."""
+        self._latest.pop(node, None)
+
+    def take(self, may_go: Callable[[BlockNode], bool]) -> BlockNode | None:
+        """Remove and return the one of least worth that may go; None if none may."""
+        passed, found = [], None
+        while self._heap and found is None:
+            entry = worth, serial, node = heapq.heappop(self._heap)
+            if self._latest.get(node) != serial:
+                continue
+            if self._worth(node) > worth:
+                self.put(node)
+            elif may_go(node):
+                self.discard(node)
+                found = node
+            else:
+                passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
+
+
 @dataclass(frozen=True)
 class Found:
     """What there is of a prompt. `num_tokens` of it need not be computed again: their entries are in `page_ids`, in
@@ -56,11 +102,10 @@ class Found:
 
 @dataclass
 class Changed:
-    """Ids that the tree took over, or gave up; names of the resume points that came or went with them."""
+    """Ids that the tree took over, or gave up."""
 
     page_ids: list[int] = field(default_factory=list)
     slot_ids: list[int] = field(default_factory=list)
-    resume_points: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,7 +135,8 @@ def _never(item: int) -> bool:
 
 
 class PrefixTree:
-    """See the module. Blocks are given by their names, in order from the prompt's first."""
+    """See the module. Blocks are given by their names, in order from the prompt's first. `journal` has the names of the
+    resume points, for those who watch."""
 
     def __init__(self, rule: ResumeRule, clock: Clock, *, is_page_held: Callable[[int], bool] = _never,
                  is_slot_held: Callable[[int], bool] = _never) -> None:
@@ -98,6 +144,7 @@ class PrefixTree:
         self._rule = rule
         self._clock = clock
         self._is_page_held, self._is_slot_held = is_page_held, is_slot_held
+        self.journal = PointJournal()
         self._root = BlockNode(b"", None, 0, 0, 0.0)
         self._nodes: dict[bytes, BlockNode] = {}
         self._leaves = EvictionOrder(_worth)
@@ -143,11 +190,11 @@ class PrefixTree:
             self._nodes[node.name] = node
             taken.page_ids.append(node.page_id)
             if not self._rule.has_states and self._is_resume_point(node):
-                taken.resume_points.append(node.name)
+                self.journal.stored(node.name)
         if slot_id is not None and node.slot_id is None:
             node.slot_id, node.num_saved = slot_id, node.depth - self._resume_point(node).depth
             taken.slot_ids.append(slot_id)
-            taken.resume_points.append(node.name)
+            self.journal.stored(node.name)
         self._use(node)
         return taken
 
@@ -204,7 +251,7 @@ class PrefixTree:
         if node.slot_id is not None:
             self._snapshots.put(node)
 
-    def _evict(self, order: EvictionOrder[BlockNode], ids: Callable[[Changed], list[int]],
+    def _evict(self, order: EvictionOrder, ids: Callable[[Changed], list[int]],
                is_held: Callable[[int], bool], count: int) -> Changed:
         given = Changed()
         num_free, num_seen = 0, 0
@@ -232,7 +279,7 @@ class PrefixTree:
     def _drop_snapshot(self, node: BlockNode, given: Changed) -> None:
         assert node.slot_id is not None
         given.slot_ids.append(node.slot_id)
-        given.resume_points.append(node.name)
+        self.journal.removed(node.name)
         node.slot_id = None
         self._snapshots.discard(node)
 
@@ -240,7 +287,7 @@ class PrefixTree:
         """A leaf without a snapshot; returns its parent, which was used whenever it was."""
         assert node.parent is not None
         if not self._rule.has_states and self._is_resume_point(node):
-            given.resume_points.append(node.name)
+            self.journal.removed(node.name)
         given.page_ids.append(node.page_id)
         self._leaves.discard(node)
         del self._nodes[node.name]

@@ -45,7 +45,7 @@ class WorkerConfig(TlsConfig):
                                                          "(prefill)")
     prefix_snapshots: int = Field(default=0, ge=0, le=65536, description="recurrent states to keep with it, where the "
                                                                          "model has any; 0: twice --max-running, as "
-                                                                         "far as a quarter of the cache holds them")
+                                                                         "far as a fifth of the cache holds them")
     step_limit_s: float = Field(
         default=0, ge=0, le=86400, description="seconds a step may take; then the engine counts as hung, its requests "
                                                "move elsewhere and the process ends; 0: 20 times the longest step of "

@@ -13,6 +13,7 @@ from engine.core.layer_range import LayerRange
 from engine.memory.budget import longest_context, plan_pools, smallest_budget, stage_costs
 from engine.memory.layout import CacheSpec, bytes_per_slot
 from models.loader import ModelDescription
+from pool.prefix.tree import SNAPSHOT_SHARE
 from pool.stage.backends import check_device
 from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError
@@ -21,7 +22,6 @@ from runtime.host_memory import MIB, HostMemory, host_memory
 HOST_SHARE = 0.4  # a host has further processes: another worker, a router
 CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these have none
 PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
-SNAPSHOT_SHARE = 4  # of the cache memory, one part in so many
 MIN_CONTEXT_TOKENS = 512  # a shorter context is of no use, unless it is all that the model has
 
 Memory = Callable[[str], HostMemory]
@@ -31,7 +31,7 @@ Memory = Callable[[str], HostMemory]
 class PoolNeeds:
     """What a pool keeps: all caches of the whole model (`specs`) for `max_held` requests, `num_scratch` records of
     `scratch` for trees (see `plan_pools`), and the weights of a draft on its last stage. A prefix cache keeps up to
-    `max_snapshots` recurrent states, as far as they take a quarter of the cache memory."""
+    `max_snapshots` recurrent states, as far as they take a fifth of the cache memory."""
 
     specs: tuple[CacheSpec, ...]
     max_held: int

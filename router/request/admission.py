@@ -231,7 +231,7 @@ class Admission:
             if num_tokens * SHORT_RATIO > passed_by or request.context_tokens >= too_large \
                     or self._drop_if_hopeless(waiter, rates):
                 continue
-            pair = self._directory.place(request.engine.prompt_token_ids, request.context_tokens, request.compatibility)
+            pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
             if pair is not None:
                 self._place(waiter, pair)
                 rates = self._rates()

@@ -164,8 +164,8 @@ class RequestFlow:
 
     async def _serve(self, pair: WorkerPair) -> None:
         async with task_group() as group:
-            self._parts = FlowParts(self._request.engine, self._services.directory, self._services.limits, self._inbox,
-                                    group, self._ends_at)
+            self._parts = FlowParts(self._request.engine, self._request.prompt, self._services.directory,
+                                    self._services.limits, self._inbox, group, self._ends_at)
             self._start(pair)
             try:
                 while self._finish is None:
@@ -220,6 +220,7 @@ class RequestFlow:
                 timings.prefill_queue_s = response.started.queue_s
                 self._num_cached = response.started.cached_tokens
                 self._answer.cached(self._num_cached)
+                self._note_prediction(self._num_cached - self._prefill.booking.num_held)
                 self._timeline.reserving()
                 try:
                     self._decode.offer(response.started.terms)
@@ -308,9 +309,13 @@ class RequestFlow:
         self._prefill.close()
         self._decode.close()
         self._record.moved()
-        self._start(await self._migrations.another_pair(self._decode.booking, error,
-                                                        self._request.engine.prompt_token_ids,
+        self._start(await self._migrations.another_pair(self._decode.booking, error, self._request.prompt,
                                                         self._request.context_tokens))
+
+    def _note_prediction(self, surplus: int) -> None:
+        """So many tokens more were reused than the worker's reports said when it was chosen."""
+        outcome = "equal" if surplus == 0 else "more" if surplus > 0 else "fewer"
+        self._services.metrics.cache_predictions.labels(outcome).inc()
 
     def _let_prefill_go(self) -> None:
         if not self._is_committed or self._first_token is None:

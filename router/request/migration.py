@@ -6,13 +6,13 @@ weights in the same way: its compatibility digest fits that of the lost pool.
 """
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
 from router.request.worker_stream import RETRY_PAUSE_S, FlowLimits
 from router.workers.directory import Directory, WorkerPair
+from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking
 from runtime.errors import BatonError, DrainingError, PeerLostError, RequestAborted, UnavailableError
 from runtime.metrics import RouterMetrics
@@ -36,7 +36,7 @@ class Migrations:
     num_lost: int = 0
     _under_way: MoveReason | None = None
 
-    async def another_pair(self, lost: Booking, error: BatonError, prompt_token_ids: Sequence[int],
+    async def another_pair(self, lost: Booking, error: BatonError, prompt: RoutedPrompt,
                            context_tokens: int = 0) -> WorkerPair:
         """A pair in place of the one whose pool is gone, rather not with the same pool.
 
@@ -52,7 +52,7 @@ class Migrations:
         pair = None
         if self.num_lost <= self.limits.migrations:
             await asyncio.sleep(RETRY_PAUSE_S)
-            pair = await self._search(lost, prompt_token_ids, context_tokens)
+            pair = await self._search(lost, prompt, context_tokens)
         if pair is None:
             raise PeerLostError(str(error))
         return pair
@@ -70,14 +70,12 @@ class Migrations:
             self.metrics.migrations.labels(self._under_way.value, outcome).inc()
         self._under_way = None
 
-    async def _search(self, lost: Booking, prompt_token_ids: Sequence[int],
-                      context_tokens: int) -> WorkerPair | None:
+    async def _search(self, lost: Booking, prompt: RoutedPrompt, context_tokens: int) -> WorkerPair | None:
         """Longer while there is a pair that is only full."""
         loop, compatibility = asyncio.get_running_loop(), lost.compatibility
         began = loop.time()
         while True:
-            pair = self.directory.place_again(prompt_token_ids, compatibility, lost.worker.address,
-                                              context_tokens)
+            pair = self.directory.place_again(prompt, compatibility, lost.worker.address, context_tokens)
             if pair is not None:
                 return pair
             is_full = self.directory.has_pair(compatibility, context_tokens)

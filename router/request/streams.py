@@ -75,7 +75,7 @@ class PrefillStream:
 
     async def _reopen(self, error: BatonError, pool: Booking) -> None:
         await asyncio.sleep(RETRY_PAUSE_S)
-        directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
+        directory, prompt = self._parts.directory, self._parts.prompt
         self._booking = await search(
             directory, lambda: directory.book_prefill(prompt, pool, tried=self._tried,
                                                       context_tokens=self._parts.context_tokens),
@@ -230,7 +230,7 @@ class DecodeStream:
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
-        directory, prompt = self._parts.directory, self._parts.request.prompt_token_ids
+        directory, prompt = self._parts.directory, self._parts.prompt
         book = partial(directory.book_decode, prompt, compatibility, context_tokens=self._parts.context_tokens)
         booking = book(tried=self._tried)
         if booking is None:

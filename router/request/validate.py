@@ -6,11 +6,13 @@ All violations are reported at once, each with the path of its field and the lim
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import resumed_violations, too_many_resumed
 from router.text.model_facts import ModelLimits
 from router.text.tokenise import Message, Tokeniser
+from router.workers.prefix_index import RoutedPrompt, prompt_of
 from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 
@@ -69,6 +71,11 @@ class AdmissibleRequest:
     num_choices: int = 1
     resumed: tuple[tuple[int, ...], ...] = ()
     resumed_from: tuple[str, ...] = ()
+
+    @cached_property
+    def prompt(self) -> RoutedPrompt:
+        """For choosing workers."""
+        return prompt_of(self.engine)
 
     def resumed_of(self, index: int) -> tuple[int, ...]:
         """Of choice `index`."""

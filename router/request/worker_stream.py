@@ -20,6 +20,7 @@ from grpc.aio import StreamStreamMultiCallable
 
 from protos import decode_pb2, prefill_pb2, types_pb2
 from router.workers.directory import Directory
+from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Booking, Worker
 from runtime.errors import (
     BatonError,
@@ -163,6 +164,7 @@ class FlowParts:
     """What both kinds of stream need; `ends_at` is the loop time at which the request's time is up."""
 
     request: types_pb2.EngineRequest
+    prompt: RoutedPrompt
     directory: Directory
     limits: FlowLimits
     inbox: Inbox

@@ -11,12 +11,13 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Draw, Policy, choose
+from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from router.workers.severed import SeveredPairs
 from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
@@ -44,13 +45,20 @@ class WorkerPair:
         self.decode.release()
 
 
+class _Chosen(NamedTuple):
+    """For a prompt, `num_held` tokens of which are there."""
+
+    worker: Worker
+    num_held: int
+
+
 @dataclass(frozen=True)
 class DirectoryOptions:
     """Targets (`router.workers.discovery`), how often workers report, and the most that is expected of `comeback_s`."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
-    policy: Policy = Policy.LEAST_LOAD
+    policy: Policy = Policy.PREFIX_CACHE
     watch_interval_s: float = 0.25
     security: ChannelSecurity = PLAIN_CHANNEL
     discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
@@ -67,14 +75,15 @@ class Directory:
         self._metrics = metrics
         self._rng = rng
         self._turns = dict.fromkeys(WorkerRole, 0)
+        self._index = PrefixIndex()
         self._changed = asyncio.Event()
         self._severed = SeveredPairs(SystemClock())
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
                    for role, targets in ((WorkerRole.PREFILL, options.prefill), (WorkerRole.DECODE, options.decode))}
         self._worker_set = WorkerSet(sources, self._worker, self._watch)
-        # Affinity is about prompts; a decode pool has nothing to remember of them.
-        affine = options.policy is Policy.PREFIX_AFFINITY
-        self._policies = {WorkerRole.PREFILL: options.policy, WorkerRole.DECODE: Policy.LEAST_LOAD if affine
+        # A decode pool has nothing to remember of prompts.
+        by_prompt = options.policy in (Policy.PREFIX_AFFINITY, Policy.PREFIX_CACHE)
+        self._policies = {WorkerRole.PREFILL: options.policy, WorkerRole.DECODE: Policy.LEAST_LOAD if by_prompt
                           else options.policy}
         for role in WorkerRole:
             metrics.workers.labels(role.value, "usable").set_function(partial(self._num_workers, role, is_usable=True))
@@ -92,7 +101,7 @@ class Directory:
     def _worker(self, role: WorkerRole, address: str) -> Worker:
         channel = open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
                                security=self._options.security.to(PeerRole(role.value)))
-        return Worker(role, address, channel, self._on_change)
+        return Worker(role, address, channel, self._on_change, index=self._index)
 
     def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
         return watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng)
@@ -155,12 +164,12 @@ class Directory:
         return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
                 f"has {here}, decode has {there}")
 
-    def place(self, prompt_token_ids: Sequence[int], context_tokens: int = 0,
+    def place(self, prompt: RoutedPrompt, context_tokens: int = 0,
               compatibility: str = "") -> WorkerPair | None:
         """Book a compatible pair that could take the request now or soon; None if there is none. `context_tokens`, here
         and below, is what the request may come to, prompt plus completion: smaller workers are passed over.
         `compatibility`: what both must fit; "" for any."""
-        num_tokens = len(prompt_token_ids)
+        num_tokens = prompt.num_tokens
         sources, pools = (self._fitting(role, compatibility, context_tokens) if compatibility
                           else self._usable(role, context_tokens) for role in WorkerRole)
         with_room = {(worker.role, worker.address) for worker in (*sources, *pools)
@@ -168,14 +177,14 @@ class Directory:
         links = {address: [pool for pool in linked if (pool.role, pool.address) in with_room]
                  for address, linked in self._links(sources, pools).items()}
         sources = [worker for worker in sources if (worker.role, worker.address) in with_room]
-        return self._book_pair(sources, links, prompt_token_ids, context_tokens)
+        return self._book_pair(sources, links, prompt, context_tokens)
 
     def awaits_prefill(self, num_tokens: int, context_tokens: int) -> bool:
         """Whether decode pools have room for such a request, and all that it waits for is prefill."""
         return any(worker.as_candidate(num_tokens, context_tokens).has_room
                    for worker in self._usable(WorkerRole.DECODE, context_tokens))
 
-    def book_prefill(self, prompt_token_ids: Sequence[int], pool: Booking, *,
+    def book_prefill(self, prompt: RoutedPrompt, pool: Booking, *,
                      tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A prefill worker for a request that lost its own and has its place in `pool`; it goes before those held back.
         One that was tried only if there is no other."""
@@ -183,17 +192,17 @@ class Directory:
         links = self._links(sources, [pool.worker])
         fitting = [worker for worker in sources if worker.has_queue_place and links[worker.address]]
         others = [worker for worker in fitting if worker.address not in tried]
-        chosen = self._choose(others or fitting, prompt_token_ids)
-        return None if chosen is None else self._book(chosen, prompt_token_ids, context_tokens)
+        chosen = self._choose(others or fitting, prompt)
+        return None if chosen is None else self._book(chosen, prompt, context_tokens)
 
-    def book_decode(self, prompt_token_ids: Sequence[int], compatibility: str, *,
+    def book_decode(self, prompt: RoutedPrompt, compatibility: str, *,
                     tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
         fitting = self._fitting(WorkerRole.DECODE, compatibility, context_tokens)
-        chosen = self._choose(fitting, prompt_token_ids, tried)
-        return None if chosen is None else self._book(chosen, prompt_token_ids, context_tokens)
+        chosen = self._choose(fitting, prompt, tried)
+        return None if chosen is None else self._book(chosen, prompt, context_tokens)
 
-    def place_again(self, prompt_token_ids: Sequence[int], compatibility: str, lost: str,
+    def place_again(self, prompt: RoutedPrompt, compatibility: str, lost: str,
                     context_tokens: int = 0) -> WorkerPair | None:
         """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only if it is usable
         again and there is no other."""
@@ -201,8 +210,8 @@ class Directory:
                    if worker.has_queue_place]
         pools = self._usable(WorkerRole.DECODE, context_tokens)
         others = [worker for worker in pools if worker.address != lost]
-        return (self._book_pair(sources, self._links(sources, others), prompt_token_ids, context_tokens)
-                or self._book_pair(sources, self._links(sources, pools), prompt_token_ids, context_tokens))
+        return (self._book_pair(sources, self._links(sources, others), prompt, context_tokens)
+                or self._book_pair(sources, self._links(sources, pools), prompt, context_tokens))
 
     def severed(self, source: Booking, pool: Booking) -> None:
         """A handoff failed though both live: until one succeeds, or for a while, other pairs go first."""
@@ -249,37 +258,45 @@ class Directory:
         return sound if any(sound.values()) else fitting
 
     def _book_pair(self, sources: Sequence[Worker], pools: Mapping[str, Sequence[Worker]],
-                   prompt_token_ids: Sequence[int], context_tokens: int) -> WorkerPair | None:
+                   prompt: RoutedPrompt, context_tokens: int) -> WorkerPair | None:
         """One of the sources and one of its pools, full or not. Both are chosen before either is booked: a booking that
         is given back wakes those that wait for room, and two of those would wake each other for ever."""
-        prefill = self._choose([worker for worker in sources if pools[worker.address]], prompt_token_ids)
+        prefill = self._choose([worker for worker in sources if pools[worker.address]], prompt)
         if prefill is None:
             return None
-        decode = self._choose(pools[prefill.address], prompt_token_ids)
+        decode = self._choose(pools[prefill.worker.address], prompt)
         if decode is None:
             return None
-        return WorkerPair(*(self._book(worker, prompt_token_ids, context_tokens) for worker in (prefill, decode)))
+        return WorkerPair(*(self._book(chosen, prompt, context_tokens) for chosen in (prefill, decode)))
 
-    def _book(self, worker: Worker, prompt_token_ids: Sequence[int], context_tokens: int) -> Booking:
-        self._metrics.decisions.labels(self._policies[worker.role].value, "chosen").inc()
-        self._turns[worker.role] += 1
-        return worker.book(len(prompt_token_ids), context_tokens)
+    def _book(self, chosen: _Chosen, prompt: RoutedPrompt, context_tokens: int) -> Booking:
+        role = chosen.worker.role
+        self._metrics.decisions.labels(self._policies[role].value, "chosen").inc()
+        self._turns[role] += 1
+        return chosen.worker.book(prompt.num_tokens, context_tokens, chosen.num_held)
 
-    def _choose(self, workers: Sequence[Worker], prompt_token_ids: Sequence[int],
-                tried: frozenset[str] = frozenset()) -> Worker | None:
+    def _choose(self, workers: Sequence[Worker], prompt: RoutedPrompt,
+                tried: frozenset[str] = frozenset()) -> _Chosen | None:
         """Whom the policy of their role would pick, full or not; nothing is booked."""
         if not workers:
             return None
         role, by_address = workers[0].role, {worker.address: worker for worker in workers}
-        policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt_token_ids)
+        policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt.token_ids)
         with self._metrics.pick_s.time():
-            candidates = [replace(worker.as_candidate(len(prompt_token_ids)), has_room=True)
-                          for worker in by_address.values()]
+            held = self._num_held(workers, prompt) if role is WorkerRole.PREFILL else {}
+            candidates = [replace(worker.as_candidate(prompt.num_tokens), has_room=True, num_held=held.get(address, 0))
+                          for address, worker in by_address.items()]
             chosen = choose(policy, candidates, draw, tried=tried)
         if chosen is None:
             self._metrics.decisions.labels(policy.value, "full").inc()
             return None
-        return by_address[chosen.address]
+        return _Chosen(by_address[chosen.address], chosen.num_held)
+
+    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> dict[str, int]:
+        """Tokens of the prompt that workers have in their prefix caches, by address."""
+        kinds = {(worker.info.page_size, worker.compatibility) for worker in workers if worker.info is not None}
+        return {address: depth * page_size for page_size, compatibility in kinds if page_size
+                for address, depth in self._index.depths(prompt.block_names(page_size, compatibility)).items()}
 
     def _fitting(self, role: WorkerRole, compatibility: str, context_tokens: int = 0) -> list[Worker]:
         return [worker for worker in self._usable(role, context_tokens)

@@ -58,14 +58,15 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 async def _follow(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
     """Apply reports until they end; the reason why they did."""
     silence_s = max(MIN_SILENCE_S, SILENT_INTERVALS * interval_s)
+    worker.index.forget(worker.address)  # the stream begins with a whole account
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(worker_pb2.WatchRequest(interval_s=interval_s))
     reported = asyncio.Event()
     try:
         async with asyncio.timeout(None) as patience, _background(_run_out(patience, reported, silence_s)):
             async for response in call:
                 reported.set()
-                if not _apply(worker, facts, response):
-                    return "it reported load before it said what it is"
+                if (problem := _apply(worker, facts, response)):
+                    return problem
     except TimeoutError:
         return f"no report for {silence_s:g} s"
     except grpc.aio.AioRpcError as error:
@@ -75,12 +76,17 @@ async def _follow(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
     return "it ended its reports"
 
 
-def _apply(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> bool:
+def _apply(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> str:
+    """Why the stream is of no use any more; empty if it is."""
+    has_all = True
     if response.HasField("info"):
         logger.info("worker found", extra={"worker": worker.address, "incarnation": response.info.incarnation})
         worker.introduced(response.info, facts)
     elif worker.info is None:
-        return False
+        return "it reported load before it said what it is"
+    elif response.HasField("cache"):
+        has_all = worker.index.report(worker.address, response.cache)
     elif response.HasField("load"):
+        has_all = worker.index.has_all(worker.address, response.load.cache_reports)
         worker.reported(response.load)
-    return True
+    return "" if has_all else "a report of its prefix cache is missing"

@@ -15,6 +15,7 @@ import grpc
 from protos import worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.policy import Candidate, DecodePace, PrefillPace
+from router.workers.prefix_index import PrefixIndex
 from runtime.clock import Clock, SystemClock
 
 # Prompts wait here, where they are ordered and dropped, rather than at a worker, which gets as many as keep it busy
@@ -39,8 +40,9 @@ class Booking:
     worker: "Worker"
     incarnation: str
     compatibility: str
-    num_tokens: int  # of the prompt
+    num_tokens: int  # of the prompt; those that a prefill worker has to compute
     num_pages: int  # the prompt and what a pool reserves beyond it
+    num_held: int = 0  # tokens of the prompt that a prefill worker has, as it reported
     has_reserved: bool = False
     is_reported: bool = False
     num_beside: int = 0  # requests there when its answer began, itself included
@@ -105,6 +107,7 @@ class Worker:
     channel: grpc.aio.Channel
     on_change: Callable[[], None]
     clock: Clock = field(default_factory=SystemClock)
+    index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's, of all workers
     info: worker_pb2.WorkerInfo | None = None
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
     mismatch: str = ""  # why what it said about itself makes it useless here; empty if it does not
@@ -200,6 +203,7 @@ class Worker:
             self._finished.clear()
             self._claims_at_report = _Claims()
             self.prefill_pace.restarted()
+            self.index.forget(self.address)
         self.info = info
         self.load = worker_pb2.WorkerLoad()
         self.mismatch = _mismatch(info, self.role, facts)
@@ -223,10 +227,11 @@ class Worker:
         self.problem = reason
         self.on_change()
 
-    def book(self, num_tokens: int, context_tokens: int = 0) -> Booking:
-        """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its completion, 0: any."""
-        booking = Booking(self, self.incarnation, self.compatibility, num_tokens,
-                          self._pages(num_tokens, context_tokens))
+    def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
+        """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its completion, 0: any.
+        `num_held` of the prompt's tokens it need not compute."""
+        booking = Booking(self, self.incarnation, self.compatibility, num_tokens - num_held,
+                          self._pages(num_tokens, context_tokens), num_held)
         self._bookings.append(booking)
         if self.role is WorkerRole.PREFILL:
             self.prefill_pace.began()

@@ -33,7 +33,7 @@ ALLOWED = {
     "router": ("protos", "runtime"),
     "baton": ("protos", "runtime"),
     "demo": ("engine", "models", "runtime"),
-    "bench": ("baton", "demo", "engine", "models", "pool", "protos", "runtime", "testing", "transfer",
+    "bench": ("baton", "demo", "engine", "models", "pool", "protos", "router", "runtime", "testing", "transfer",
               "tests.support"),
     "testing": ("engine", "transfer", "protos", "runtime"),
     "tools": ("baton", "pool", "protos", "router", "runtime", "tests"),

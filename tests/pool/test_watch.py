@@ -18,6 +18,7 @@ from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepResult
 from pool.pipeline.leader import Leader
+from pool.prefix.journal import PointJournal
 from pool.stage.metrics import LeaderMeters, LoadBoard
 from pool.watch import Context, WorkerService, worker_load
 from prefill.entry import PrefillLimits
@@ -65,7 +66,7 @@ async def test_load_reports_wait_for_no_step() -> None:
     loop = EngineLoop(scheduler, observer=LoopObserver(settled=board.publish))
     meters = LeaderMeters.create(CollectorRegistry(), PoolGeometry(4, 100, 0, LayerRange(0, 1), ()))
     leader = cast(Leader, SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)))
-    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load, meters))
+    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load, meters), PointJournal())
     loop.start()
     try:
         request = Request("r", tuple(range(20)), 5, SamplingParams(temperature=0))
@@ -116,6 +117,6 @@ def test_who_waits_grows_older_between_two_publications() -> None:
 
 @pytest.mark.parametrize("interval_s", [0.0, 61.0])
 async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -> None:
-    service = WorkerService(pb.WorkerInfo, pb.WorkerLoad)
+    service = WorkerService(pb.WorkerInfo, pb.WorkerLoad, PointJournal())
     with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
         await anext(aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Context, None))))

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from pool.prefix.journal import PointJournal
 from pool.watch import WorkerService
 from protos import worker_pb2 as pb
 from runtime.errors import InvalidRequestError
@@ -32,7 +33,7 @@ def watch(service: WorkerService, interval_s: float) -> AsyncIterator[pb.WatchRe
 @pytest.mark.parametrize(("load", "looks_per_report"), [(BUSY, 1), (IDLE, 2)], ids=["busy", "idle"])
 async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(load: pb.WorkerLoad, looks_per_report: int) -> None:
     loads = Loads(load)
-    reports = watch(WorkerService(lambda: pb.WorkerInfo(role="decode"), loads), 0.05)
+    reports = watch(WorkerService(lambda: pb.WorkerInfo(role="decode"), loads, PointJournal()), 0.05)
     assert (await anext(reports)).info.role == "decode"
     assert (await anext(reports)).load == load
     for count in range(1, 4):
@@ -42,7 +43,7 @@ async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(load: pb.Work
 
 async def test_a_change_is_reported_at_the_next_look() -> None:
     loads = Loads(IDLE)
-    reports = watch(WorkerService(pb.WorkerInfo, loads), 0.05)
+    reports = watch(WorkerService(pb.WorkerInfo, loads, PointJournal()), 0.05)
     await anext(reports)
     await anext(reports)
     loads.load = pb.WorkerLoad(serving=True, pages_free=5)
@@ -52,7 +53,7 @@ async def test_a_change_is_reported_at_the_next_look() -> None:
 
 async def test_readiness_does_not_wait_for_the_interval() -> None:
     loads = Loads(IDLE)
-    service = WorkerService(pb.WorkerInfo, loads)
+    service = WorkerService(pb.WorkerInfo, loads, PointJournal())
     reports = watch(service, 60.0)
     await anext(reports)
     await anext(reports)
@@ -65,4 +66,17 @@ async def test_readiness_does_not_wait_for_the_interval() -> None:
 
 async def test_an_interval_out_of_range_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"interval_s.*0\.05 to 60"):
-        await anext(watch(WorkerService(pb.WorkerInfo, Loads(IDLE)), 0.01))
+        await anext(watch(WorkerService(pb.WorkerInfo, Loads(IDLE), PointJournal()), 0.01))
+
+
+async def test_what_a_prefix_cache_gained_and_lost_goes_before_the_load() -> None:
+    journal = PointJournal()
+    journal.stored(b"a" * 16)
+    reports = watch(WorkerService(pb.WorkerInfo, Loads(IDLE), journal), 0.05)
+    assert (await anext(reports)).HasField("info")
+    assert (await anext(reports)).cache == pb.CacheReport(number=0, whole=True, stored=b"a" * 16)
+    assert (await anext(reports)).load.cache_reports == 1
+    journal.stored(b"b" * 16)
+    journal.removed(b"a" * 16)
+    assert (await anext(reports)).cache == pb.CacheReport(number=1, stored=b"b" * 16, removed=b"a" * 16)
+    assert (await anext(reports)).load.cache_reports == 2

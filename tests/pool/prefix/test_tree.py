@@ -12,14 +12,19 @@ from hypothesis import strategies as st
 from pool.prefix.tree import HALF_LIFE_S, HIT_WEIGHT, Changed, Found, PrefixTree, ResumeRule
 from runtime.clock import ManualClock
 from runtime.errors import InternalError
+from runtime.prefix_blocks import NAME_BYTES
 
 Prompt = tuple[int, ...]
 RULES = [ResumeRule(1), ResumeRule(2), ResumeRule(1, has_states=True), ResumeRule(1, grid_tokens=2, has_states=True)]
 PROMPTS = st.lists(st.integers(0, 1), max_size=6).map(tuple)  # one number per block
 
 
+def name_of(blocks: Prompt) -> bytes:
+    return bytes(blocks).ljust(NAME_BYTES, b"-")
+
+
 def names(blocks: Prompt) -> tuple[bytes, ...]:
-    return tuple(bytes(blocks[:end]) for end in range(1, len(blocks) + 1))
+    return tuple(name_of(blocks[:end]) for end in range(1, len(blocks) + 1))
 
 
 @dataclass
@@ -115,7 +120,6 @@ def test_it_does_what_the_naive_model_does(rule: ResumeRule, data: st.DataObject
     clock, ids, naive = ManualClock(), count(1), Naive(rule)
     tree = PrefixTree(rule, clock, is_page_held=lambda page: page in naive.held,
                       is_slot_held=lambda slot: slot in naive.held)
-    points = set[bytes]()
     for _ in range(data.draw(st.integers(1, 24))):
         clock.advance(data.draw(st.sampled_from([0.5, 7.0, 200.0])))
         naive.now_s = clock.now()
@@ -129,29 +133,32 @@ def test_it_does_what_the_naive_model_does(rule: ResumeRule, data: st.DataObject
                 pages, slot = [next(ids) for _ in range(depth)], next(ids) if rule.has_states and depth else None
                 taken = tree.insert(names(prompt[:depth]), pages, slot)
                 assert (taken.page_ids, taken.slot_ids) == naive.insert(prompt[:depth], pages, slot)
-                points |= set(taken.resume_points)
             case "resume":
                 tree.resumed(names(prompt), found.num_tokens)
                 naive.resumed(prompt[:found.num_tokens // rule.block_tokens])
             case "hold":
                 naive.held = {*found.page_ids, found.slot_id or 0}
             case "evict pages":
-                compare(tree.evict_pages(num := data.draw(st.integers(1, 4))), naive.evict(num, slots=False), points)
+                compare(tree.evict_pages(num := data.draw(st.integers(1, 4))), naive.evict(num, slots=False))
             case "evict snapshots":
-                compare(tree.evict_snapshots(num := data.draw(st.integers(1, 3))), naive.evict(num, slots=True), points)
+                compare(tree.evict_snapshots(num := data.draw(st.integers(1, 3))), naive.evict(num, slots=True))
         assert tree.num_pages == len(naive.blocks)
-        assert points == {bytes(prompt) for prompt, block in naive.blocks.items()
-                          if block.slot is not None or not rule.has_states}
+        assert points_of(tree) == {name_of(prompt) for prompt, block in naive.blocks.items()
+                                   if block.slot is not None or not rule.has_states}
     given_up = tree.clear()
     assert sorted(given_up.page_ids) == sorted(block.page for block in naive.blocks.values())
-    assert set(given_up.resume_points) == points
     assert tree.num_pages == 0
+    assert points_of(tree) == set()
 
 
-def compare(given_up: Changed, expected: tuple[list[int], list[int]], points: set[bytes]) -> None:
+def points_of(tree: PrefixTree) -> set[bytes]:
+    with tree.journal.watch() as watcher:
+        stored = b"".join(report.stored for report in watcher.take())
+    return {stored[start:start + NAME_BYTES] for start in range(0, len(stored), NAME_BYTES)}
+
+
+def compare(given_up: Changed, expected: tuple[list[int], list[int]]) -> None:
     assert (given_up.page_ids, given_up.slot_ids) == expected
-    assert set(given_up.resume_points) <= points
-    points -= set(given_up.resume_points)
 
 
 def test_a_state_is_needed_where_a_prompt_can_be_cut() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,8 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from protos import worker_pb2
 from router.workers.directory import Directory, DirectoryOptions
+from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
 from runtime.metrics import RouterMetrics
+from runtime.prefix_blocks import block_names
 from tests.router.harness import FACTS, worker_info
 
 
@@ -36,8 +39,15 @@ class Known:
         return self.registry.get_sample_value("baton_router_workers", {"role": role.value, "state": state})
 
     def chosen(self) -> float:
-        return self.registry.get_sample_value("baton_router_decisions_total",
-                                              {"policy": "least_load", "result": "chosen"}) or 0.0
+        return sum(self.registry.get_sample_value("baton_router_decisions_total",
+                                                  {"policy": policy, "result": "chosen"}) or 0.0
+                   for policy in ("prefix_cache", "least_load"))
+
+
+def keeps(worker: Worker, prompt: Sequence[int], *, salt: str = "") -> None:
+    """It reports that it has the whole pages of this prompt."""
+    names = block_names(prompt, 16, compatibility=worker.compatibility, salt=salt)
+    assert worker.index.report(worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names)))
 
 
 def serves(worker: Worker, **changes: object) -> None:
@@ -86,7 +96,7 @@ async def test_a_request_goes_to_workers_that_can_hold_it() -> None:
     serves(known.prefill, compatibility="m")
     small, large = known.decode[0].address, known.decode[1].address
     for context_tokens, fitting in ((8, {small, large}), (9, {large}), (160, {large}), (161, set())):
-        book = partial(known.directory.book_decode, [1, 2], "m", context_tokens=context_tokens)
+        book = partial(known.directory.book_decode, RoutedPrompt([1, 2]), "m", context_tokens=context_tokens)
         found: set[str] = set()
         while (booking := book(tried=frozenset(found))) is not None:
             found.add(booking.worker.address)
@@ -95,14 +105,14 @@ async def test_a_request_goes_to_workers_that_can_hold_it() -> None:
         assert known.directory.can_hold(context_tokens) == bool(fitting)
         assert known.directory.has_pair("m", context_tokens) == bool(fitting)
         assert known.directory.has_decode("m", context_tokens) == bool(fitting)
-        pair = known.directory.place([1, 2], context_tokens)
+        pair = known.directory.place(RoutedPrompt([1, 2]), context_tokens)
         assert ({pair.decode.worker.address} <= fitting) if pair is not None else not fitting
         if pair is not None:
             pair.release()
-    assert known.directory.place_again([1], "m", large, 9) is not None, "the one that gave it up, if no other can"
+    assert known.directory.place_again(RoutedPrompt([1]), "m", large, 9) is not None, "the same one, if no other can"
     known.decode[1].lost("gone")
     assert not known.directory.can_hold(9)
-    assert known.directory.place_again([1], "m", large, 9) is None
+    assert known.directory.place_again(RoutedPrompt([1]), "m", large, 9) is None
 
 
 async def test_the_largest_pair_counts_and_not_the_largest_workers() -> None:
@@ -134,8 +144,8 @@ async def test_half_a_pair_is_never_booked() -> None:
     serves(known.decode[1], compatibility="another")
     woken = asyncio.create_task(known.directory.changed())
     await asyncio.sleep(0)
-    assert known.directory.place_again([1, 2, 3], "", known.decode[0].address) is None
-    assert known.directory.place([1, 2, 3]) is None
+    assert known.directory.place_again(RoutedPrompt([1, 2, 3]), "", known.decode[0].address) is None
+    assert known.directory.place(RoutedPrompt([1, 2, 3])) is None
     await asyncio.sleep(0)
     assert not woken.done()
     assert known.chosen() == 0
@@ -143,7 +153,7 @@ async def test_half_a_pair_is_never_booked() -> None:
     serves(known.decode[0])
     async with asyncio.timeout(5):
         await woken
-    again = known.directory.place_again([1, 2, 3], "", known.decode[0].address)
+    again = known.directory.place_again(RoutedPrompt([1, 2, 3]), "", known.decode[0].address)
     assert again is not None, "the pool that was lost is back, and there is no other"
     assert (again.prefill.worker, again.decode.worker) == (known.prefill, known.decode[0])
     assert known.chosen() == 2
@@ -154,7 +164,7 @@ async def test_the_pool_that_gave_a_request_up_gets_it_only_if_there_is_no_other
     for worker in known.directory.workers:
         serves(worker)
     for lost, other in (known.decode, reversed(known.decode)):
-        pair = known.directory.place_again([1, 2, 3], "", lost.address)
+        pair = known.directory.place_again(RoutedPrompt([1, 2, 3]), "", lost.address)
         assert pair is not None
         assert pair.decode.worker is other
         pair.release()
@@ -169,6 +179,29 @@ async def test_a_source_is_chosen_for_which_there_is_a_pool() -> None:
     serves(directory.workers[1], compatibility="m+d")
     serves(directory.workers[2], compatibility="m+d")
     directory.workers[1].book(1000)
-    pair = directory.place_again([1, 2, 3], "m", "h:9")
+    pair = directory.place_again(RoutedPrompt([1, 2, 3]), "m", "h:9")
     assert pair is not None
     assert pair.prefill.worker is directory.workers[1]
+
+
+async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_load() -> None:
+    """40 tokens, of which two pages of 16 are there; the last token is always computed."""
+    directory = Directory(DirectoryOptions(("h:1", "h:2"), ("h:3",)), FACTS, RouterMetrics.create(CollectorRegistry()),
+                          random.Random(0))
+    for worker in directory.workers:
+        serves(worker, compatibility="m")
+    first, second, _ = directory.workers
+    keeps(second, range(40))
+    for token_ids, salt, uses_cache, chosen, num_held in (
+            (range(40), "", True, second, 32), (range(32), "", True, second, 16), (range(1, 41), "", True, first, 0),
+            (range(40), "other", True, first, 0), (range(40), "", False, first, 0)):
+        pair = directory.place(RoutedPrompt(list(token_ids), salt, uses_cache), 50)
+        assert pair is not None
+        assert (pair.prefill.worker, pair.prefill.num_held) == (chosen, num_held)
+        assert pair.prefill.num_tokens == len(token_ids) - num_held
+        assert pair.decode.num_tokens == len(token_ids)
+        pair.release()
+    serves(second, compatibility="m", incarnation="after a restart")
+    pair = directory.place(RoutedPrompt(list(range(40))), 50)
+    assert pair is not None
+    assert (pair.prefill.worker, pair.prefill.num_held) == (first, 0)

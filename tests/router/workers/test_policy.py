@@ -2,7 +2,9 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,6 +54,15 @@ def test_least_load_is_the_minimum_and_ties_go_to_the_lowest_address(workers: li
     able = [worker for worker in workers if worker.has_room]
     chosen = choose(Policy.LEAST_LOAD, workers, draw())
     assert chosen == min(able, key=lambda w: (w.load, w.address), default=None)
+
+
+@pytest.mark.parametrize(("loads", "held", "chosen"), [
+    ((0, 0), (0, 64), 1), ((100, 0), (96, 0), 1), ((96, 0), (100, 0), 0), ((50, 50), (32, 32), 0), ((7, 0), (0, 0), 1)])
+def test_a_prefix_cache_counts_as_much_as_it_saves(loads: tuple[int, int], held: tuple[int, int], chosen: int) -> None:
+    """A prompt of 100 tokens: what is ahead of it there, and what must be computed of it; of equals the first address.
+    """
+    workers = [replace(worker, load=load, num_held=num) for worker, load, num in zip(idle(2), loads, held, strict=True)]
+    assert choose(Policy.PREFIX_CACHE, workers, draw(prompt=[0] * 100)) == workers[chosen]
 
 
 @given(candidates, st.integers(0, 1000))

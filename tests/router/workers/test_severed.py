@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from router.workers import severed
 from router.workers.directory import Directory, DirectoryOptions
+from router.workers.prefix_index import RoutedPrompt
 from router.workers.severed import MEMORY_S, SeveredPairs
 from router.workers.worker import Worker
 from runtime.clock import ManualClock
@@ -14,7 +15,7 @@ from runtime.metrics import RouterMetrics
 from tests.router.harness import FACTS
 from tests.router.workers.test_directory import serves
 
-PROMPT = [1, 2, 3]
+PROMPT = RoutedPrompt([1, 2, 3])
 
 
 def directory(num_prefill: int, num_decode: int) -> Directory:
@@ -50,7 +51,7 @@ async def test_what_has_no_room_is_waited_for_rather_than_a_severed_pair() -> No
     of = directory(2, 1)
     p0, p1, d0 = of.workers
     sever(of, p0, d0)
-    while p1.as_candidate(len(PROMPT)).has_room:
+    while p1.as_candidate(PROMPT.num_tokens).has_room:
         p1.book(1)
     assert placed(of) == set()
 

@@ -1,0 +1,81 @@
+"""Which resume points a prefix cache has, for those who follow it from outside: a whole account, then what changed.
+
+The thread that schedules notes changes, another one reports them to watchers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from protos import worker_pb2
+
+MAX_NAMES = 16384  # in one report
+
+
+class PointJournal:
+    """Of one cache. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._points: set[bytes] = set()
+        self._watchers: list[PointWatcher] = []
+
+    def stored(self, name: bytes) -> None:
+        with self._lock:
+            self._points.add(name)
+            self._note(name, is_stored=True)
+
+    def removed(self, name: bytes) -> None:
+        with self._lock:
+            self._points.discard(name)
+            self._note(name, is_stored=False)
+
+    @contextmanager
+    def watch(self) -> "Iterator[PointWatcher]":
+        watcher = PointWatcher(self._points, self._lock)
+        with self._lock:
+            self._watchers.append(watcher)
+        try:
+            yield watcher
+        finally:
+            with self._lock:
+                self._watchers.remove(watcher)
+
+    def _note(self, name: bytes, *, is_stored: bool) -> None:
+        for watcher in self._watchers:
+            watcher.note(name, is_stored=is_stored)
+
+
+class PointWatcher:
+    """What one watcher has not been told yet: of each point its latest state only, and the whole account once that is
+    shorter."""
+
+    def __init__(self, points: set[bytes], lock: Lock) -> None:
+        self._points = points
+        self._lock = lock
+        self._changed: dict[bytes, bool] | None = None  # whether it is there; None: a whole account is due
+        self.num_reports = 0
+
+    def note(self, name: bytes, *, is_stored: bool) -> None:
+        """The journal, under its lock."""
+        if self._changed is None:
+            return
+        self._changed[name] = is_stored
+        if len(self._changed) > len(self._points) + MAX_NAMES:
+            self._changed = None
+
+    def take(self) -> list[worker_pb2.CacheReport]:
+        """Everything that was not reported yet, in order; empty when nothing changed."""
+        with self._lock:
+            is_whole, changed = self._changed is None, self._changed
+            stored = list(self._points) if changed is None else [name for name, is_there in changed.items() if is_there]
+            removed = [name for name, is_there in changed.items() if not is_there] if changed else []
+            self._changed = {}
+        empties = is_whole and self.num_reports > 0  # a new watcher expects nothing anyway
+        firsts = range(0, max(len(stored), len(removed), int(empties)), MAX_NAMES)
+        reports = [worker_pb2.CacheReport(number=number, whole=is_whole and not first,
+                                          stored=b"".join(stored[first:first + MAX_NAMES]),
+                                          removed=b"".join(removed[first:first + MAX_NAMES]))
+                   for number, first in enumerate(firsts, self.num_reports)]
+        self.num_reports += len(reports)
+        return reports

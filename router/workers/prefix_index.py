@@ -1,0 +1,116 @@
+"""Where prompts can go on: which worker's prefix cache has which resume points, as the workers report them.
+
+Pure. A worker numbers its reports. One that does not follow the last, and begins no whole account, is of no use: the
+worker must be watched anew.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from protos import types_pb2, worker_pb2
+from runtime.prefix_blocks import NAME_BYTES, block_names
+
+
+@dataclass(frozen=True)
+class RoutedPrompt:
+    """A prompt as those see it who choose workers. `salt` and `uses_cache` as in `baton.v1.EngineRequest`."""
+
+    token_ids: Sequence[int]
+    salt: str = ""
+    uses_cache: bool = True
+    _names: dict[tuple[int, str], tuple[bytes, ...]] = field(default_factory=dict, init=False, compare=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
+        """Of the blocks that a worker may have and need not compute: all but the last token, which draws the next one.
+        Digested once for workers that are alike."""
+        if not self.uses_cache:
+            return ()
+        key = page_size, compatibility
+        if key not in self._names:
+            self._names[key] = block_names(self.token_ids[:-1], page_size, compatibility=compatibility, salt=self.salt)
+        return self._names[key]
+
+
+def prompt_of(request: types_pb2.EngineRequest) -> RoutedPrompt:
+    uses_cache = request.prefix_cache if request.HasField("prefix_cache") else True
+    is_scored = request.HasField("num_prompt_logprobs")  # then every token is computed
+    return RoutedPrompt(request.prompt_token_ids, request.cache_salt, uses_cache and not is_scored)
+
+
+class PrefixIndex:
+    """Of all workers of a router, by address."""
+
+    def __init__(self) -> None:
+        self._holders: dict[bytes, int] = {}  # per name a bit for each worker
+        self._held: dict[str, set[bytes]] = {}
+        self._bits: dict[str, int] = {}
+        self._num_reports: dict[str, int] = {}
+
+    def report(self, worker: str, report: worker_pb2.CacheReport) -> bool:
+        """Apply what a worker reports; one that was applied before, or superseded, changes nothing. False if one is
+        missing before it."""
+        expected = self._num_reports.get(worker, 0)
+        if report.number < expected:
+            return True
+        if report.whole:
+            self.forget(worker)
+        elif report.number > expected:
+            return False
+        self._num_reports[worker] = report.number + 1
+        held, bit = self._held.setdefault(worker, set()), self._bit(worker)
+        for name in _names(report.stored):
+            held.add(name)
+            self._holders[name] = self._holders.get(name, 0) | bit
+        for name in _names(report.removed):
+            held.discard(name)
+            self._remove(name, bit)
+        return True
+
+    def has_all(self, worker: str, num_reports: int) -> bool:
+        """Whether nothing is missing, of so many reports that the worker has sent."""
+        return self._num_reports.get(worker, 0) == num_reports
+
+    def forget(self, worker: str) -> None:
+        """It has nothing, or nothing is known of it. Idempotent."""
+        bit = self._bits.pop(worker, 0)
+        for name in self._held.pop(worker, ()):
+            self._remove(name, bit)
+        self._num_reports.pop(worker, None)
+
+    def depths(self, names: Sequence[bytes]) -> dict[str, int]:
+        """How many of these blocks, in order from a prompt's first, each worker need not compute: those up to its
+        deepest resume point among them. Workers that have none are left out."""
+        found: dict[str, int] = {}
+        left = {bit: worker for worker, bit in self._bits.items() if self._held[worker]}
+        wanted = sum(left)
+        for depth in range(len(names), 0, -1):
+            here = self._holders.get(names[depth - 1], 0) & wanted
+            while here:
+                bit = here & -here
+                found[left[bit]] = depth
+                here, wanted = here ^ bit, wanted ^ bit
+            if not wanted:
+                break
+        return found
+
+    def _bit(self, worker: str) -> int:
+        if worker not in self._bits:
+            taken = set(self._bits.values())
+            self._bits[worker] = next(1 << place for place in count() if 1 << place not in taken)
+        return self._bits[worker]
+
+    def _remove(self, name: bytes, bit: int) -> None:
+        rest = self._holders.get(name, 0) & ~bit
+        if rest:
+            self._holders[name] = rest
+        else:
+            self._holders.pop(name, None)
+
+
+def _names(joined: bytes) -> Iterator[bytes]:
+    return (joined[start:start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES))

@@ -1,0 +1,63 @@
+"""A router that misses a report of a prefix cache asks for a whole account: it watches anew."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import pytest
+
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from router.workers.watch import watch_worker
+from router.workers.worker import Worker, WorkerRole
+from tests.router.harness import FACTS, eventually, worker_info
+
+Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
+NAMES = [bytes([number]) * 16 for number in range(2)]
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """The first stream says `script`, every other one a whole account of both names."""
+
+    def __init__(self, script: Sequence[pb.WatchResponse]) -> None:
+        self._scripts = [script]
+        self.num_streams = 0
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
+        self.num_streams += 1
+        yield pb.WatchResponse(info=worker_info(WorkerRole.PREFILL))
+        whole = (cache(0, *NAMES, whole=True), load(1))
+        for response in self._scripts.pop() if self._scripts else whole:
+            yield response
+        await asyncio.Event().wait()
+
+
+def cache(number: int, *stored: bytes, whole: bool = False) -> pb.WatchResponse:
+    return pb.WatchResponse(cache=pb.CacheReport(number=number, stored=b"".join(stored), whole=whole))
+
+
+def load(cache_reports: int) -> pb.WatchResponse:
+    return pb.WatchResponse(load=pb.WorkerLoad(serving=True, cache_reports=cache_reports))
+
+
+@pytest.mark.parametrize(("script", "num_streams"), [
+    ((cache(0, NAMES[0], whole=True), load(1), cache(1, NAMES[1]), load(2)), 1),
+    ((cache(0, NAMES[0], whole=True), load(1), cache(2, NAMES[1])), 2),
+    ((cache(0, NAMES[0], whole=True), load(1), load(2)), 2),
+    ((load(1),), 2)], ids=["nothing is missing", "one between", "the last", "the first"])
+async def test_a_missing_report_is_noticed(script: Sequence[pb.WatchResponse], num_streams: int) -> None:
+    server, scripted = grpc.aio.server(), ScriptedWorker(script)
+    worker_pb2_grpc.add_WorkerServicer_to_server(scripted, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    worker = Worker(WorkerRole.PREFILL, address, grpc.aio.insecure_channel(address), lambda: None)
+    watching = asyncio.create_task(watch_worker(worker, FACTS, 0.05, random.Random(0)))
+    try:
+        await eventually(lambda: worker.index.depths(NAMES) == {address: 2} and worker.is_usable, "a missing report")
+        assert scripted.num_streams == num_streams
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await worker.channel.close()
+        await server.stop(None)
