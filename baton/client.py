@@ -10,7 +10,7 @@
     BatonClient("a.example.org:7000", "b.example.org:7000")     # routers of the same workers
 
 Routers take turns, those that failed lately are passed over, and what one refuses for now or leaves unfinished another
-one goes on with, within the deadline (`baton.retry`); of an answer each token arrives once (`baton.resumption`).
+one goes on with, within the deadline (`baton.retry`); of an answer each token arrives once.
 
 Every failure is a `runtime.errors.BatonError`: InvalidRequestError carries field violations, CapacityError and
 UnavailableError when to come back. Closing an iterator early, or cancelling the task that awaits it, aborts the request
@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import grpc
 
 from baton import wire
-from baton.resumption import AnswerSoFar
-from baton.retry import DEFAULT_RETRY, Patience, Retry, Targets, checked_targets
+from baton.retry import DEFAULT_RETRY, AnswerSoFar, Patience, Retry, Targets, checked_targets
 from baton.values import ClusterStatus, Completion, Event, Load, ModelInfo, Query
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from baton.resumption import AnswerSoFar
+from baton.retry import AnswerSoFar
 from baton.values import (
     Chunk,
     Finish,
