@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from runtime.clock import Clock
 from runtime.errors import BatonError, IncompatiblePeerError, InternalError
 from transfer.agent.prompts import DeviceEvent, DoneLayer, Prompt, Prompts
-from transfer.agent.receiver import Receiver
 from transfer.agent.sender import Sender, SendWindow
-from transfer.agent.stage_transfer import PoolMemory, RefusedTransfer, StageTransfer
+from transfer.agent.stage_transfer import PoolMemory, Receiver, RefusedTransfer, StageTransfer
 from transfer.agent.transfer_table import TransferTable
 from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent
