@@ -16,9 +16,8 @@ from typing import NamedTuple, TypeVar
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
-from router.workers.policy import Draw, Policy, choose
+from router.workers.policy import Draw, Policy, SeveredPairs, choose
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
-from router.workers.severed import SeveredPairs
 from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
@@ -215,11 +214,11 @@ class Directory:
 
     def severed(self, source: Booking, pool: Booking) -> None:
         """A handoff failed though both live: until one succeeds, or for a while, other pairs go first."""
-        self._severed.add(source, pool)
+        self._severed.add(source.incarnation, pool.incarnation)
 
     def linked(self, source: Booking, pool: Booking) -> None:
         """A handoff succeeded."""
-        self._severed.remove(source, pool)
+        self._severed.remove(source.incarnation, pool.incarnation)
 
     def is_fed(self, pool: Booking, context_tokens: int = 0) -> bool:
         """Whether a prompt for this pool has a source to come from; also where no pool has."""
@@ -253,7 +252,8 @@ class Directory:
                    for worker in sources}
         if not len(self._severed):
             return fitting
-        sound = {worker.address: [pool for pool in fitting[worker.address] if not self._severed.has(worker, pool)]
+        sound = {worker.address: [pool for pool in fitting[worker.address]
+                                  if not self._severed.has(worker.incarnation, pool.incarnation)]
                  for worker in sources}
         return sound if any(sound.values()) else fitting
 

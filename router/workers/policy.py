@@ -1,5 +1,5 @@
-"""Which worker gets a request, and how fast workers are. Pure: what varies (turn, random source, prompt, time) is an
-argument.
+"""Which worker gets a request, which pairs cannot hand over, and how fast workers are. Pure: what varies (turn, random
+source, prompt, time) is an argument.
 
 Every policy sees only workers that have room and were not tried for this request yet, and breaks ties by address, so
 that the same snapshot always gives the same answer.
@@ -35,6 +35,8 @@ HALF_LIFE_S = 5.0  # of busy time
 MIN_PROMPTS = 3  # one alone may have met a cold start
 MEMORY_S = 30.0
 KEPT_SHARE = 0.9  # of what came before, per answer
+SEVERED_MEMORY_S = 30.0
+MAX_SEVERED_PAIRS = 4096
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,36 @@ def _affine(candidates: Sequence[Candidate], prompt_token_ids: Sequence[int]) ->
     least = least_loaded(candidates)
     overloaded = affine.load > AFFINITY_FACTOR * least.load + AFFINITY_SLACK
     return least if overloaded else affine
+
+
+class SeveredPairs:
+    """Pairs of workers that lately could not hand a prompt over though both live: the link between their hosts fails,
+    which neither shows to the router. Kept for a while, since nothing tells when such a link is mended.
+
+    By incarnations: a worker that has started anew is another one.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until_s: dict[tuple[str, str], float] = {}  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def add(self, source: str, pool: str) -> None:
+        """A handoff from this prefill worker to this pool failed. Where there are too many, the oldest pair goes."""
+        self.remove(source, pool)
+        if len(self._until_s) >= MAX_SEVERED_PAIRS:
+            del self._until_s[next(iter(self._until_s))]
+        self._until_s[source, pool] = self._clock.now() + SEVERED_MEMORY_S
+
+    def remove(self, source: str, pool: str) -> None:
+        """One succeeded."""
+        self._until_s.pop((source, pool), None)
+
+    def has(self, source: str, pool: str) -> bool:
+        """Whether this pair is one of them."""
+        return self._clock.now() < self._until_s.get((source, pool), 0.0)
 
 
 @dataclass

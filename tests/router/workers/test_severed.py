@@ -5,10 +5,10 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.workers import severed
+from router.workers import policy
 from router.workers.directory import Directory, DirectoryOptions
+from router.workers.policy import SEVERED_MEMORY_S, SeveredPairs
 from router.workers.prefix_index import RoutedPrompt
-from router.workers.severed import MEMORY_S, SeveredPairs
 from router.workers.worker import Worker
 from runtime.clock import ManualClock
 from runtime.metrics import RouterMetrics
@@ -90,18 +90,18 @@ async def test_memory_ends_with_time_and_with_an_incarnation_and_is_bounded(monk
     clock = ManualClock(100.0)
     pairs = SeveredPairs(clock)
     source, first, second = directory(1, 2).workers
-    pairs.add(source.book(1), first.book(1))
-    assert pairs.has(source, first)
-    assert not pairs.has(source, second)
-    clock.advance(MEMORY_S)
-    assert not pairs.has(source, first)
-    pairs.add(source.book(1), first.book(1))
+    pairs.add(source.incarnation, first.incarnation)
+    assert pairs.has(source.incarnation, first.incarnation)
+    assert not pairs.has(source.incarnation, second.incarnation)
+    clock.advance(SEVERED_MEMORY_S)
+    assert not pairs.has(source.incarnation, first.incarnation)
+    pairs.add(source.incarnation, first.incarnation)
     serves(first, incarnation="new")
-    assert not pairs.has(source, first)
-    monkeypatch.setattr(severed, "MAX_PAIRS", 1)
-    pairs.add(source.book(1), first.book(1))
-    pairs.add(source.book(1), second.book(1))
+    assert not pairs.has(source.incarnation, first.incarnation)
+    monkeypatch.setattr(policy, "MAX_SEVERED_PAIRS", 1)
+    pairs.add(source.incarnation, first.incarnation)
+    pairs.add(source.incarnation, second.incarnation)
     assert len(pairs) == 1
-    assert pairs.has(source, second)
-    pairs.remove(source.book(1), second.book(1))
+    assert pairs.has(source.incarnation, second.incarnation)
+    pairs.remove(source.incarnation, second.incarnation)
     assert not len(pairs)
