@@ -66,11 +66,11 @@ def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
 
 
 def test_the_files_metrics_ports_count_up() -> None:
-    tables: Tables = {"router": {"metrics_port": 39190}, "decode": {"metrics_port": 39191}}
+    tables: Tables = {"router": {"metrics_port": 29190}, "decode": {"metrics_port": 29191}}
     names = {"router": ["router"], "prefill": ["prefill-0"], "decode": ["decode-0.0", "decode-0.1"]}
-    assert metrics_ports(tables, names) == {"router": 39190, "prefill-0": 0, "decode-0.0": 39191, "decode-0.1": 39192}
-    with pytest.raises(ConfigError, match=r"decode\.metrics_port 39190: decode-0\.0 would take 39190, and router has"):
-        metrics_ports({**tables, "decode": {"metrics_port": 39190}}, names)
+    assert metrics_ports(tables, names) == {"router": 29190, "prefill-0": 0, "decode-0.0": 29191, "decode-0.1": 29192}
+    with pytest.raises(ConfigError, match=r"decode\.metrics_port 29190: decode-0\.0 would take 29190, and router has"):
+        metrics_ports({**tables, "decode": {"metrics_port": 29190}}, names)
     with pytest.raises(ConfigError, match=r"decode-0\.1 would take 65536, and there is no such port"):
         metrics_ports({"decode": {"metrics_port": 65535}}, names)
     for wrong in (65536, "9090", True, -1):
