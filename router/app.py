@@ -1,11 +1,11 @@
 """The composition root of a router: what is built, in which order it starts, and how it ends."""
 
 import asyncio
-import gc
 import logging
 import os
 import random
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from protos import generation_pb2_grpc, orca_service_pb2_grpc
@@ -39,8 +39,8 @@ VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 logger = logging.getLogger(__name__)
 
 
-async def serve(config: RouterConfig, stop: StopSignal) -> None:
-    """Run a router until `stop`, then drain.
+async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[], None] = lambda: None) -> None:
+    """Run a router until `stop`, then drain. `on_start` is called once all is there that lasts as long as the router.
 
     Raises:
         ConfigError: the model directory, a file of certificates or tokens, an address or a port cannot be used.
@@ -91,8 +91,7 @@ async def serve(config: RouterConfig, stop: StopSignal) -> None:
             write_announcement(config.announce, Announcement(address, exposition.port if exposition else None,
                                                              os.getpid(), incarnation))
         readiness = Readiness(services, server.health, config.warm_up_s, services_served)
-        gc.collect()
-        gc.freeze()  # what is there stays: every later look through it would hold all requests up, for 50 ms
+        on_start()
         async with background(stop, directory.run(), admission.run(), readiness.run()):
             await stop.wait()
             await server.drain(grace_s=config.drain_s)
