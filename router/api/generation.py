@@ -19,7 +19,7 @@ from router.api.load import RequestCounts, load_of
 from router.request.admission import PriorityLimits
 from router.request.answer import Emit, Output, ResponseQueue, feed
 from router.request.flow import RequestFlow, Services
-from router.request.timeline import Timeline
+from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest, admissible
 from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits, ServedModel

@@ -35,9 +35,8 @@ from dataclasses import dataclass
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
 from router.request.answer import Answer, Emit, Output, finish_of
-from router.request.outlook import Outlook, ServiceRecord
+from router.request.service_times import Outlook, ServiceRecord, Timeline
 from router.request.streams import DecodeStream, PrefillStream
-from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import Ended, Event, FlowLimits, FlowParts, Migrations, task_group
 from router.workers.directory import Directory, WorkerPair
