@@ -20,8 +20,8 @@ from protos import worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
+from runtime.digests import block_names
 from runtime.metrics import RouterMetrics
-from runtime.prefix_blocks import block_names
 
 NUM_WORKERS = 64
 PROMPT_TOKENS = 2000

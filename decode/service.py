@@ -33,6 +33,7 @@ from pool.request.stay import (
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.clock import SystemClock
+from runtime.digests import share_draft
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -44,7 +45,6 @@ from runtime.errors import (
     RequestAborted,
 )
 from runtime.metrics import ArrivalMetrics
-from runtime.pairing import share_draft
 from runtime.tracing import begin
 from transfer.plan import codec
 from transfer.plan.compatibility import check_compatible

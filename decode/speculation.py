@@ -1,9 +1,9 @@
 """What stage 0 keeps of a request's speculation between its steps, and how it shapes the next one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from engine.core.draft_trees import AcceptedNodes, SpecRow, TokenTree
+from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree
 
 DraftLength = Callable[[int], int]  # running requests -> how many nodes their next trees may have
 MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
@@ -39,7 +39,7 @@ class DraftState:
     landed    its state came with the prompt, and no tree was grown from it yet
     """
 
-    tree: TokenTree = field(default_factory=TokenTree)
+    tree: TokenTree = NO_TREE
     accepted: AcceptedNodes | None = None
     start: int = 0
     followed: bool = False
@@ -54,7 +54,7 @@ class DraftState:
                num_draft_tokens: int) -> tuple[TokenTree, SpecRow]:
         """The tree to verify, cut to what there is room and use for, and the row's share of the batch."""
         tree = self.tree.within(max(0, max_depth)).first(max(0, max_nodes))
-        self.tree = TokenTree()
+        self.tree = NO_TREE
         return tree, self._row(context_len, tree.rooted_parents, None, num_draft_tokens)
 
     def replay(self, context_len: int, num_tokens: int, next_token_id: int, num_draft_tokens: int) -> SpecRow:

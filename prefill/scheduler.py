@@ -29,8 +29,7 @@ from engine.pipeline.stages import StepResult
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
-from prefill.entry import Emit, FirstToken, PrefillEntry, PrefillLimits, Scored, Started
-from prefill.prompt_cache import PromptCache
+from prefill.prompts import Emit, FirstToken, PrefillEntry, PrefillLimits, PromptCache, Scored, Started
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, DeadlineError, FieldViolation, InvalidRequestError
 from runtime.pace import PrefillRateEstimate
@@ -62,7 +61,7 @@ class PrefillScheduler:
     def submit(self, request: Request, emit: Emit, *, blocks: tuple[bytes, ...] = (),
                ends_at_s: float = math.inf) -> int:
         """Queue a request with a deadline; returns the key that names it in batches. `blocks` are the names of its
-        prompt's full pages (`runtime.prefix_blocks`); without them it takes no part in the cache.
+        prompt's full pages (`runtime.digests`); without them it takes no part in the cache.
 
         Raises:
             CapacityError: the queue is full.

@@ -25,11 +25,12 @@ from pool.request.stay import (
     read_request,
     serve,
 )
-from prefill.entry import Event, FirstToken, Scored, Started
+from prefill.prompts import Event, FirstToken, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
+from runtime.digests import block_names
 from runtime.errors import (
     BatonError,
     FieldViolation,
@@ -38,7 +39,6 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
-from runtime.prefix_blocks import block_names
 from runtime.tracing import Span, begin
 from transfer.plan import codec
 from transfer.plan.copy_plan import check_plan

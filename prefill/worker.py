@@ -10,7 +10,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark, layer_observer
 from pool.stage.stage import Stage
 from pool.stage.warmup import run_inside
-from prefill.entry import Event, FirstToken, PrefillLimits
+from prefill.prompts import Event, FirstToken, PrefillLimits
 from prefill.scheduler import PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2_grpc

@@ -15,7 +15,7 @@ from router.api.readiness import SERVICE, Readiness
 from router.config import RouterConfig
 from router.request.admission import Admission, AdmissionLimits, PriorityLimits
 from router.request.flow import Services
-from router.request.outlook import Outlook
+from router.request.service_times import Outlook
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import load_served_model
 from router.workers.directory import Directory, DirectoryOptions

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from engine.backends.recurrent_snapshots import SnapshotRecurrent
+from engine.backends.recurrent_batch import SnapshotRecurrent
 from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
 from engine.contracts.model import StageModel

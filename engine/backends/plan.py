@@ -3,7 +3,7 @@
 A row's new tokens are cut into *tiles*, each of which reads the row's keys once per kv head. Where order is not causal
 (draft trees), a token's own keys are listed as its *path*: plain decoding would have stored them behind each other, and
 the order in which keys are added up is that of plain decoding. `tree_visibility` gives every backend what such a token
-may see.
+may see, and `check_covered` refuses what was not planned for.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, ancestors
 from engine.kernels.rows_in_place import RowsInPlace
-from runtime.errors import InternalError
+from runtime.errors import InternalError, StalePlanError
 
 MAX_TILE_ROWS = 192  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
 _MIN_RUN_TOKENS = 8  # on average
@@ -44,6 +44,20 @@ class AttentionPlan:
     write_offsets: Tensor  # [T] int64
     runs: tuple[PageRun, ...]
     rows: RowsInPlace
+
+
+def check_covered(batch: ForwardBatch, num_planned: tuple[int, int], geometry: AttentionGeometry, q: Tensor, k: Tensor,
+                  v: Tensor) -> None:
+    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless they are the batch's,
+    and q, k and v theirs."""
+    if (batch.num_rows, batch.num_tokens) != num_planned:
+        raise StalePlanError(f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
+                             f"{batch.num_rows} and {batch.num_tokens}")
+    num_tokens = num_planned[1]
+    kv_shape = (num_tokens, geometry.num_kv_heads, geometry.head_dim)
+    if q.shape != (num_tokens, geometry.num_heads, geometry.head_dim) or not k.shape == v.shape == kv_shape:
+        raise StalePlanError(f"planned for {num_tokens} tokens of {geometry}, got q {tuple(q.shape)}, "
+                             f"k {tuple(k.shape)}, v {tuple(v.shape)}")
 
 
 def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int | None) -> AttentionPlan:
@@ -89,7 +103,7 @@ def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, pages: Tens
             start += len(visible)
     tiles = _tiles(batch, max(1, MAX_TILE_ROWS * geometry.num_kv_heads // geometry.num_heads))
     return RowsInPlace(pages.int().contiguous(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3), positions.int(),
-                       num_in_order, paths)
+                       num_in_order, paths, max((count for *_, count in tiles), default=0))
 
 
 def _tiles(batch: ForwardBatch, size: int) -> list[tuple[int, int, int]]:

@@ -1,12 +1,19 @@
-"""What recurrent backends take of a batch: the modes and rows that all of them refuse, and what compiled code for the
-host is given."""
+"""What recurrent backends take of a batch: the modes and rows that all of them refuse, what compiled code for the host
+is given, and what is done about states for a prefix cache.
 
-from collections.abc import Mapping
+Those are copied out at points within a row, and into the slot of a row that goes on from one of them. The chunked delta
+rule has the same bits however it is cut on its grid, so a row that hands out a state is run in two parts, within one
+pass of the layer. The convolution needs no cut: its state is its last inputs.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.kernels.delta_rule import CHUNK
 from engine.kernels.host.compiled import dense_tokens
@@ -49,3 +56,97 @@ def delta_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> De
     """As kernels read them. Shapes as in `RecurrentBackend.gated_delta_rule`."""
     return DeltaInputs(dense_tokens(q), dense_tokens(k), dense_tokens(v), g.float().contiguous(),
                        beta.float().contiguous())
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The state of `slot_id` before token `end` of the batch is copied to `target`. `num_tokens`: of the row, up to
+    there."""
+
+    end: int
+    num_tokens: int
+    slot_id: int
+    target: int
+
+
+class SnapshotRecurrent:
+    """A `RecurrentBackend` that does what the rows of a batch say about states (`ForwardBatch.states`), and otherwise
+    what the backend does that it stands before."""
+
+    def __init__(self, backend: RecurrentBackend, *, conv_pools: Mapping[int, Tensor],
+                 state_pools: Mapping[int, Tensor]) -> None:
+        """The pools are those that `backend` works on."""
+        self._backend = backend
+        self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
+        self._planned: tuple[ForwardBatch, list[_Copy], list[tuple[slice, ForwardBatch]]] | None = None
+
+    def commit(self, batch: ForwardBatch) -> None:
+        """Give rows that go on from a kept state a copy of it. Before the batch runs."""
+        moves = [(row.resumed_slot, slot) for row, slot in zip(batch.states, batch.slot_ids.tolist(), strict=True)
+                 if row.resumed_slot] if batch.states else []
+        for pool in (*self._conv_pools.values(), *self._state_pools.values()) if moves else ():
+            sources, slots = torch.tensor(moves, device=pool.device).t()
+            pool[slots] = pool[sources]
+
+    def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `RecurrentBackend.causal_conv`."""
+        out = self._backend.causal_conv(layer_id, x, weight, batch)
+        for copy in self._plan(batch)[0]:
+            length, pool = weight.shape[1] - 1, pool_of(self._conv_pools, layer_id, "conv")
+            if copy.num_tokens < length:
+                raise InternalError(f"a snapshot {copy.num_tokens} tokens into a row, of a convolution over {length}")
+            pool[copy.target] = x[copy.end - length:copy.end]
+        return out
+
+    def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                         batch: ForwardBatch) -> Tensor:
+        """See `RecurrentBackend.gated_delta_rule`."""
+        copies, parts = self._plan(batch)
+        if not copies:
+            return self._backend.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
+        outs, due = [], iter(copies)
+        for tokens, part in parts:
+            outs.append(self._backend.gated_delta_rule(
+                layer_id, q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], part))
+            if (copy := next(due, None)) is not None:
+                pool = pool_of(self._state_pools, layer_id, "state")
+                pool[copy.target] = pool[copy.slot_id]
+        return torch.cat(outs)
+
+    def _plan(self, batch: ForwardBatch) -> tuple[list[_Copy], list[tuple[slice, ForwardBatch]]]:
+        """Made at the first recurrent layer of a forward, used by all: the copies in the order of their tokens, and the
+        parts of the batch that end with them, and the rest."""
+        if self._planned is None or self._planned[0] is not batch:
+            copies = list(_copies(batch))
+            self._planned = batch, copies, list(_parts(batch, [copy.end for copy in copies]))
+        return self._planned[1:]
+
+
+def _copies(batch: ForwardBatch) -> Iterator[_Copy]:
+    first = 0
+    for row, length, context_len, slot in zip(batch.states, batch.query_lens, batch.context_lens,
+                                              batch.slot_ids.tolist(), strict=True) if batch.states else ():
+        for snapshot in row.snapshots:
+            count = snapshot.num_tokens - context_len
+            if not 0 < count <= length:
+                raise InternalError(f"a snapshot at {snapshot.num_tokens} of a row from {context_len} to "
+                                    f"{context_len + length}")
+            yield _Copy(first + count, count, slot, snapshot.slot_id)
+        first += length
+
+
+def _parts(batch: ForwardBatch, cuts: list[int]) -> Iterator[tuple[slice, ForwardBatch]]:
+    """The tokens up to each cut, and those behind the last, as batches of what lies in them of the rows."""
+    ends = [*cuts, batch.num_tokens] if cuts and cuts[-1] < batch.num_tokens else cuts
+    for start, end in zip([0, *ends], ends, strict=False):
+        rows, lens, contexts, first = list[int](), list[int](), list[int](), 0
+        for row, length in enumerate(batch.query_lens):
+            begin, stop = max(first, start), min(first + length, end)
+            if begin < stop:
+                rows.append(row)
+                lens.append(stop - begin)
+                contexts.append(batch.context_lens[row] + begin - first)
+            first += length
+        yield slice(start, end), replace(
+            batch.filter(rows), query_lens=tuple(lens), context_lens=tuple(contexts), token_ids=None,
+            positions=batch.positions[start:end], states=())

@@ -11,7 +11,6 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch
-from runtime.errors import StalePlanError
 
 
 @dataclass(frozen=True)
@@ -44,17 +43,3 @@ class AttentionBackend(Protocol):
             StalePlanError: the batch was not planned by this backend, or has more rows or tokens than the plan.
         """
         ...
-
-
-def check_covered(batch: ForwardBatch, num_planned: tuple[int, int], geometry: AttentionGeometry, q: Tensor, k: Tensor,
-                  v: Tensor) -> None:
-    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless they are the batch's,
-    and q, k and v theirs."""
-    if (batch.num_rows, batch.num_tokens) != num_planned:
-        raise StalePlanError(f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
-                             f"{batch.num_rows} and {batch.num_tokens}")
-    num_tokens = num_planned[1]
-    kv_shape = (num_tokens, geometry.num_kv_heads, geometry.head_dim)
-    if q.shape != (num_tokens, geometry.num_heads, geometry.head_dim) or not k.shape == v.shape == kv_shape:
-        raise StalePlanError(f"planned for {num_tokens} tokens of {geometry}, got q {tuple(q.shape)}, "
-                             f"k {tuple(k.shape)}, v {tuple(v.shape)}")

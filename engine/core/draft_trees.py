@@ -45,6 +45,9 @@ class TokenTree:
                          tuple(place[self.parents[node]] for node in accepted))
 
 
+NO_TREE = TokenTree()
+
+
 def node_depths(parents: tuple[int, ...]) -> tuple[int, ...]:
     """Depth of each node, 0 where the parent is -1."""
     depths: list[int] = []
@@ -133,7 +136,7 @@ class Verified:
     """
 
     accepted: tuple[int, ...] = (0,)
-    draft: TokenTree = TokenTree()
+    draft: TokenTree = NO_TREE
 
 
 def ancestors(parents: tuple[int, ...], node: int) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """The argument by which kernels read keys from the pages where they lie."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ class RowsInPlace:
     num_in_order [R] int32, this many of a row's keys lie in the order of positions in the row's pages
     paths        [T, longest] int64, where the token's other keys lie, by position: page * page_size + offset; longest
                  is 0 where all keys lie in order
+    longest_tile how many tokens the longest tile has; 0 where there are no tiles
     """
 
     tables: Tensor
@@ -24,8 +24,4 @@ class RowsInPlace:
     positions: Tensor
     num_in_order: Tensor
     paths: Tensor
-
-    @cached_property
-    def longest_tile(self) -> int:
-        """Tokens; 0 where there are no tiles."""
-        return int(self.tiles[:, 2].max()) if len(self.tiles) else 0
+    longest_tile: int

@@ -22,7 +22,7 @@ from engine.contracts.latent import LatentAttentionBackend
 from engine.contracts.model import ForwardContext, StageModel, StageOutput
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
-from engine.core.draft_trees import SpecInfo, TokenTree, Verified
+from engine.core.draft_trees import NO_TREE, SpecInfo, Verified
 from engine.core.numerics import HOST, use_in_this_thread
 from engine.core.request import DrawnToken
 from engine.core.time_limits import FrameLimit
@@ -149,14 +149,14 @@ class LastStage:
     def finish(self, batch: ForwardBatch, output: StageOutput) -> StageResult:
         """Of a PREBUILT batch each row gets a first tree and draws nothing."""
         if batch.mode is ForwardMode.PREBUILT:
-            first = self.drafter.begin(batch) if self.drafter is not None else [TokenTree()] * batch.num_rows
+            first = self.drafter.begin(batch) if self.drafter is not None else [NO_TREE] * batch.num_rows
             return StageResult([], [Verified((), tree) for tree in first], [])
         scored = score(output.logits, batch)
         runs = draw_runs(scored.drawing, batch, self.sampler)
         tokens = [token for run in runs for token in run.tokens]
         if not isinstance(batch.spec_info, SpecInfo):
             return StageResult(tokens, [], scored.scores)
-        trees = self.drafter.propose(batch, output, runs) if self.drafter is not None else [TokenTree()] * len(runs)
+        trees = self.drafter.propose(batch, output, runs) if self.drafter is not None else [NO_TREE] * len(runs)
         verified = [Verified(tuple(run.accepted), tree) for run, tree in zip(runs, trees, strict=True)]
         return StageResult(tokens, verified, scored.scores)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
-from engine.core.draft_trees import CarriedKeys, SpecInfo, TokenTree
+from engine.core.draft_trees import NO_TREE, CarriedKeys, SpecInfo, TokenTree
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs
 from engine.speculative.draft_handoff import DraftEnd, HandedEnds
@@ -37,11 +37,11 @@ class PromptDrafter:
         """See `Drafter.propose`."""
         self._drafter.follow(batch, output, runs)
         self._on_followed(batch)
-        return [TokenTree()] * len(runs)
+        return [NO_TREE] * len(runs)
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
         """See `Drafter.begin`; a prefill pool gets no such batches."""
-        return [TokenTree()] * batch.num_rows
+        return [NO_TREE] * batch.num_rows
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class EagleDrafter:
         """See `Drafter.propose`."""
         followed = _followed(batch, runs) if batch.num_rows else []
         if not followed:
-            return [TokenTree()] * len(runs)
+            return [NO_TREE] * len(runs)
         extend = _extend_batch(batch, followed)
         extend.spec_info = carried = CarriedKeys()
         hidden = self._extend(extend, followed, output)
@@ -111,7 +111,7 @@ class EagleDrafter:
             grown = self._grow(continued, slots, extend.positions[last] + 1, self._end(hidden[last]),
                                [followed[index].num_nodes for index in growing])
             trees = {followed[index].row: tree for index, tree in zip(growing, grown, strict=True)}
-        return [trees.get(run.row, TokenTree()) for run in runs]
+        return [trees.get(run.row, NO_TREE) for run in runs]
 
     def _extend(self, extend: ForwardBatch, followed: list[_Followed], output: StageOutput) -> Tensor:
         """Hidden states of all slots, [slots, hidden]."""

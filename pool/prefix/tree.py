@@ -1,7 +1,7 @@
 """What a pool remembers of prompts: a radix tree over page-sized blocks of token ids. Pure: ids of pages and slots, no
 memory behind them.
 
-A node stands for a block, by its name (`runtime.prefix_blocks`), and has the page that holds the block's entries. Names
+A node stands for a block, by its name (`runtime.digests`), and has the page that holds the block's entries. Names
 are chained, so one table finds any node and whoever is in it has all its ancestors in it. A *resume point* is a node
 from which a prompt can go on: any node of a model that keeps its whole past in pages, else those with a *snapshot*, the
 recurrent state after their block, in a slot. There the tree keeps no pages behind the last snapshot of a branch: nobody

@@ -1,4 +1,9 @@
-"""`baton.v1.Generation`: checks what comes in, starts a flow per request, and hands out what it emits."""
+"""`baton.v1.Generation`: checks what comes in, starts a flow per request, and hands out what it emits.
+
+Several choices of one request: each is a request of its own to the workers, and all share one stream. They begin
+together and fail together: the first error ends the others. Choice i draws with a seed derived from the request's, so
+that every choice is repeatable alone.
+"""
 
 import asyncio
 import secrets
@@ -9,14 +14,14 @@ from typing import Any, cast
 
 import grpc
 
-from protos import generation_pb2, generation_pb2_grpc
+from protos import generation_pb2, generation_pb2_grpc, types_pb2
 from router.api.load import RequestCounts, load_of
 from router.request.admission import PriorityLimits
-from router.request.answer import Output, ResponseQueue, feed
-from router.request.choices import choice_of, emit_into, run_together
+from router.request.answer import Emit, Output, ResponseQueue, feed
 from router.request.flow import RequestFlow, Services
-from router.request.timeline import Timeline
+from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest, admissible
+from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits, ServedModel
 from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
@@ -26,6 +31,8 @@ from runtime.tracing import note
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_ABORT_IDS = 1024
+# 2^64 divided by the golden ratio: seeds of neighbouring requests do not meet (Knuth, TAOCP 3, section 6.4).
+SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -168,3 +175,38 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 def draw_seed() -> int:
     """A seed for a request that brings none."""
     return secrets.randbits(64)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`; that of choice 0 is the request's own."""
+    return (seed + index * SEED_STRIDE) % 2**64
+
+
+def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
+    """Choice `index` as a request of its own. The prompt is scored for choice 0 only: it is the same for all."""
+    if index == 0:
+        return request
+    engine = types_pb2.EngineRequest()
+    engine.CopyFrom(request.engine)
+    engine.request_id = f"{engine.request_id}/{index}"
+    engine.sampling.seed = choice_seed(engine.sampling.seed, index)
+    engine.ClearField("num_prompt_logprobs")
+    return replace(request, engine=engine, resumed=request.resumed[index:index + 1],
+                   resumed_from=request.resumed_from[index:index + 1])
+
+
+def emit_into(responses: ResponseQueue, request_id: str, index: int) -> Emit:
+    """Where a choice's flow puts its messages: under the client's id and the choice's index."""
+
+    async def emit(response: generation_pb2.GenerateResponse) -> None:
+        response.request_id, response.index = request_id, index
+        await responses.put(response)
+
+    return emit
+
+
+async def run_together(flows: Sequence[RequestFlow]) -> None:
+    """Every flow to its end. Raises the first BatonError, when the others have been cancelled."""
+    async with task_group() as group:
+        for flow in flows:
+            group.create_task(flow.run())

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from protos import generation_pb2, types_pb2
 from router.request.answer import Output
 from router.request.flow import RequestFlow, Services
-from router.request.timeline import Timeline
+from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest
 from runtime.clock import SystemClock
 from runtime.errors import BatonError

@@ -14,7 +14,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator
 
-from router.request.outlook import Outlook, Rates
+from router.request.service_times import Outlook, Rates
 from router.request.validate import MAX_PRIORITY, AdmissibleRequest
 from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair

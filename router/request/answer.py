@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Self
 
 from protos import generation_pb2, types_pb2
-from router.request.timeline import Timeline
+from router.request.service_times import Timeline
 from router.text.detokenise import Detokeniser, StopMatcher
 from router.text.model_facts import ModelLimits
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted

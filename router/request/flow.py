@@ -19,7 +19,7 @@ An answer that another router began goes the same way: decode computes again wha
 Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new one's terms go to
 the same reservation, which lands again under its next epoch, and its first token must be the one already sent. A pair
 whose handoff failed though both live is remembered as severed; where no source is left for the pool, the request moves.
-When a decode pool is lost or drains after it landed, the request moves, too (`router.request.migration`): another pair
+When a decode pool is lost or drains after it landed, the request moves, too (`Migrations`): another pair
 starts over at 2, the tokens already sent are computed again over there without being drawn or sent again, and the
 stream goes on. Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through
 `_serve`'s end, where both streams are closed and both bookings released.
@@ -35,12 +35,10 @@ from dataclasses import dataclass
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
 from router.request.answer import Answer, Emit, Output, finish_of
-from router.request.migration import Migrations
-from router.request.outlook import Outlook, ServiceRecord
+from router.request.service_times import Outlook, ServiceRecord, Timeline
 from router.request.streams import DecodeStream, PrefillStream
-from router.request.timeline import Timeline
 from router.request.validate import AdmissibleRequest
-from router.request.worker_stream import Ended, Event, FlowLimits, FlowParts, task_group
+from router.request.worker_stream import Ended, Event, FlowLimits, FlowParts, Migrations, task_group
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.errors import (

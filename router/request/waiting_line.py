@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from router.request.outlook import Outlook, Rates, TokenWork
+from router.request.service_times import Outlook, Rates, TokenWork
 
 T = TypeVar("T")
 

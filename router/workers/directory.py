@@ -23,8 +23,8 @@ from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.client import ChannelOptions, open_channel
 from runtime.clock import SystemClock
+from runtime.digests import may_pair, named_difference
 from runtime.metrics import RouterMetrics
-from runtime.pairing import may_pair, named_difference
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from protos import types_pb2, worker_pb2
-from runtime.prefix_blocks import NAME_BYTES, block_names
+from runtime.digests import NAME_BYTES, block_names
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.stage.metrics import LeaderMeters, LoadBoard
 from pool.watch import Context, WorkerService, worker_load
-from prefill.entry import PrefillLimits
+from prefill.prompts import PrefillLimits
 from prefill.scheduler import PrefillScheduler
 from protos import worker_pb2 as pb
 from runtime.clock import ManualClock, SystemClock

@@ -17,12 +17,12 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from engine.sampling.sampler import Scores
 from pool.prefix.tree import ResumeRule
-from prefill.entry import Event, FirstToken, PrefillLimits, Started
+from prefill.prompts import Event, FirstToken, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
+from runtime.digests import block_names
 from runtime.errors import PeerLostError
 from runtime.metrics import CacheMetrics
-from runtime.prefix_blocks import block_names
 
 PAGE, CHUNK, GRID = 4, 8, 8
 

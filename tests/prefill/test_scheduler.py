@@ -11,7 +11,7 @@ from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
-from prefill.entry import Event, FirstToken, PrefillLimits, Scored, Started
+from prefill.prompts import Event, FirstToken, PrefillLimits, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, DeadlineError, InvalidRequestError, PeerLostError

@@ -22,7 +22,7 @@ from pool.request.stay import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
-from prefill.entry import PrefillLimits
+from prefill.prompts import PrefillLimits
 from prefill.scheduler import PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2 as pb

@@ -19,7 +19,7 @@ from router.api.generation import GenerationService, RequestLimits
 from router.api.readiness import SERVICE, Readiness
 from router.request.admission import Admission, AdmissionLimits, PriorityLimits
 from router.request.flow import Services
-from router.request.outlook import Outlook
+from router.request.service_times import Outlook
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits, ServedModel
 from router.text.tokenise import ChatTemplate, Tokeniser

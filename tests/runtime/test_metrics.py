@@ -2,7 +2,7 @@ import urllib.request
 
 import pytest
 
-from router.request.migration import MoveReason
+from router.request.worker_stream import MoveReason
 from router.workers.worker import WorkerRole
 from runtime import errors
 from runtime.errors import BatonError, ConfigError

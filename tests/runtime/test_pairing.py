@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.pairing import may_pair, pairing_digest, share_draft
+from runtime.digests import may_pair, pairing_digest, share_draft
 
 PLAIN, FIRST, SECOND = (pairing_digest("m", draft) for draft in ("", "d", "e"))
 

@@ -2,7 +2,7 @@ from hashlib import blake2b
 
 import pytest
 
-from runtime.prefix_blocks import NAME_BYTES, block_names
+from runtime.digests import NAME_BYTES, block_names
 
 
 def names(ids: list[int], salt: str = "", compatibility: str = "weights 1") -> tuple[bytes, ...]:

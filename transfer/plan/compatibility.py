@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from engine.memory.layout import CacheSpec, travelling
+from runtime.digests import may_pair, named_difference, pairing_digest
 from runtime.errors import IncompatiblePeerError
-from runtime.pairing import may_pair, named_difference, pairing_digest
 
 SCHEMA_VERSION = 4
 """Raised whenever the copy plan, the tags, the trailer or the digests change."""
@@ -15,7 +15,7 @@ SCHEMA_VERSION = 4
 
 @dataclass(frozen=True)
 class Compatibility:
-    """`digest` is compared (see `runtime.pairing`), `text` is shown when two differ."""
+    """`digest` is compared (see `runtime.digests`), `text` is shown when two differ."""
 
     digest: str
     text: str

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.commit import commit_kv
-from engine.backends.plan import AttentionPlan, build_plan
-from engine.contracts.attention import AttentionGeometry, check_covered
+from engine.backends.plan import AttentionPlan, build_plan, check_covered
+from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
 from engine.kernels.host.compiled import Team, has_kernels
 from engine.kernels.host.in_place import attend_in_place

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.backends.commit import commit_kv
 from engine.backends.cuda.wrappers import DecodeWrapper, GraphSizes, RaggedWrapper, Slot, WrapperFactory, partial_bytes
-from engine.backends.plan import storage_positions, tree_visibility, visible_in_trees
-from engine.contracts.attention import AttentionGeometry, check_covered
+from engine.backends.plan import check_covered, storage_positions, tree_visibility, visible_in_trees
+from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
 from engine.core.numerics import Numerics

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.cpu.recurrent import CpuRecurrent
-from engine.backends.recurrent_snapshots import SnapshotRecurrent
+from engine.backends.recurrent_batch import SnapshotRecurrent
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics
 from engine.core.state_rows import Snapshot, StateRow

@@ -74,7 +74,8 @@ def rows_of(contexts: list[int], counts: list[int], page_size: int, *, tile: int
     ends = [context + count for context, count in zip(contexts, counts, strict=True)]
     return RowsInPlace(tables, torch.tensor(tiles, dtype=torch.int32).view(-1, 3),
                        torch.tensor(positions, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32),
-                       torch.empty(len(positions), 0, dtype=torch.long))
+                       torch.empty(len(positions), 0, dtype=torch.long),
+                       longest_tile=max((count for *_, count in tiles), default=0))
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -142,7 +143,8 @@ def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
         assert torch.equal(attend_in_place(pages, queries, again, scale, Team()), out)
     for token in (0, 1, 63, 64, 299):
         alone = rows_of([context + token], [1], page_size)
-        alone = RowsInPlace(plan.tables, alone.tiles, alone.positions, alone.num_in_order, alone.paths)
+        alone = RowsInPlace(plan.tables, alone.tiles, alone.positions, alone.num_in_order, alone.paths,
+                            alone.longest_tile)
         assert torch.equal(attend_in_place(pages, queries[token : token + 1], alone, scale, Team())[0], out[token])
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pool.prefix import journal as module
 from pool.prefix.journal import PointJournal
 from protos import worker_pb2
-from runtime.prefix_blocks import NAME_BYTES
+from runtime.digests import NAME_BYTES
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(12)]
 

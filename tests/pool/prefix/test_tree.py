@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pool.prefix.tree import HALF_LIFE_S, HIT_WEIGHT, Changed, Found, PrefixTree, ResumeRule
 from runtime.clock import ManualClock
+from runtime.digests import NAME_BYTES
 from runtime.errors import InternalError
-from runtime.prefix_blocks import NAME_BYTES
 
 Prompt = tuple[int, ...]
 RULES = [ResumeRule(1), ResumeRule(2), ResumeRule(1, has_states=True), ResumeRule(1, grid_tokens=2, has_states=True)]

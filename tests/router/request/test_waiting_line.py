@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.request.outlook import MIN_ERRORS, START_CAUTION, Outlook, Rates, TokenWork
+from router.request.service_times import MIN_ERRORS, START_CAUTION, Outlook, Rates, TokenWork
 from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from runtime.clock import ManualClock
 

@@ -13,8 +13,8 @@ from protos import worker_pb2
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
+from runtime.digests import block_names
 from runtime.metrics import RouterMetrics
-from runtime.prefix_blocks import block_names
 from tests.router.harness import FACTS, worker_info
 
 

@@ -15,7 +15,7 @@ from pool.prefix.tree import ResumeRule
 from protos import worker_pb2
 from router.workers.policy import Candidate, Draw, Policy, choose
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
-from runtime.prefix_blocks import NAME_BYTES, block_names
+from runtime.digests import NAME_BYTES, block_names
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(6)]
 sets_of_names = st.sets(st.sampled_from(NAMES)).map(sorted)

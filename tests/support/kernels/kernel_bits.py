@@ -45,7 +45,7 @@ def main() -> None:
                        tiles=torch.tensor([[0, 0, 1], [1, 1, 2]], dtype=torch.int32),
                        positions=torch.tensor([37, 50, 51], dtype=torch.int32),
                        num_in_order=torch.tensor([38, 52], dtype=torch.int32),
-                       paths=torch.empty(3, 0, dtype=torch.long))
+                       paths=torch.empty(3, 0, dtype=torch.long), longest_tile=2)
     outputs = [*(rms_norm(x, x[0, 0].contiguous(), 1e-6, team, rounds_first=first) for first in (True, False)),
                rotate_halves(x, angle.cos(), angle.sin(), team), attend_in_place(pages, queries, rows, 0.2, team),
                *recurrent_outputs(generator, team), *latent_outputs(generator, team)]

@@ -1,7 +1,9 @@
-"""What serving a request will take, from rates that were measured: prompt tokens per second and time between tokens of
-each pool (`router.workers.policy`), how long answers become, and how far such estimates have been wrong.
+"""What serving a request took, and what it will take.
 
-Nothing is refused on a guess: what was not measured lately counts as no time at all.
+`Timeline`: when things happened to one request, as the router saw them, and how long they took by the workers' reports.
+`Outlook`: estimates from rates that were measured (prompt tokens per second and time between tokens of each pool,
+`router.workers.policy`), how long answers become, and how far such estimates have been wrong. Nothing is refused on a
+guess: what was not measured lately counts as no time at all.
 """
 
 import math
@@ -9,16 +11,106 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.workers.worker import Booking, Worker
+from protos import types_pb2
+from router.workers.worker import Booking, Worker, WorkerRole
 from runtime.clock import Clock
+from runtime.metrics import RouterMetrics
 from runtime.pace import MEMORY_S, PrefillRateEstimate
 
+# The stages of a life as metrics name them.
+STAGES = {
+    "admit": "router_queue_s",
+    "prefill_queue": "prefill_queue_s",
+    "prefill_exec": "prefill_s",
+    "handoff_wait": "reserve_s",
+    "transfer": "transfer_exposed_s",
+    "decode_queue": "decode_queue_s",
+    "decode": "decode_s",
+}
 KEPT_SHARE = 0.9  # of what came before, per answer
 MIN_ERRORS = 4  # services of one length, before their errors count
 REMEMBERED_ERRORS = 32
 CAUTIOUS_QUANTILE = 0.9
 START_CAUTION, MAX_CAUTION = 1.25, 4.0
 FACTOR_S = 1.0
+
+
+@dataclass
+class Timeline:
+    """Marks are `Clock` seconds; `timings` is filled as parts end. Created when the request arrives."""
+
+    clock: Clock
+    metrics: RouterMetrics
+    timings: types_pb2.Timings = field(default_factory=types_pb2.Timings)
+    num_tokens: int = 0
+    _first_token_at_s: float | None = None
+    _last_tokens_at_s: float = 0.0
+    _committed_at_s: float | None = None
+    _decoded_at_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self._received_at_s = self.clock.now()
+        self._reserving_at_s = self._received_at_s
+
+    def sibling(self) -> "Timeline":
+        """For another choice of the same request: received when this one was."""
+        other = Timeline(self.clock, self.metrics)
+        other._received_at_s = other._reserving_at_s = self._received_at_s
+        return other
+
+    def resumed(self) -> None:
+        """Its client has the first tokens already: what comes next follows them."""
+        self._first_token_at_s = self._last_tokens_at_s = self._received_at_s
+        self.metrics.resumptions.inc()
+
+    def placed(self) -> None:
+        self.timings.router_queue_s = self.clock.now() - self._received_at_s
+
+    def reserving(self) -> None:
+        """A decode stream was opened."""
+        self._reserving_at_s = self.clock.now()
+
+    def reserved(self) -> None:
+        self.timings.reserve_s = self.clock.now() - self._reserving_at_s
+
+    def committed(self) -> None:
+        """The decode pool has everything; after a move, another one has."""
+        self._committed_at_s, self._decoded_at_s = self.clock.now(), None
+
+    def decoded(self) -> None:
+        """Tokens came from the decode pool; only the first call counts."""
+        if self._decoded_at_s is None:
+            self._decoded_at_s = self.clock.now()
+
+    def tokens(self, count: int) -> None:
+        """`count` tokens go to the client now."""
+        now_s = self.clock.now()
+        if self._first_token_at_s is None:
+            self._first_token_at_s = now_s
+            self.metrics.ttft_s.observe(now_s - self._received_at_s)
+        else:
+            self.metrics.itl_s.observe(now_s - self._last_tokens_at_s)
+        self._last_tokens_at_s = now_s
+        self.num_tokens += count
+        self.metrics.completion_tokens.inc(count)
+
+    def retried(self, role: WorkerRole, reason: str) -> None:
+        self.metrics.retries.labels(role.value, reason).inc()
+
+    def ended(self, outcome: str) -> None:
+        """However the request ended; only the first call counts."""
+        if self.timings.HasField("total_s"):
+            return
+        self.timings.total_s = self.clock.now() - self._received_at_s
+        self.metrics.e2e_s.labels(outcome).observe(self.timings.total_s)
+        if self._first_token_at_s is not None and self.num_tokens > 1:
+            self.metrics.tpot_s.observe((self._last_tokens_at_s - self._first_token_at_s) / (self.num_tokens - 1))
+        for stage, name in STAGES.items():
+            if self.timings.HasField(name):
+                self.metrics.stage_s.labels(stage).observe(getattr(self.timings, name))
+        if self._committed_at_s is not None and self._decoded_at_s is not None:
+            first_step_s = self._decoded_at_s - self._committed_at_s - self.timings.decode_queue_s
+            self.metrics.stage_s.labels("first_step").observe(max(0.0, first_step_s))
 
 
 @dataclass(frozen=True)

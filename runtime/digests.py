@@ -1,0 +1,65 @@
+"""Digests that processes compare.
+
+Pools: a digest names what both must have alike; behind a `+` it may name the draft whose state is handed over with a
+prompt. A pool without that part takes prompts without it and hands them over without it.
+
+Beginnings of prompts: their names are the same in every process, a chain of digests over blocks of token ids. A block's
+name stands for all tokens up to its end and for what they were computed with, so equal names mean equal cache entries.
+They have 128 bits of BLAKE2b: to find a second text for a name takes 2**128 tries.
+"""
+
+import re
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+NAME_BYTES = 16
+_ID = "I"  # four bytes on all platforms that Python supports
+_DRAFT = "+"
+# The parts of a pool's text that have one value, in its order; what follows describes the caches.
+_NAMED = ("schema", "weights", "numerics", "arithmetic", "page size", "max context")
+
+
+def pairing_digest(model: str, draft: str) -> str:
+    """`draft` is empty where no draft's state is handed over."""
+    return f"{model}{_DRAFT}{draft}" if draft else model
+
+
+def may_pair(first: str, second: str) -> bool:
+    """Whether one pool may hand prompts to the other: the same model, and not two different drafts."""
+    (model, _, draft), (other_model, _, other_draft) = first.partition(_DRAFT), second.partition(_DRAFT)
+    return model == other_model and (draft == other_draft or not (draft and other_draft))
+
+
+def share_draft(first: str, second: str) -> bool:
+    """Whether the state of a draft crosses between the two."""
+    return may_pair(first, second) and _DRAFT in first and _DRAFT in second
+
+
+def named_difference(mine: str, theirs: str) -> str:
+    """Which of the named parts of two pools' texts differ, as " in numerics (exact here, fast there)"; empty if none
+    of them does."""
+    pairs = [(name, _part(mine, name), _part(theirs, name)) for name in _NAMED]
+    differing = [f"{name} ({own} here, {other} there)" for name, own, other in pairs if own != other]
+    return f" in {', '.join(differing)}" if differing else ""
+
+
+def _part(text: str, name: str) -> str:
+    found = re.search(rf"(?:^|, ){name} ([^,]*)", text)
+    return found[1] if found else "unknown"
+
+
+def block_names(token_ids: Sequence[int], block_tokens: int, *, compatibility: str,
+                salt: str = "") -> tuple[bytes, ...]:
+    """One name of `NAME_BYTES` per whole block of `block_tokens` ids, in order.
+
+    Prompts share names only up to the block in which they first differ, and only where `compatibility` (the digest of
+    weights, numerics and cache layout) and `salt` (chosen by whoever must not be matched with others) are the same.
+    """
+    seed = f"{len(compatibility)}:{compatibility}{salt}".encode()
+    name, names = blake2b(seed, digest_size=NAME_BYTES).digest(), []
+    ids, size = array(_ID, token_ids).tobytes(), block_tokens * array(_ID).itemsize
+    for end in range(size, len(ids) + 1, size):
+        name = blake2b(name + ids[end - size:end], digest_size=NAME_BYTES).digest()
+        names.append(name)
+    return tuple(names)
