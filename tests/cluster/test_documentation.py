@@ -84,7 +84,8 @@ async def test_blocks_of_commands_and_code_run(tmp_path: Path) -> None:
     assert re.search(r" (stop|length) \[-\d.*\]\n$", collected)
     assert re.fullmatch(r"\[('.*'(, )?){3}\]\n", several)
     assert any(output.startswith("sampling.temperature") for output in said["docs/client.md"])
-    assert re.fullmatch(r"Usage\(prompt_tokens=\d+, completion_tokens=\d+\)\n", said["docs/client.md"][-1]), (
+    usage = said["docs/client.md"][-1]
+    assert re.fullmatch(r"Usage\(prompt_tokens=\d+, completion_tokens=\d+, cached_tokens=0\)\n", usage), (
         "one of two routers is not there")
     assert " 3 5 7 9 11" in said["README.md"][0]
     assert " % met TTFT <= 500 ms and TPOT <= 50 ms" in said["docs/load.md"][0]

@@ -276,7 +276,7 @@ def test_s1_3_a_captured_forward_is_planned_before_it_and_never_by_it() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{path: (lambda case=case: check_backend(case)) for path, case in CASES.items()},  # type: ignore[misc]
-    "engine/contracts/attention.py": lambda: check_backend(CASES["engine/backends/cpu/attention.py"]),
+    "engine/backends/plan.py": lambda: check_backend(CASES["engine/backends/cpu/attention.py"]),
     "engine/contracts/latent.py": lambda: check_backend(CASES["engine/backends/cpu/latent.py"]),
     "engine/core/batch.py": check_executor,
     "engine/pipeline/stages.py": check_executor,
