@@ -197,7 +197,7 @@ class PrefillScheduler:
         """What must be computed of the prompt whatever the cache holds by then; looked up where it matters."""
         if entry.pages is not None or now_s + self._best_pace.least_s(entry.remaining) <= entry.ends_at_s:
             return entry.remaining
-        return 0 if self.cache.is_coming(entry) else entry.remaining - self.cache.find(entry).num_tokens
+        return 0 if self.cache.is_coming(entry) else entry.remaining - self.cache.found_of(entry).num_tokens
 
     @property
     def _queued(self) -> list[PrefillEntry]:
@@ -241,7 +241,7 @@ class PrefillScheduler:
     def _start(self, entry: PrefillEntry, budget: int) -> bool:
         """Lease memory for a queued request. Not when there is none, nor when `budget` tokens allow it no chunk: decode
         reserves for what has started, so that must be running."""
-        found, total = self.cache.find(entry), len(entry.request.prompt_token_ids)
+        found, total = self.cache.found_of(entry), len(entry.request.prompt_token_ids)
         if (self._num_held >= self.limits.max_running
                 or chunk_end(found.num_tokens, total, budget, self.limits.grid) == found.num_tokens):
             return False

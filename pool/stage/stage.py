@@ -79,11 +79,11 @@ class StagePlan:
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False,
-               keeps_prompts: bool = False) -> StagePlan:
+               keeps_states: bool = False) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
     `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
-    look at the draft only to hand over its cache of the prompt. Those that keep prompts have slots for states of these,
+    look at the draft only to hand over its cache of the prompt. Those that keep states of prompts have slots for them,
     where the model has any.
     """
     description = read_model(config.model)
@@ -102,7 +102,7 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     held = config.max_running if max_held is None else max_held
     num_scratch = config.max_running + 1 if scratch else 0
     draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
-    has_states = keeps_prompts and config.prefix_cache and any(spec.kind.is_recurrent for spec in specs)
+    has_states = keeps_states and config.prefix_cache and any(spec.kind.is_recurrent for spec in specs)
     max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
     size = plan_pool_size(config, description, ranges, PoolNeeds((*specs, *extra), held, scratch, num_scratch,
                                                                  draft_bytes, max_snapshots))

@@ -23,6 +23,7 @@ from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.errors import PeerLostError
 from runtime.metrics import CacheMetrics
+from tests.support.pool.token_memory import TokenMemory
 
 PAGE, CHUNK, GRID = 4, 8, 8
 
@@ -60,7 +61,7 @@ class Rig:
         self.states: dict[int, tuple[int, ...]] = {}
         self.registry = CollectorRegistry()
         self.scheduler.cache.metrics = CacheMetrics.create(self.registry)
-        self.memory: dict[int, dict[int, int]] = {}
+        self.memory = TokenMemory(PAGE)
         self.prompts: dict[int, Prompt] = {}
         self.num_computed = 0
 
@@ -87,11 +88,8 @@ class Rig:
         for row, (key, context, count) in enumerate(zip(batch.request_keys, batch.context_lens, batch.query_lens,
                                                         strict=True)):
             pages, tokens = batch.page_tables[row].tolist(), self.prompts[key].token_ids
-            for place in range(context):
-                assert self.memory[pages[place // PAGE]][place % PAGE] == tokens[place], "another prompt's entry"
-            for place in range(context, context + count):
-                assert pages[place // PAGE] not in kept, "what others read is written"
-                self.memory.setdefault(pages[place // PAGE], {})[place % PAGE] = tokens[place]
+            self.memory.read(pages, tokens[:context])
+            self.memory.write(pages, context, tokens[context:context + count], kept=kept)
             self.num_computed += count
         self.advance_states(batch)
         return batch
@@ -118,8 +116,7 @@ class Rig:
     def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
         if error is not None:  # whatever was written is worth nothing
             for row, (context, count) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
-                for place in range(context, context + count):
-                    self.memory[batch.page_tables[row].tolist()[place // PAGE]][place % PAGE] = -1
+                self.memory.spoil(batch.page_tables[row].tolist(), context, context + count)
                 for snapshot in batch.states[row].snapshots if batch.states else ():
                     self.states[snapshot.slot_id] = (-1,)
         tokens = [DrawnToken(1) for row in batch.sampling if row is not None]
