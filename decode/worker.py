@@ -9,7 +9,6 @@ from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
-from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.process import LeaderParts
 from pool.request.entry import Failed
@@ -61,7 +60,7 @@ class DecodeLeading:
     def __init__(self, scheduler: DecodeScheduler, adaptive: AdaptiveDraft | None) -> None:
         """`adaptive` chooses the scheduler's draft lengths by what earlier ones yielded."""
         self.scheduler = scheduler
-        self.journal = PointJournal()  # routers do not ask which pool holds a prompt
+        self.journal = scheduler.cache.journal
         self._adaptive = adaptive
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:

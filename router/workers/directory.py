@@ -23,7 +23,7 @@ from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.client import ChannelOptions, open_channel
 from runtime.clock import SystemClock
-from runtime.digests import may_pair, named_difference
+from runtime.digests import in_common, may_pair, named_difference
 from runtime.metrics import RouterMetrics
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
@@ -80,10 +80,10 @@ class Directory:
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
                    for role, targets in ((WorkerRole.PREFILL, options.prefill), (WorkerRole.DECODE, options.decode))}
         self._worker_set = WorkerSet(sources, self._worker, self._watch)
-        # A decode pool has nothing to remember of prompts.
-        by_prompt = options.policy in (Policy.PREFIX_AFFINITY, Policy.PREFIX_CACHE)
-        self._policies = {WorkerRole.PREFILL: options.policy, WorkerRole.DECODE: Policy.LEAST_LOAD if by_prompt
-                          else options.policy}
+        # Affinity says where prompts are computed, and no more.
+        is_affine = options.policy is Policy.PREFIX_AFFINITY
+        self._policies = {WorkerRole.PREFILL: options.policy,
+                          WorkerRole.DECODE: Policy.LEAST_LOAD if is_affine else options.policy}
         for role in WorkerRole:
             metrics.workers.labels(role.value, "usable").set_function(partial(self._num_workers, role, is_usable=True))
             metrics.workers.labels(role.value, "unusable").set_function(
@@ -198,7 +198,7 @@ class Directory:
                     tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
         fitting = self._fitting(WorkerRole.DECODE, compatibility, context_tokens)
-        chosen = self._choose(fitting, prompt, tried)
+        chosen = self._choose(fitting, prompt, tried, source=compatibility)
         return None if chosen is None else self._book(chosen, prompt, context_tokens)
 
     def place_again(self, prompt: RoutedPrompt, compatibility: str, lost: str,
@@ -264,7 +264,7 @@ class Directory:
         prefill = self._choose([worker for worker in sources if pools[worker.address]], prompt)
         if prefill is None:
             return None
-        decode = self._choose(pools[prefill.worker.address], prompt)
+        decode = self._choose(pools[prefill.worker.address], prompt, source=prefill.worker.compatibility)
         if decode is None:
             return None
         return WorkerPair(*(self._book(chosen, prompt, context_tokens) for chosen in (prefill, decode)))
@@ -276,14 +276,15 @@ class Directory:
         return chosen.worker.book(prompt.num_tokens, context_tokens, chosen.num_held)
 
     def _choose(self, workers: Sequence[Worker], prompt: RoutedPrompt,
-                tried: frozenset[str] = frozenset()) -> _Chosen | None:
-        """Whom the policy of their role would pick, full or not; nothing is booked."""
+                tried: frozenset[str] = frozenset(), source: str = "") -> _Chosen | None:
+        """Whom the policy of their role would pick, full or not; nothing is booked. `source`: the digest of the prefill
+        worker that a decode pool is to be sent the prompt by."""
         if not workers:
             return None
         role, by_address = workers[0].role, {worker.address: worker for worker in workers}
         policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt.token_ids)
         with self._metrics.pick_s.time():
-            held = self._num_held(workers, prompt) if role is WorkerRole.PREFILL else {}
+            held = self._num_held(workers, prompt, source)
             candidates = [replace(worker.as_candidate(prompt.num_tokens), has_room=True, num_held=held.get(address, 0))
                           for address, worker in by_address.items()]
             chosen = choose(policy, candidates, draw, tried=tried)
@@ -292,9 +293,10 @@ class Directory:
             return None
         return _Chosen(by_address[chosen.address], chosen.num_held)
 
-    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> dict[str, int]:
+    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str) -> dict[str, int]:
         """Tokens of the prompt that workers have in their prefix caches, by address."""
-        kinds = {(worker.info.page_size, worker.compatibility) for worker in workers if worker.info is not None}
+        kinds = {(worker.info.page_size, in_common(worker.compatibility, source or worker.compatibility))
+                 for worker in workers if worker.info is not None}
         return {address: depth * page_size for page_size, compatibility in kinds if page_size
                 for address, depth in self._index.depths(prompt.block_names(page_size, compatibility)).items()}
 

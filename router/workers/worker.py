@@ -42,7 +42,7 @@ class Booking:
     compatibility: str
     num_tokens: int  # of the prompt; those that a prefill worker has to compute
     num_pages: int  # the prompt and what a pool reserves beyond it
-    num_held: int = 0  # tokens of the prompt that a prefill worker has, as it reported
+    num_held: int = 0  # tokens of the prompt that the worker has, as it reported
     has_reserved: bool = False
     is_reported: bool = False
     num_beside: int = 0  # requests there when its answer began, itself included
@@ -229,7 +229,7 @@ class Worker:
 
     def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
         """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its completion, 0: any.
-        `num_held` of the prompt's tokens it need not compute."""
+        `num_held` of the prompt's tokens it need not compute, or be sent."""
         booking = Booking(self, self.incarnation, self.compatibility, num_tokens - num_held,
                           self._pages(num_tokens, context_tokens), num_held)
         self._bookings.append(booking)
@@ -260,7 +260,8 @@ class Worker:
             now = self._estimate(self.load.queued_requests, self.load.queued_tokens)
             return Candidate(self.address, now.tokens, has_room=self._prefill_room(num_tokens))
         now = self._estimate(self.load.running_requests + self.load.queued_requests, 0)
-        return Candidate(self.address, self._used_share(now.requests),
+        room = self.info.pages_total * self.info.page_size if self.info is not None else 0
+        return Candidate(self.address, self._used_share(now.requests), token_load=1 / max(room, 1),
                          has_room=self._decode_room(now, self._pages(num_tokens, context_tokens)))
 
     @property

@@ -150,16 +150,16 @@ async def test_with_a_draft_that_reads_prompts(tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(("prefill", "decode", "max_tokens"), [
-    ({"num_pages": 40, "max_running": 3}, {"num_pages": 200}, 8), ({"num_pages": 200}, {"num_pages": 40}, 100)])
+    ({"num_pages": 40, "max_running": 3}, {"num_pages": 200}, 8), ({"num_pages": 200}, {"num_pages": 30}, 40)])
 async def test_a_pool_short_of_pages_gives_up_what_nobody_uses(
         tmp_path_factory: pytest.TempPathFactory, prefill: dict[str, int], decode: dict[str, int],
         max_tokens: int) -> None:
     """Requests that are dropped in mid-stream included; a decode pool sets others back and reads them again."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), "llama")
     prompts = [replace(question(f"q{i}", [*ROOT[:40 * (i % 3)], *ROOT[i:i + 150]]), max_tokens=max_tokens)
-               for i in range(12)]
+               for i in range(9)]
     expected = on_the_wire(Reference(checkpoint).answers(prompts))
-    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=350, prefill=prefill,
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=300, prefill=prefill,
                                   decode=decode) as client:
 
         async def drop(request: Request) -> None:
