@@ -79,9 +79,10 @@ class DecodeScheduler:
 
     def join(self, key: int, first_token: int, *, with_draft: bool = False) -> None:
         """The prompt has landed, with the draft's state or without: the request joins the running batch without a
-        forward, or ends if the first token ended it. Unknown keys (released meanwhile) are ignored."""
+        forward, or ends if the first token ended it. Unknown keys (released meanwhile) are ignored, and so are requests
+        that have failed: a stage that is lost has taken with it what landed there."""
         entry = self._entries.get(key)
-        if entry is None or entry.released:
+        if entry is None or entry.released or entry.has_failed:
             return
         self._memory.keep_landed(entry, with_draft=with_draft)
         entry.outputs.insert(0, first_token)
@@ -334,6 +335,7 @@ class DecodeScheduler:
     def _fail(self, entry: DecodeEntry, error: BatonError) -> None:
         """Notify the owner, which releases it once nothing writes its memory any more (bytes may still be landing); run
         no more of it. A request that finishes is dropped at once, see `_finish_if_done`."""
+        entry.has_failed = True
         self._stop_running(entry)
         entry.emit(Failed(error))
 

@@ -60,7 +60,6 @@ class PrefillEntry(Entry[Event]):
     resumed: SlotLease | None = None
     wanted_snapshots: tuple[int, ...] = ()
     snapshots: list[tuple[int, SlotLease]] = field(default_factory=list)
-    has_failed: bool = False
     arrived_s: float = 0.0
     started_s: float = 0.0
 

@@ -39,6 +39,7 @@ class Entry(Generic[EventT]):
     in_flight: int = 0  # batches it takes part in
     ends_at_s: float = math.inf  # its deadline, in the clock's seconds
     released: bool = False
+    has_failed: bool = False  # its owner knows and will release it: what it computed is worth nothing
     blocks: tuple[bytes, ...] = ()
     _computed: int = field(default=0, init=False)
 

@@ -272,10 +272,13 @@ def test_who_holds_shared_pages_can_take_its_own_instead() -> None:
 
 
 def test_a_lost_stage_takes_everything_with_it() -> None:
+    """Also what has landed and is said to be whole a moment later."""
     rig = Rig()
     rig.serve(range(20))
     asked = rig.reserve(range(20))
     rig.scheduler.on_pipeline_lost([], PeerLostError("stage 1 died"))
+    rig.join(asked)
+    assert rig.launch() is None
     rig.scheduler.release(asked.reservation.key)
     rig.check()
     assert rig.scheduler.pages.num_free == rig.scheduler.pages.num_total
