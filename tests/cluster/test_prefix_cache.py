@@ -80,6 +80,23 @@ async def test_warm_answers_are_cold_answers(tmp_path_factory: pytest.TempPathFa
         await check(client, expected, has_states=family.startswith("qwen3_5"))
 
 
+async def test_an_operator_empties_the_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """While a prompt that goes on from it is under way, too; what it leaves is there for the next one."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), "qwen3_5_text")
+    turn = replace(TURNS[0][0], max_tokens=40)
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200) as client:
+        cold = await ask(client, turn)
+        again = asyncio.create_task(ask(client, turn))
+        flushed = await client.flush_caches()
+        assert sorted((each.role, each.error) for each in flushed) == [("decode", ""), ("prefill", "")]
+        assert sum(each.pages for each in flushed) == 12
+        assert shown(await again) == shown(cold)
+        await client.flush_caches()
+        for cached_tokens in (0, 192):
+            after = await ask(client, turn)
+            assert (after.finish.usage.cached_tokens, shown(after)) == (cached_tokens, shown(cold))
+
+
 async def test_with_a_draft_that_reads_prompts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Processes of their own, drafts on both sides, layers that share their selected keys."""
     folder = tmp_path_factory.mktemp("warm")
