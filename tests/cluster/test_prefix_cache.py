@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,9 +61,10 @@ async def check(client: AsyncBatonClient, expected: dict[str, Shown], *, has_sta
         assert shown(completion) == expected[turn.request_id], turn.request_id
 
 
-def answers_of(checkpoint: Path) -> dict[str, Shown]:
-    requests = [*(turn for turn, *_ in TURNS), *AT_ONCE]
-    return dict(zip([turn.request_id for turn in requests], on_the_wire(Reference(checkpoint).answers(requests)),
+def answers_of(checkpoint: Path,
+               requests: Sequence[Request] = (*(turn for turn, *_ in TURNS), *AT_ONCE)) -> dict[str, Shown]:
+    """By the ids of the requests."""
+    return dict(zip([turn.request_id for turn in requests], on_the_wire(Reference(checkpoint).answers(list(requests))),
                     strict=True))
 
 
