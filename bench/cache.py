@@ -78,7 +78,7 @@ class Prompts:
         """Of whose prompt `REUSED_SHARE` is there, once `before` was answered."""
         assert isinstance(before.prompt, tuple)
         kept = round(REUSED_SHARE * self._num_tokens)
-        return query_of((*before.prompt[:kept], *self.tokens(self._num_tokens - kept)))  # type: ignore[arg-type]
+        return query_of((*before.prompt[:kept], *self.tokens(self._num_tokens - kept)))
 
 
 def query_of(prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Query:

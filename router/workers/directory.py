@@ -175,7 +175,7 @@ class Directory:
         def has_room(worker: Worker) -> bool:
             return worker.standing.has_room(num_tokens, context_tokens)
 
-        links = self._links(sources, pools, has_room)
+        links = self._links(sources, pools, may_take=has_room)
         return self._book_pair(list(filter(has_room, sources)), links, prompt, context_tokens)
 
     def awaits_prefill(self, num_tokens: int, context_tokens: int) -> bool:
@@ -246,7 +246,7 @@ class Directory:
         """Every worker, for people."""
         return [self._status_of(worker) for worker in self.workers]
 
-    def _links(self, sources: Sequence[Worker], pools: Sequence[Worker],
+    def _links(self, sources: Sequence[Worker], pools: Sequence[Worker], *,
                may_take: Callable[[Worker], bool] = lambda pool: True) -> dict[str, list[Worker]]:
         """By a source's address, the pools that it may feed and that `may_take` more: severed ones only where no source
         has another, taking more or not."""

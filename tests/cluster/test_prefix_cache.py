@@ -43,6 +43,7 @@ TURNS = (
 )
 # Of which nothing is there: one of them computes what they have in common.
 AT_ONCE = tuple(question(f"at once {i}", [*ROOT[40:330], i, *ROOT[:i]], is_sampled=bool(i % 2)) for i in range(5))
+QUESTIONS = (*(turn for turn, *_ in TURNS), *AT_ONCE)
 
 
 async def ask(client: AsyncBatonClient, request: Request) -> Completion:
@@ -61,8 +62,7 @@ async def check(client: AsyncBatonClient, expected: dict[str, Shown], *, has_sta
         assert shown(completion) == expected[turn.request_id], turn.request_id
 
 
-def answers_of(checkpoint: Path,
-               requests: Sequence[Request] = (*(turn for turn, *_ in TURNS), *AT_ONCE)) -> dict[str, Shown]:
+def answers_of(checkpoint: Path, requests: Sequence[Request]) -> dict[str, Shown]:
     """By the ids of the requests."""
     return dict(zip([turn.request_id for turn in requests], on_the_wire(Reference(checkpoint).answers(list(requests))),
                     strict=True))
@@ -76,7 +76,7 @@ def answers_of(checkpoint: Path,
 async def test_warm_answers_are_cold_answers(tmp_path_factory: pytest.TempPathFactory, family: str, dtype: torch.dtype,
                                              prefill_pp: int, decode_pp: int) -> None:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family, dtype=dtype)
-    expected = answers_of(checkpoint)
+    expected = answers_of(checkpoint, QUESTIONS)
     async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, page_size=PAGE,
                                   chunk_tokens=CHUNK, num_pages=200) as client:
         await check(client, expected, has_states=family.startswith("qwen3_5"))
@@ -106,7 +106,7 @@ async def test_with_a_draft_that_reads_prompts(tmp_path_factory: pytest.TempPath
                            index_share_for_mtp_iteration=True)
     flags = ("--page-size", str(PAGE), "--chunk-tokens", str(CHUNK), "--draft", str(checkpoint), "--spec-steps", "3",
              "--spec-draft-tokens", "3", "--no-spec-adaptive")
-    expected = answers_of(checkpoint)
+    expected = answers_of(checkpoint, QUESTIONS)
     async with running_cluster(checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags) as running:
         await check(running.client, expected)
         await running.until_clean()

@@ -8,18 +8,19 @@ pages; several at once; after a flush.
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.core.request import Request
-from tests.cluster.test_prefix_cache import AT_ONCE, CHUNK, PAGE, ROOT, TURNS, answers_of, ask, question
+from tests.cluster.test_prefix_cache import AT_ONCE, CHUNK, PAGE, QUESTIONS, ROOT, TURNS, answers_of, ask, question
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import shown
 from tests.support.drafts.eagle import save_draft
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
 
 FAMILIES = {"dense": "llama", "moe": "glm4_moe", "hybrid": "qwen3_5_text", "latent": "glm_moe_dsa_pattern"}
-DRAFTS: dict[str, dict[str, object]] = {
+DRAFTS: dict[str, dict[str, Any]] = {
     "none": {}, "chain": {"spec_steps": 3, "spec_draft_tokens": 3},
     "tree": {"spec_topk": 4, "spec_steps": 4, "spec_draft_tokens": 15},
     "own": {"spec_steps": 2, "spec_draft_tokens": 2}}
@@ -30,7 +31,7 @@ CELLS = [(family, draft, 1 + place % 3, 1 + (place // 3 + place) % 3) for place,
 FILLERS = [question(f"filler {i}", [*ROOT[7 * i:], *ROOT[:7 * i]][:200]) for i in range(1, 4)]
 EVICTED = question("partly evicted", ROOT[:300])
 FLUSHED, AFTER = question("flushed", ROOT[:200]), question("after the flush", ROOT[:250])
-ALL = [*(turn for turn, *_ in TURNS), *AT_ONCE, *FILLERS, EVICTED, FLUSHED, AFTER]
+ALL = [*QUESTIONS, *FILLERS, EVICTED, FLUSHED, AFTER]
 
 
 def test_the_cells_have_every_pair_of_stages() -> None:
@@ -39,7 +40,7 @@ def test_the_cells_have_every_pair_of_stages() -> None:
     assert len(CELLS) * len(ALL) >= 200
 
 
-def make(folder: Path, family: str, draft: str) -> tuple[Path, dict[str, object]]:
+def make(folder: Path, family: str, draft: str) -> tuple[Path, dict[str, Any]]:
     """A checkpoint and its workers' settings."""
     checkpoint = make_checkpoint(folder, FAMILIES[family])
     if draft == "own":
