@@ -62,7 +62,7 @@ async def ask(client: AsyncBatonClient, query: Query) -> Told:
     return Told(tuple(times), cached_tokens)
 
 
-class Prompts:
+class RandomPrompts:
     """Of random tokens; the same seed gives the same ones."""
 
     def __init__(self, num_tokens: int) -> None:
@@ -85,7 +85,7 @@ def query_of(prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Query:
     return Query(tuple(prompt), Sampling(temperature=0), Stop(max_tokens=max_tokens, ignore_eos=True), skip_text=True)
 
 
-async def warm_and_cold(client: AsyncBatonClient, prompts: Prompts, turns: int) -> dict[str, Value]:
+async def warm_and_cold(client: AsyncBatonClient, prompts: RandomPrompts, turns: int) -> dict[str, Value]:
     cold, warm, shares = [], [], []
     for _ in range(turns):
         query = prompts.cold()
@@ -97,7 +97,7 @@ async def warm_and_cold(client: AsyncBatonClient, prompts: Prompts, turns: int) 
             "ttft_ratio": median(after / before for after, before in zip(warm, cold, strict=True))}
 
 
-async def misses(client: AsyncBatonClient, prompts: Prompts, turns: int) -> dict[str, Value]:
+async def misses(client: AsyncBatonClient, prompts: RandomPrompts, turns: int) -> dict[str, Value]:
     """Every other turn declines the cache. The cache is full of what earlier turns left."""
     ttfts: dict[bool, list[float]] = {True: [], False: []}
     rates: dict[bool, list[float]] = {True: [], False: []}
@@ -113,7 +113,7 @@ async def misses(client: AsyncBatonClient, prompts: Prompts, turns: int) -> dict
             "miss_rate_ratio": median(rates[True]) / median(rates[False])}
 
 
-async def others(client: AsyncBatonClient, prompts: Prompts, flags: argparse.Namespace) -> dict[str, Value]:
+async def others(client: AsyncBatonClient, prompts: RandomPrompts, flags: argparse.Namespace) -> dict[str, Value]:
     """Streams alone and beside warm turns, in turns."""
     before = prompts.cold()
     await ask(client, before)
@@ -134,7 +134,7 @@ async def others(client: AsyncBatonClient, prompts: Prompts, flags: argparse.Nam
             "itl_p99_warm_s": warm["itl_p99"], "itl_p99_ratio": warm["itl_p99"] / alone["itl_p99"]}
 
 
-async def _keep_asking(client: AsyncBatonClient, prompts: Prompts, before: Query, interval_s: float) -> None:
+async def _keep_asking(client: AsyncBatonClient, prompts: RandomPrompts, before: Query, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         await ask(client, prompts.warm(before))
@@ -146,7 +146,7 @@ def missed(values: Mapping[str, Value]) -> list[str]:
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    prompts = Prompts(flags.prompt_tokens)
+    prompts = RandomPrompts(flags.prompt_tokens)
     config = ClusterConfig(model=write_checkpoint(flags.folder / "checkpoint"), memory_mb=flags.memory_mb,
                            max_context=MAX_CONTEXT, listen="127.0.0.1:0", log_level="warning")
     async with running_cluster(config) as (_, client):
