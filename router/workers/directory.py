@@ -238,6 +238,12 @@ class Directory:
         sources = {worker.compatibility for worker in self._usable(WorkerRole.PREFILL, context_tokens)}
         return any(self._fitting(WorkerRole.DECODE, digest, context_tokens) for digest in sources)
 
+    def num_missing(self, prompt: RoutedPrompt) -> int:
+        """Tokens of the prompt that have to be computed where most of it is, by what prefill workers reported."""
+        sources = self._usable(WorkerRole.PREFILL)
+        held = self._num_held(sources, prompt)
+        return prompt.num_tokens - max((held.get(worker.address, 0) for worker in sources), default=0)
+
     def usable(self, role: WorkerRole) -> list[Worker]:
         """Workers of this role that requests can be given to, with room or without."""
         return self._usable(role)

@@ -199,6 +199,7 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
         assert pair is not None
         assert (pair.prefill.worker, pair.prefill.num_held) == (chosen, num_held)
         assert pair.prefill.num_tokens == len(token_ids) - num_held
+        assert directory.num_missing(RoutedPrompt(list(token_ids), salt, uses_cache)) == pair.prefill.num_tokens
         assert pair.decode.num_tokens == len(token_ids)
         pair.release()
     serves(second, compatibility="m", incarnation="after a restart")
