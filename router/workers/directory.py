@@ -119,11 +119,15 @@ class Directory:
     def max_context_tokens(self) -> int:
         """What the largest pair of workers seen so far can hold, prompt plus completion: one that is away now may
         come back. Smaller ones get what they can hold."""
-        prefill, decode = ([worker for worker in self.workers if worker.role is role and
-                            worker.max_context_tokens is not None] for role in WorkerRole)
-        pairs = [min(source.max_context_tokens or 0, pool.max_context_tokens or 0) for source in prefill
-                 for pool in decode if may_pair(source.compatibility, pool.compatibility)]
-        alone = [max(worker.max_context_tokens or 0 for worker in known) for known in (prefill, decode) if known]
+        largest: dict[WorkerRole, dict[str, int]] = {role: {} for role in WorkerRole}  # by compatibility
+        for worker in self.workers:
+            if (num_tokens := worker.max_context_tokens) is not None:
+                known = largest[worker.role]
+                known[worker.compatibility] = max(num_tokens, known.get(worker.compatibility, 0))
+        prefill, decode = largest[WorkerRole.PREFILL], largest[WorkerRole.DECODE]
+        pairs = [min(source, pool) for here, source in prefill.items() for there, pool in decode.items()
+                 if may_pair(here, there)]
+        alone = [max(known.values()) for known in (prefill, decode) if known]
         return min([self._facts.max_context_tokens, *([max(pairs)] if pairs else alone)])
 
     @property
@@ -237,6 +241,12 @@ class Directory:
         """Whether some pair that is alive is large enough, with room or without."""
         sources = {worker.compatibility for worker in self._usable(WorkerRole.PREFILL, context_tokens)}
         return any(self._fitting(WorkerRole.DECODE, digest, context_tokens) for digest in sources)
+
+    def num_missing(self, prompt: RoutedPrompt) -> int:
+        """Tokens of the prompt that have to be computed where most of it is, by what prefill workers reported."""
+        sources = self._usable(WorkerRole.PREFILL)
+        held = self._num_held(sources, prompt)
+        return prompt.num_tokens - max((held.get(worker.address, 0) for worker in sources), default=0)
 
     def usable(self, role: WorkerRole) -> list[Worker]:
         """Workers of this role that requests can be given to, with room or without."""
