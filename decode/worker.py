@@ -63,6 +63,9 @@ class DecodeLeading:
         self.journal = scheduler.cache.journal
         self._adaptive = adaptive
 
+    def flush(self) -> int:
+        return self.scheduler.cache.clear()
+
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         if parts.stage.plan.speculation is not None:
             self._observe_speculation(parts)
