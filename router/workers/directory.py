@@ -311,7 +311,7 @@ class Directory:
             return None
         return _Chosen(next(worker for worker in workers if worker.address == chosen.address), chosen.num_held)
 
-    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str) -> dict[str, int]:
+    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
         """Tokens of the prompt that workers have in their prefix caches, by address."""
         kinds = {(worker.standing.page_size, in_common(worker.standing.compatibility,
                                                        source or worker.standing.compatibility)) for worker in workers}
