@@ -50,7 +50,7 @@ class DecodeRole:
                                 max_context_tokens=stage.plan.max_context_tokens,
                                 chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
                                 num_draft_tokens=stage.plan.num_draft_tokens),
-            clock=SystemClock(), cache_rule=ResumeRule(config.page_size) if config.prefix_cache else None,
+            clock=SystemClock(), cache_rule=ResumeRule(config.page_size) if config.decode_cache else None,
             draft_length=adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS), adaptive)
 
 
@@ -72,7 +72,7 @@ class DecodeLeading:
         self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)
         service = DecodeService(DecodeParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s, caches=parts.config.prefix_cache,
+            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s, caches=parts.config.decode_cache,
             scheduler=self.scheduler, arrivals=ArrivalMetrics.create(parts.registry)))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 

@@ -41,8 +41,10 @@ class WorkerConfig(TlsConfig):
     max_running: int = Field(default=16, ge=1, le=4096, description="requests that hold memory at the same time")
     max_queued: int = Field(default=256, ge=1, le=65536, description="requests that may wait (prefill)")
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
-    prefix_cache: bool = Field(default=True, description="keep what prompts left; a prefill pool computes, and a "
-                                                         "decode pool is sent, only what follows it")
+    prefix_cache: bool = Field(default=True, description="keep what prompts left and compute only what follows it "
+                                                         "(prefill)")
+    decode_cache: bool = Field(default=False, description="keep prompts that landed and what was drawn, and be sent only "
+                                                          "what follows it (decode)")
     prefix_snapshots: int = Field(default=0, ge=0, le=65536, description="recurrent states to keep with it, where the "
                                                                          "model has any (prefill); 0: twice "
                                                                          "--max-running, as far as a fifth of the "

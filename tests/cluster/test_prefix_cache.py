@@ -96,7 +96,7 @@ async def test_warm_answers_are_cold_answers(tmp_path_factory: pytest.TempPathFa
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family, dtype=dtype)
     expected = answers_of(checkpoint, QUESTIONS)
     async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, page_size=PAGE,
-                                  chunk_tokens=CHUNK, num_pages=200, announced=tmp_path) as client:
+                                  chunk_tokens=CHUNK, num_pages=200, announced=tmp_path, decode_cache=True) as client:
         await check(client, expected, of_decode(tmp_path), has_states=family.startswith("qwen3_5"))
 
 
@@ -129,7 +129,7 @@ async def test_an_answer_is_there_when_the_next_turn_comes(
     Recurrent layers draw with other bits than they read with: there only prompts are kept."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family)
     async with cluster_in_process(checkpoint, decode_pp=decode_pp, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200,
-                                  announced=tmp_path) as client:
+                                  announced=tmp_path, decode_cache=True) as client:
         assert await converse(client, Reference(checkpoint), of_decode(tmp_path)) == found
 
 
@@ -137,7 +137,8 @@ async def test_an_operator_empties_the_cache(tmp_path_factory: pytest.TempPathFa
     """While a prompt that goes on from it is under way, too; what it leaves is there for the next one."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), "qwen3_5_text")
     turn = replace(TURNS[0][0], max_tokens=40)
-    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200) as client:
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200,
+                                  decode_cache=True) as client:
         cold = await ask(client, turn)
         again = asyncio.create_task(ask(client, turn))
         flushed = await client.flush_caches()
@@ -156,7 +157,7 @@ async def test_with_a_draft_that_reads_prompts(tmp_path_factory: pytest.TempPath
     checkpoint = add_nextn(make_checkpoint(folder, "glm_moe_dsa_pattern"), folder / "model",
                            index_share_for_mtp_iteration=True)
     flags = ("--page-size", str(PAGE), "--chunk-tokens", str(CHUNK), "--draft", str(checkpoint), "--spec-steps", "3",
-             "--spec-draft-tokens", "3", "--no-spec-adaptive")
+             "--spec-draft-tokens", "3", "--no-spec-adaptive", "--decode-cache")
     expected = answers_of(checkpoint, QUESTIONS)
     async with running_cluster(checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags) as running:
         reused = reused_tokens(await running.metrics_port("decode-0.0"))
@@ -176,7 +177,7 @@ async def test_a_pool_short_of_pages_gives_up_what_nobody_uses(
     prompts = [replace(question(f"q{i}", [*ROOT[:40 * (i % 3)], *ROOT[i:i + 150]]), max_tokens=max_tokens)
                for i in range(6)]
     expected = on_the_wire(Reference(checkpoint).answers(prompts))
-    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=300, prefill=prefill,
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=300, decode_cache=True, prefill=prefill,
                                   decode=decode) as client:
 
         async def drop(request: Request) -> None:
