@@ -117,7 +117,8 @@ def plan(count: int, arrivals: Arrivals, shape: Shape, *, seed: int) -> list[Pla
 
 def read_trace(path: Path, *, speed: float = 1.0) -> list[Planned]:
     """One JSON object per line, in order of time: `at_s`, `prompt_tokens`, `output_tokens`; or `timestamp` (ms),
-    `input_length`, `output_length` and `hash_ids`, as Mooncake's published traces have them. `speed` 2 replays twice as fast.
+    `input_length`, `output_length` and `hash_ids`, as Mooncake's published traces have them. `speed` 2 replays twice as
+    fast.
 
     Raises ConfigError naming the line.
     """

@@ -60,8 +60,9 @@ class Clients:
     async def ask(self, index: int, planned: Planned) -> None:
         """Now. The outcome is noted when it has ended, however it does."""
         began_s, reader, error = self._loop.time(), _Reader(), ""
-        engine = types_pb2.EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt_of(index, planned),
-                                         max_tokens=planned.output_tokens, sampling=types_pb2.SamplingParams(seed=index))
+        engine = types_pb2.EngineRequest(
+            request_id=f"r{index}", prompt_token_ids=prompt_of(index, planned), max_tokens=planned.output_tokens,
+            sampling=types_pb2.SamplingParams(seed=index))
         try:
             await self._resumed(engine, reader)
         except BatonError as failure:

@@ -42,6 +42,7 @@ class DecodeWorker(SimulatedWorker):
 
     def __init__(self, address: str, costs: Costs, arrivals: Arrivals, clock: Clock) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
+        self.num_landed_bytes = 0.0
         self._arrivals = arrivals
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -145,6 +146,7 @@ class DecodeWorker(SimulatedWorker):
         stay.call.send(decode_pb2.DecodeResponse(destination=terms))
 
     def _landed(self, stay: _Stay) -> None:
+        self.num_landed_bytes += stay.num_bytes
         stay.has_landed = True
         self._commit_if_complete(stay)
 

@@ -46,8 +46,8 @@ class Fault:
         """Raises ConfigError."""
         found = _FORM.fullmatch(text)
         if found is None or found[1] not in set(FaultKind):
-            raise ConfigError(f"a fault is like kill:decode-3@120+30, slow:prefill-1@60+30x3 or restart:decode@100; its "
-                              f"kinds are {', '.join(FaultKind)}; got {text!r}", field="fault")
+            raise ConfigError(f"a fault is like kill:decode-3@120+30, slow:prefill-1@60+30x3 or restart:decode@100; "
+                              f"its kinds are {', '.join(FaultKind)}; got {text!r}", field="fault")
         kind, for_s, factor = FaultKind(found[1]), float(found[4] or 0), float(found[5] or 1)
         if (kind in (FaultKind.CUT, FaultKind.SLOW) and for_s <= 0) or (kind is FaultKind.SLOW and factor <= 0):
             raise ConfigError(f"{kind} needs a duration, as in {kind}:prefill-0@60+5; got {text!r}", field="fault")

@@ -158,14 +158,14 @@ class Fleet:
             booked = sum(worker.num_booked for worker in router.services.directory.workers)
             if router.is_up and booked:
                 raise InternalError(f"{name} has {booked} requests booked after their ends")
-        sent, arrived = (sum(each.interface.num_bytes_out for each in self._prefill),
-                         sum(each.interface.num_bytes_in for each in self._decode))
-        if abs(sent - arrived) > 1e-6 * sent:
-            raise InternalError(f"{sent:.0f} bytes left prefill workers, {arrived:.0f} arrived")
+        sent = sum(each.interface.num_bytes - each.interface.num_vain_bytes for each in self._prefill)
+        landed = sum(each.num_landed_bytes for each in self._decode)
+        if abs(sent - landed) > 1e-6 * sent:
+            raise InternalError(f"{sent:.0f} bytes left prefill workers, {landed:.0f} landed")
 
     def _run(self, duration_s: float) -> Run:
         picks = [router.picks() for router in self._routers.values()]
         num_picks, picked_s = sum(count for count, _ in picks), sum(seconds for _, seconds in picks)
         return Run(self._clients.answered, self._samples, duration_s, time.perf_counter() - self._began_s,
                    sum(worker.pool.num_preemptions for worker in self._decode), num_picks,
-                   picked_s / max(num_picks, 1), sum(each.interface.num_bytes_out for each in self._prefill))
+                   picked_s / max(num_picks, 1), sum(each.interface.num_bytes for each in self._prefill))

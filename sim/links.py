@@ -17,8 +17,8 @@ class Interface:
     bytes_per_s: float
     leaving: dict["Transfer", None] = field(default_factory=dict)  # that have bytes to send
     arriving: dict["Transfer", None] = field(default_factory=dict)
-    num_bytes_out: float = 0.0
-    num_bytes_in: float = 0.0
+    num_bytes: float = 0.0  # that left or arrived
+    num_vain_bytes: float = 0.0  # of those, of handoffs that were given up
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Transfer:
         self._loop = asyncio.get_running_loop()
         self.source = source
         self.target = target
-        self._left = num_bytes
+        self._num_bytes = self._left = num_bytes
         self._ready = 0.0  # of those left, bytes that are there to be sent
         self.rate = 0.0
         self._since_s = 0.0
@@ -60,7 +60,9 @@ class Transfer:
     def cancel(self) -> None:
         """What has not arrived will not. Idempotent."""
         self.settle()
-        self._ready = 0.0
+        if self._left >= 1:
+            self.source.num_vain_bytes += self._num_bytes - self._left
+        self._left = self._ready = 0.0
         self._leave()
 
     def _leave(self) -> None:
@@ -82,12 +84,14 @@ class Transfer:
         """Count what has left since the last time."""
         now = self._loop.time()
         if self in self.source.leaving:
-            moved = min(self._ready, self.rate * (now - self._since_s))
-            self._ready -= moved
-            self._left -= moved
-            self.source.num_bytes_out += moved
-            self.target.num_bytes_in += moved
+            self._move(min(self._ready, self.rate * (now - self._since_s)))
         self._since_s = now
+
+    def _move(self, num_bytes: float) -> None:
+        self._ready -= num_bytes
+        self._left -= num_bytes
+        self.source.num_bytes += num_bytes
+        self.target.num_bytes += num_bytes
 
     def plan(self) -> None:
         """When what is there will have left, at the present rate."""
@@ -98,10 +102,7 @@ class Transfer:
 
     def _drained(self) -> None:
         """All that was there has left."""
-        self.source.num_bytes_out += self._ready
-        self.target.num_bytes_in += self._ready
-        self._left -= self._ready
-        self._ready = 0.0
+        self._move(self._ready)
         self._leave()
         if self._left < 1:
             self._on_arrived()

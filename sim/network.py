@@ -95,7 +95,9 @@ class Call:
     def open(self, path: str, messages: AsyncIterator[Any] | None) -> Self:
         """By its caller."""
         self._server.calls[self] = None
-        self._later(partial(self._begin, path, messages))
+        self._later(partial(self._begin, path))
+        if messages is not None:
+            self._pump = self._loop.create_task(self._forward(messages))
         return self
 
     def cancel(self) -> None:
@@ -118,7 +120,7 @@ class Call:
             await self._waiter
         return self._received.popleft()
 
-    def _begin(self, path: str, messages: AsyncIterator[Any] | None) -> None:
+    def _begin(self, path: str) -> None:
         if self._is_over:
             return
         if not self._server.is_up:
@@ -126,8 +128,6 @@ class Call:
             self._ended(_lost("connection refused"))
             return
         self._server.methods[path](self)
-        if messages is not None:
-            self._pump = self._loop.create_task(self._forward(messages))
 
     async def _forward(self, messages: AsyncIterator[Any]) -> None:
         async for message in messages:
