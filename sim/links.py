@@ -97,7 +97,7 @@ class Transfer:
         """When what is there will have left, at the present rate."""
         if self._timer is not None:
             self._timer.cancel()
-        if self.rate > 0 and self._ready > 0:
+        if self in self.source.leaving:  # also where nothing is left: that is to be noticed
             self._timer = self._loop.call_later(self._ready / self.rate, self._drained)
 
     def _drained(self) -> None:

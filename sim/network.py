@@ -35,6 +35,7 @@ class Server:
     is_up: bool = True
     is_cut: bool = False
     calls: dict["Call", None] = field(default_factory=dict)  # not over, the oldest first
+    held: dict["Call", None] = field(default_factory=dict)  # by a cut
 
     def die(self) -> None:
         """At once, with all of its calls."""
@@ -45,7 +46,8 @@ class Server:
     def heal(self) -> None:
         """The cut is over."""
         self.is_cut = False
-        for call in tuple(self.calls):
+        held, self.held = self.held, {}
+        for call in held:
             call.resume()
 
 
@@ -163,6 +165,7 @@ class Call:
     def _arrive(self) -> None:
         if self._server.is_cut:
             self._num_held += 1
+            self._server.held[self] = None
             return
         self._under_way.popleft()()
         self._wake()

@@ -105,7 +105,11 @@ class SimulatedWorker(ABC):
         task = asyncio.get_running_loop().create_task(self._report(call))
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
-        call.on_gone = task.cancel
+
+        def gone() -> None:
+            task.cancel()
+
+        call.on_gone = gone
 
     async def _report(self, call: Call) -> None:
         async for response in self._service.Watch(call.request, cast(Context, None)):  # it asks nothing of the context
