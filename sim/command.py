@@ -16,7 +16,7 @@ from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan, rea
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
 from sim.costs import Costs
-from sim.faults import Fault
+from sim.faults import Mishap
 from sim.fleet import FleetConfig, simulate
 from sim.report import draw, figures_of, lines_of
 from sim.router import RouterOptions
@@ -79,7 +79,7 @@ def command(
                           Lengths.parse(output_tokens, field="output_tokens"))
             load = plan(requests or 1000, Arrivals(arrival, rate, burst), shape, seed=seed)
         config = FleetConfig(prefill, decode, routers, Costs() if costs is None else Costs.read(costs),
-                             RouterOptions(policy, watch_interval), tuple(map(Fault.parse, fault or ())), seed)
+                             RouterOptions(policy, watch_interval), tuple(map(Mishap.parse, fault or ())), seed)
         run = simulate(config, fitting(load, config.costs.model.max_context_tokens))
         figures = figures_of(run, config, limits)
         print(json.dumps(figures) if as_json else "\n".join(lines_of(figures)))

@@ -9,20 +9,20 @@ from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.clock import Clock
 from runtime.errors import BatonError, DrainingError
 from sim.costs import Costs
-from sim.decode_pool import DecodePool, Row
+from sim.decode_pool import DecodePool, DrawnRow
 from sim.links import Arrival, Arrivals, Interface
-from sim.network import Call, Method
+from sim.network import Method, SimulatedCall
 from sim.worker import SimulatedWorker
 
 TOKEN = 1  # every one
 
 
 @dataclass(eq=False)
-class _Stay:
+class _DecodeStay:
     """One request here, from its call to the end of that."""
 
-    call: Call
-    row: Row
+    call: SimulatedCall
+    row: DrawnRow
     session_id: str
     num_offers: int = 0
     num_bytes: float = 0.0
@@ -81,7 +81,7 @@ class DecodeWorker(SimulatedWorker):
         if self._timer is not None:
             self._timer.cancel()
         self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self.slowness)
-        self._stays: dict[int, _Stay] = {}
+        self._stays: dict[int, _DecodeStay] = {}
         return PointJournal()
 
     def _methods(self) -> dict[str, Method]:
@@ -99,7 +99,7 @@ class DecodeWorker(SimulatedWorker):
             open_sessions=sum(not stay.is_committed for stay in self._stays.values()),
             output_tokens=self.pool.num_drawn)
 
-    def _generate(self, call: Call) -> None:
+    def _generate(self, call: SimulatedCall) -> None:
         def opened(message: decode_pb2.DecodeRequest) -> None:
             stay = self._reserve(call, message.open)
             if stay is not None:
@@ -108,11 +108,11 @@ class DecodeWorker(SimulatedWorker):
 
         call.on_message = opened
 
-    def _reserve(self, call: Call, opening: decode_pb2.DecodeOpen) -> _Stay | None:
+    def _reserve(self, call: SimulatedCall, opening: decode_pb2.DecodeOpen) -> _DecodeStay | None:
         self._num_stays += 1
         request, num_again = opening.request, len(opening.replayed_token_ids)
         num_prompt = len(request.prompt_token_ids)
-        row = Row(self._num_stays, num_prompt + num_again, request.max_tokens - 1 - num_again, request.priority,
+        row = DrawnRow(self._num_stays, num_prompt + num_again, request.max_tokens - 1 - num_again, request.priority,
                   again=num_again)
         try:
             if self._is_draining:
@@ -121,12 +121,12 @@ class DecodeWorker(SimulatedWorker):
         except BatonError as error:
             call.end(error)
             return None
-        stay = _Stay(call, row, f"{self.incarnation}/{row.key}", num_bytes=self.costs.handoff_bytes(num_prompt))
+        stay = _DecodeStay(call, row, f"{self.incarnation}/{row.key}", num_bytes=self.costs.handoff_bytes(num_prompt))
         self._stays[row.key] = stay
         self._offered(stay)
         return stay
 
-    def _received(self, stay: _Stay, message: decode_pb2.DecodeRequest) -> None:
+    def _received(self, stay: _DecodeStay, message: decode_pb2.DecodeRequest) -> None:
         if stay.is_committed:
             return
         match message.WhichOneof("input"):
@@ -136,7 +136,7 @@ class DecodeWorker(SimulatedWorker):
                 stay.first_token_s = self._clock.now()
                 self._commit_if_complete(stay)
 
-    def _offered(self, stay: _Stay) -> None:
+    def _offered(self, stay: _DecodeStay) -> None:
         """By a prefill worker: what it sends is awaited."""
         self._arrivals.pop((stay.session_id, stay.epoch), None)
         stay.num_offers += 1
@@ -145,12 +145,12 @@ class DecodeWorker(SimulatedWorker):
         terms = transfer_pb2.DestinationTerms(session_id=stay.session_id, epoch=stay.epoch)
         stay.call.send(decode_pb2.DecodeResponse(destination=terms))
 
-    def _landed(self, stay: _Stay) -> None:
+    def _landed(self, stay: _DecodeStay) -> None:
         self.num_landed_bytes += stay.num_bytes
         stay.has_landed = True
         self._commit_if_complete(stay)
 
-    def _commit_if_complete(self, stay: _Stay) -> None:
+    def _commit_if_complete(self, stay: _DecodeStay) -> None:
         if not stay.has_landed or stay.first_token_s is None or stay.row.key not in self._stays:
             return
         now = self._clock.now()
@@ -178,7 +178,7 @@ class DecodeWorker(SimulatedWorker):
         if self.pool.span is not None:
             self._timer = self._loop.call_at(self.pool.span.ends_s, self._advance)
 
-    def _finish(self, stay: _Stay) -> None:
+    def _finish(self, stay: _DecodeStay) -> None:
         self._send_drawn(stay)
         row, now = stay.row, self._clock.now()
         first_s = now if row.first_step_s is None else row.first_step_s
@@ -188,12 +188,12 @@ class DecodeWorker(SimulatedWorker):
         stay.call.end()
         del self._stays[row.key]
 
-    def _send_drawn(self, stay: _Stay) -> None:
+    def _send_drawn(self, stay: _DecodeStay) -> None:
         count = self.pool.drawn(stay.row, self._clock.now())
         if count:
             stay.call.send(decode_pb2.DecodeResponse(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)))
 
-    def _release(self, stay: _Stay) -> None:
+    def _release(self, stay: _DecodeStay) -> None:
         if self._stays.pop(stay.row.key, None) is None:
             return
         self._arrivals.pop((stay.session_id, stay.epoch), None)

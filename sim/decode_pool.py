@@ -15,7 +15,7 @@ from sim.costs import DecodeCosts
 
 
 @dataclass(eq=False)
-class Row:
+class DrawnRow:
     """One request. `context` tokens are computed, prompt included, `left` are to be drawn; `again` are to be computed
     once more before that. `unsent` of those drawn its owner has not taken."""
 
@@ -37,7 +37,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Span:
+class Rounds:
     """Rounds of the same rows: the first takes `first_s`, each `growth_s` more than the one before it."""
 
     began_s: float
@@ -73,17 +73,17 @@ class DecodePool:
     costs: DecodeCosts
     page_size: int
     slowness: float = 1.0
-    span: Span | None = None
+    span: Rounds | None = None
     busy_s: float = 0.0
     num_drawn: int = 0
     num_preemptions: int = 0
-    _held: dict[int, Row] = field(default_factory=dict)  # all of them, by key
-    _running: list[Row] = field(default_factory=list)
-    _joining: list[Row] = field(default_factory=list)
-    _waiting: list[Row] = field(default_factory=list)  # set back
+    _held: dict[int, DrawnRow] = field(default_factory=dict)  # all of them, by key
+    _running: list[DrawnRow] = field(default_factory=list)
+    _joining: list[DrawnRow] = field(default_factory=list)
+    _waiting: list[DrawnRow] = field(default_factory=list)  # set back
     _pages_used: int = 0
 
-    def reserve(self, row: Row) -> None:
+    def reserve(self, row: DrawnRow) -> None:
         """Memory for a request. Raises CapacityError."""
         if self._waiting:
             raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
@@ -98,13 +98,13 @@ class DecodePool:
         self._take(row, num_pages)
         self._held[row.key] = row
 
-    def join(self, row: Row, now_s: float) -> None:
+    def join(self, row: DrawnRow, now_s: float) -> None:
         """Its prompt has landed."""
         row.joined_s = now_s
         self._joining.append(row)
         self._change(now_s)
 
-    def release(self, row: Row, now_s: float) -> None:
+    def release(self, row: DrawnRow, now_s: float) -> None:
         """Its request is over. Its memory is free with the end of the round. Idempotent."""
         if self._held.pop(row.key, None) is None:
             return
@@ -117,7 +117,7 @@ class DecodePool:
                 rows.remove(row)
         self._change(now_s)
 
-    def advance(self, now_s: float) -> list[Row]:
+    def advance(self, now_s: float) -> list[DrawnRow]:
         """The span is over. Returns the rows that have all their tokens, and are gone."""
         if self.span is not None:
             self._draw(self.span)
@@ -131,7 +131,7 @@ class DecodePool:
         self._begin(now_s)
         return done
 
-    def drawn(self, row: Row, now_s: float) -> int:
+    def drawn(self, row: DrawnRow, now_s: float) -> int:
         """Tokens of a row that its owner has not taken, those of rounds within the span included. Takes them."""
         within = min(self._tokens(self.span.rounds_by(now_s)), row.left) if self.span and row in self._running else 0
         taken = row.unsent + within
@@ -180,7 +180,7 @@ class DecodePool:
         count, context = len(self._running), sum(row.context for row in self._running)
         first_s = self.costs.round_s(count, context) * self.slowness
         growth_s = self.costs.context_s * count * self.costs.tokens_per_step * self.slowness
-        self.span = Span(now_s + again_s, rounds, first_s, growth_s)
+        self.span = Rounds(now_s + again_s, rounds, first_s, growth_s)
         self.busy_s += again_s
 
     def _change(self, now_s: float) -> None:
@@ -189,9 +189,9 @@ class DecodePool:
             self._begin(now_s)
             return
         rounds = min(self.span.rounds_by(now_s) + 1, self.span.num_rounds)
-        self.span = Span(self.span.began_s, rounds, self.span.first_s, self.span.growth_s)
+        self.span = Rounds(self.span.began_s, rounds, self.span.first_s, self.span.growth_s)
 
-    def _draw(self, span: Span) -> None:
+    def _draw(self, span: Rounds) -> None:
         tokens = self._tokens(span.num_rounds)
         self.busy_s += span.ends_s - span.began_s
         for row in self._running:
@@ -232,7 +232,7 @@ class DecodePool:
             tokens += row.context
         return tokens
 
-    def _set_back(self, row: Row) -> None:
+    def _set_back(self, row: DrawnRow) -> None:
         self._give_back(row)
         self._running.remove(row)
         self._waiting.append(row)
@@ -243,20 +243,20 @@ class DecodePool:
         """Of one row in so many rounds."""
         return math.floor(num_rounds * self.costs.tokens_per_step + 1e-9)
 
-    def _pages_of(self, row: Row) -> int:
+    def _pages_of(self, row: DrawnRow) -> int:
         """With some growth, but no more than the request may come to."""
         tokens = row.context + min(self.costs.growth_tokens, max(row.left, 0))
         return -(-tokens // self.page_size)
 
-    def _growth(self, row: Row, num_rounds: int) -> int:
+    def _growth(self, row: DrawnRow, num_rounds: int) -> int:
         """Pages that a row takes within so many rounds."""
         tokens = row.context + min(self._tokens(num_rounds), row.left)
         return max(0, -(-tokens // self.page_size) - row.num_pages)
 
-    def _take(self, row: Row, num_pages: int) -> None:
+    def _take(self, row: DrawnRow, num_pages: int) -> None:
         row.num_pages += num_pages
         self._pages_used += num_pages
 
-    def _give_back(self, row: Row) -> None:
+    def _give_back(self, row: DrawnRow) -> None:
         self._pages_used -= row.num_pages
         row.num_pages = 0

@@ -23,7 +23,7 @@ DRAIN_S = 1.0  # from handing requests back to the end of the process
 _FORM = re.compile(r"(\w+):([\w-]+)@([\d.]+)(?:\+([\d.]+))?(?:x([\d.]+))?")
 
 
-class FaultKind(StrEnum):
+class MishapKind(StrEnum):
     KILL = "kill"
     CUT = "cut"
     SLOW = "slow"
@@ -32,10 +32,10 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Fault:
+class Mishap:
     """`at_s` after the first request could come; `for_s` and `factor` where the kind has them."""
 
-    kind: FaultKind
+    kind: MishapKind
     target: str
     at_s: float
     for_s: float = 0.0
@@ -45,44 +45,44 @@ class Fault:
     def parse(cls, text: str) -> Self:
         """Raises ConfigError."""
         found = _FORM.fullmatch(text)
-        if found is None or found[1] not in set(FaultKind):
+        if found is None or found[1] not in set(MishapKind):
             raise ConfigError(f"a fault is like kill:decode-3@120+30, slow:prefill-1@60+30x3 or restart:decode@100; "
-                              f"its kinds are {', '.join(FaultKind)}; got {text!r}", field="fault")
-        kind, for_s, factor = FaultKind(found[1]), float(found[4] or 0), float(found[5] or 1)
-        if (kind in (FaultKind.CUT, FaultKind.SLOW) and for_s <= 0) or (kind is FaultKind.SLOW and factor <= 0):
+                              f"its kinds are {', '.join(MishapKind)}; got {text!r}", field="fault")
+        kind, for_s, factor = MishapKind(found[1]), float(found[4] or 0), float(found[5] or 1)
+        if (kind in (MishapKind.CUT, MishapKind.SLOW) and for_s <= 0) or (kind is MishapKind.SLOW and factor <= 0):
             raise ConfigError(f"{kind} needs a duration, as in {kind}:prefill-0@60+5; got {text!r}", field="fault")
         return cls(kind, found[2], float(found[3]), for_s, factor)
 
 
-async def unleash(fault: Fault, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]) -> None:
+async def unleash(fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]) -> None:
     """From its beginning, so many seconds from now, to its end. The target must be there, see `check_target`."""
     await asyncio.sleep(fault.at_s)
     match fault.kind:
-        case FaultKind.LOSE:
+        case MishapKind.LOSE:
             routers[fault.target].die()
-        case FaultKind.RESTART:
+        case MishapKind.RESTART:
             for worker in [each for each in workers.values() if each.role == fault.target]:
                 await _restart(worker)
-        case FaultKind.KILL:
+        case MishapKind.KILL:
             worker = workers[fault.target]
             worker.die()
             await asyncio.sleep(fault.for_s + worker.start_s)
             worker.start()
-        case FaultKind.CUT:
+        case MishapKind.CUT:
             server = workers[fault.target].server
             server.is_cut = True
             await asyncio.sleep(fault.for_s)
             server.heal()
-        case FaultKind.SLOW:
+        case MishapKind.SLOW:
             workers[fault.target].slow_down(fault.factor)
             await asyncio.sleep(fault.for_s)
             workers[fault.target].slow_down(1.0)
 
 
-def check_target(fault: Fault, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]) -> None:
+def check_target(fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]) -> None:
     """Raises ConfigError naming what there is."""
     roles = {worker.role: None for worker in workers.values()}
-    there = {FaultKind.LOSE: list(routers), FaultKind.RESTART: list(roles)}.get(fault.kind, list(workers))
+    there = {MishapKind.LOSE: list(routers), MishapKind.RESTART: list(roles)}.get(fault.kind, list(workers))
     if fault.target not in there:
         raise ConfigError(f"there is no {fault.target} to {fault.kind}; there are {there[0]} to {there[-1]}",
                           field="fault")

@@ -13,7 +13,7 @@ from runtime.errors import InternalError
 from sim.clients import Answered, Clients
 from sim.costs import Costs
 from sim.decode import DecodeWorker
-from sim.faults import Fault, check_target, unleash
+from sim.faults import Mishap, check_target, unleash
 from sim.links import Arrivals
 from sim.prefill import PrefillWorker
 from sim.router import RouterOptions, RouterProcess
@@ -34,12 +34,12 @@ class FleetConfig:
     num_routers: int = 1
     costs: Costs = field(default_factory=Costs)
     router: RouterOptions = field(default_factory=RouterOptions)
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Mishap, ...] = ()
     seed: int = 0
 
 
 @dataclass(frozen=True)
-class Sample:
+class FleetState:
     """A fleet at one moment; sums over its processes. `at_s` counts from when the first request could come."""
 
     at_s: float
@@ -52,12 +52,12 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Run:
+class FleetRun:
     """What came of it. `wall_s` is what it took on this machine; `pick_s` is how long a router took to choose a worker,
     on the average, in time of this machine."""
 
     answered: list[Answered]
-    samples: list[Sample]
+    samples: list[FleetState]
     duration_s: float
     wall_s: float
     num_preemptions: int
@@ -71,7 +71,7 @@ class Run:
         return [each.outcome for each in self.answered]
 
 
-def simulate(config: FleetConfig, load: Sequence[Planned]) -> Run:
+def simulate(config: FleetConfig, load: Sequence[Planned]) -> FleetRun:
     """Every request of the load to its end.
 
     Raises:
@@ -79,7 +79,7 @@ def simulate(config: FleetConfig, load: Sequence[Planned]) -> Run:
         InternalError: something does not add up: a request that ended twice or never, memory that nobody holds.
     """
 
-    async def play() -> Run:
+    async def play() -> FleetRun:
         return await Fleet(config).play(load)
 
     return run_virtually(play())
@@ -108,9 +108,9 @@ class Fleet:
             for index in range(config.num_routers)}
         self._clients = Clients(list(self._routers.values()), random.Random(f"{config.seed}/clients"))
         self._faults = config.faults
-        self._samples: list[Sample] = []
+        self._samples: list[FleetState] = []
 
-    async def play(self, load: Sequence[Planned]) -> Run:
+    async def play(self, load: Sequence[Planned]) -> FleetRun:
         """As `simulate`."""
         by_name = {worker.address.partition(":")[0]: worker for worker in self._workers}
         for fault in self._faults:
@@ -138,7 +138,7 @@ class Fleet:
         while True:
             pages = sum(worker.costs.decode.num_pages for worker in self._decode)
             now = self._clock.now()
-            self._samples.append(Sample(
+            self._samples.append(FleetState(
                 now - start_s, sum(router.services.admission.num_waiting for router in self._routers.values()),
                 sum(worker.queued_tokens for worker in self._prefill),
                 sum(worker.pool.num_held for worker in self._decode),
@@ -163,9 +163,9 @@ class Fleet:
         if abs(sent - landed) > 1e-6 * sent:
             raise InternalError(f"{sent:.0f} bytes left prefill workers, {landed:.0f} landed")
 
-    def _run(self, duration_s: float) -> Run:
+    def _run(self, duration_s: float) -> FleetRun:
         picks = [router.picks() for router in self._routers.values()]
         num_picks, picked_s = sum(count for count, _ in picks), sum(seconds for _, seconds in picks)
-        return Run(self._clients.answered, self._samples, duration_s, time.perf_counter() - self._began_s,
+        return FleetRun(self._clients.answered, self._samples, duration_s, time.perf_counter() - self._began_s,
                    sum(worker.pool.num_preemptions for worker in self._decode), num_picks,
                    picked_s / max(num_picks, 1), sum(each.interface.num_bytes for each in self._prefill))

@@ -15,8 +15,8 @@ class Interface:
     """Bytes per second each way."""
 
     bytes_per_s: float
-    leaving: dict["Transfer", None] = field(default_factory=dict)  # that have bytes to send
-    arriving: dict["Transfer", None] = field(default_factory=dict)
+    leaving: dict["Sending", None] = field(default_factory=dict)  # that have bytes to send
+    arriving: dict["Sending", None] = field(default_factory=dict)
     num_bytes: float = 0.0  # that left or arrived
     num_vain_bytes: float = 0.0  # of those, of handoffs that were given up
 
@@ -33,7 +33,7 @@ Arrivals = dict[tuple[str, int], Arrival]
 """By session and epoch, as destination terms name them."""
 
 
-class Transfer:
+class Sending:
     """One handoff's bytes, from one interface to another. Ends once, when all have arrived or by `cancel`."""
 
     def __init__(self, source: Interface, target: Interface, num_bytes: float, on_arrived: Callable[[], None]) -> None:

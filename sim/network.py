@@ -18,7 +18,7 @@ import grpc
 from runtime.errors import BatonError, InternalError
 from runtime.status import failure_of
 
-Method = Callable[["Call"], None]
+Method = Callable[["SimulatedCall"], None]
 """Begins to serve a call: sets its listeners and returns."""
 
 
@@ -34,8 +34,8 @@ class Server:
     methods: Mapping[str, Method] = field(default_factory=dict)
     is_up: bool = True
     is_cut: bool = False
-    calls: dict["Call", None] = field(default_factory=dict)  # not over, the oldest first
-    held: dict["Call", None] = field(default_factory=dict)  # by a cut
+    calls: dict["SimulatedCall", None] = field(default_factory=dict)  # not over, the oldest first
+    held: dict["SimulatedCall", None] = field(default_factory=dict)  # by a cut
 
     def die(self) -> None:
         """At once, with all of its calls."""
@@ -51,7 +51,7 @@ class Server:
             call.resume()
 
 
-class Call:
+class SimulatedCall:
     """Both ends of one call. Its caller iterates and cancels; its server listens, sends and ends."""
 
     def __init__(self, server: Server, latency_s: float, request: Any = None) -> None:  # noqa: ANN401 (any message)
@@ -213,12 +213,12 @@ class Channel(grpc.aio.Channel):
     async def channel_ready(self) -> None:
         raise InternalError("the simulated network does not report states of channels")
 
-    def _ask(self, path: str, request: Any, **_: Any) -> Call:  # noqa: ANN401
-        return Call(self._server, self._latency_s, request).open(path, None)
+    def _ask(self, path: str, request: Any, **_: Any) -> SimulatedCall:  # noqa: ANN401
+        return SimulatedCall(self._server, self._latency_s, request).open(path, None)
 
-    def _talk(self, path: str, messages: AsyncIterator[Any], **_: Any) -> Call:  # noqa: ANN401
+    def _talk(self, path: str, messages: AsyncIterator[Any], **_: Any) -> SimulatedCall:  # noqa: ANN401
         # A caller's deadline ends its calls itself; their time limit would only do it once more.
-        return Call(self._server, self._latency_s).open(path, messages)
+        return SimulatedCall(self._server, self._latency_s).open(path, messages)
 
 
 def _lost(details: str) -> grpc.aio.AioRpcError:

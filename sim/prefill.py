@@ -21,8 +21,8 @@ from runtime.clock import Clock
 from runtime.digests import block_names
 from runtime.errors import BatonError, DrainingError
 from sim.costs import Costs
-from sim.links import Arrivals, Interface, Transfer
-from sim.network import Call, Method
+from sim.links import Arrivals, Interface, Sending
+from sim.network import Method, SimulatedCall
 from sim.worker import COMPATIBILITY, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every answer, whoever draws it
@@ -38,14 +38,14 @@ def batch_of_lengths(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
 
 
 @dataclass(eq=False)
-class _Stay:
+class _PrefillStay:
     """One request here, from its call to the end of that."""
 
-    call: Call
+    call: SimulatedCall
     key: int = 0
     num_tokens: int = 0
     computed: float = 0.0  # tokens whose bytes can leave
-    transfer: Transfer | None = None
+    transfer: Sending | None = None
 
 
 class PrefillWorker(SimulatedWorker):
@@ -92,7 +92,7 @@ class PrefillWorker(SimulatedWorker):
         self._scheduler = PrefillScheduler(
             PageAllocator(mine.num_pages + 1), SlotAllocator(mine.num_slots + 1 if mine.num_slots else 0), limits,
             self._clock, ResumeRule(model.page_size, mine.grid, has_states=mine.num_slots > 0), batch_of_lengths)
-        self._stays: dict[int, _Stay] = {}
+        self._stays: dict[int, _PrefillStay] = {}
         self._stage_free_s = [0.0] * mine.stages
         self._num_in_flight = 0
         return self._scheduler.cache.journal
@@ -112,8 +112,8 @@ class PrefillWorker(SimulatedWorker):
             queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
             running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
 
-    def _run(self, call: Call) -> None:
-        stay = _Stay(call)
+    def _run(self, call: SimulatedCall) -> None:
+        stay = _PrefillStay(call)
 
         def received(message: prefill_pb2.RunRequest) -> None:
             if message.HasField("request"):
@@ -127,7 +127,7 @@ class PrefillWorker(SimulatedWorker):
 
         call.on_message, call.on_half_close, call.on_gone = received, committed, lambda: self._release(stay)
 
-    def _submit(self, stay: _Stay, message: types_pb2.EngineRequest) -> None:
+    def _submit(self, stay: _PrefillStay, message: types_pb2.EngineRequest) -> None:
         stay.num_tokens = len(message.prompt_token_ids)
         request = Request(message.request_id, (0,) * stay.num_tokens, message.max_tokens, priority=message.priority)
         names = block_names(message.prompt_token_ids, self.costs.model.page_size, compatibility=COMPATIBILITY)
@@ -141,7 +141,7 @@ class PrefillWorker(SimulatedWorker):
         self._stays[stay.key] = stay
         self._launch()
 
-    def _happened(self, stay: _Stay, event: Event) -> None:
+    def _happened(self, stay: _PrefillStay, event: Event) -> None:
         match event:
             case Started():
                 stay.computed = event.num_cached
@@ -156,7 +156,7 @@ class PrefillWorker(SimulatedWorker):
                 stay.call.end(error)
                 self._release(stay)
 
-    def _send_to(self, stay: _Stay, destination: transfer_pb2.DestinationTerms) -> None:
+    def _send_to(self, stay: _PrefillStay, destination: transfer_pb2.DestinationTerms) -> None:
         """The decode pool has reserved: bytes leave, beginning with those of what is computed."""
         arrival = self._arrivals.get((destination.session_id, destination.epoch))
         if arrival is None:  # it has ended meanwhile
@@ -167,10 +167,10 @@ class PrefillWorker(SimulatedWorker):
             arrival.landed()
             stay.call.send(prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent(num_bytes=round(num_bytes))))
 
-        stay.transfer = Transfer(self.interface, arrival.interface, num_bytes, arrived)
+        stay.transfer = Sending(self.interface, arrival.interface, num_bytes, arrived)
         stay.transfer.release(num_bytes * stay.computed / stay.num_tokens)
 
-    def _release(self, stay: _Stay) -> None:
+    def _release(self, stay: _PrefillStay) -> None:
         if stay.transfer is not None:
             stay.transfer.cancel()
         if self._stays.pop(stay.key, None) is not None:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.load import Slo, errors_of, percentiles, summarise
-from sim.fleet import FleetConfig, Run
+from sim.fleet import FleetConfig, FleetRun
 
 _LEFT_OUT = ("itl_s", "prefill_s", "handoff_exposed_s", "lag_s")  # what a run does not look at
 _ROWS = {"time to first token": "ttft_s", "time per output token": "tpot_s", "whole request": "e2e_s"}
 
 
-def figures_of(run: Run, config: FleetConfig, slo: Slo) -> dict[str, object]:
+def figures_of(run: FleetRun, config: FleetConfig, slo: Slo) -> dict[str, object]:
     """Of `baton load` those that a simulation has, under the same names, and what only it can see. Everything that
     begins with `machine_` is of the machine that simulates, all else is the same in every run."""
     seen = {name: value for name, value in summarise(run.outcomes, slo, run.duration_s).items()
@@ -55,7 +55,7 @@ def lines_of(figures: dict[str, object]) -> list[str]:
     ]
 
 
-def draw(run: Run, config: FleetConfig, slo: Slo, path: Path) -> None:
+def draw(run: FleetRun, config: FleetConfig, slo: Slo, path: Path) -> None:
     """Write a picture: first tokens, queues, memory and how busy both roles are, over time. Needs matplotlib."""
     from matplotlib.figure import Figure
 

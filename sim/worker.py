@@ -8,7 +8,7 @@ from pool.prefix.journal import PointJournal
 from pool.watch import Context, WorkerService
 from protos import worker_pb2
 from sim.costs import Costs
-from sim.network import Call, Method, Server
+from sim.network import Method, Server, SimulatedCall
 
 COMPATIBILITY = "simulated"
 ARCHITECTURE = "Simulated"
@@ -101,7 +101,7 @@ class SimulatedWorker(ABC):
         load.start_s = self.start_s
         return load
 
-    def _watch(self, call: Call) -> None:
+    def _watch(self, call: SimulatedCall) -> None:
         task = asyncio.get_running_loop().create_task(self._report(call))
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
@@ -111,6 +111,6 @@ class SimulatedWorker(ABC):
 
         call.on_gone = gone
 
-    async def _report(self, call: Call) -> None:
+    async def _report(self, call: SimulatedCall) -> None:
         async for response in self._service.Watch(call.request, cast(Context, None)):  # it asks nothing of the context
             call.send(response)

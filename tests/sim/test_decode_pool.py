@@ -8,7 +8,7 @@ import pytest
 
 from runtime.errors import CapacityError
 from sim.costs import DecodeCosts
-from sim.decode_pool import DecodePool, Row, Span
+from sim.decode_pool import DecodePool, DrawnRow, Rounds
 
 COSTS = DecodeCosts(step_s=0.01, row_s=0.001, context_s=1e-6, num_pages=10_000, max_running=8, max_held=64)
 
@@ -30,7 +30,7 @@ def drawn_in_spans(costs: DecodeCosts, coming: list[Coming], page_size: int = 16
             ended.update({row.key: now_s for row in pool.advance(now_s)})
         else:
             key, item = left.pop(0)
-            row = Row(key, item.prompt, item.output)
+            row = DrawnRow(key, item.prompt, item.output)
             pool.reserve(row)
             pool.join(row, due_s)
         pool.check()
@@ -68,10 +68,10 @@ def test_spans_give_the_times_of_single_rounds(seed: int) -> None:
 
 def test_rounds_by_is_the_inverse_of_after() -> None:
     for growth_s in (0.0, 1e-6, 0.01):
-        span = Span(5.0, 1000, 0.02, growth_s)
+        span = Rounds(5.0, 1000, 0.02, growth_s)
         for count in (0, 1, 7, 999, 1000):
             assert span.rounds_by(span.after_s(count) + 1e-7) == count
-    assert Span(5.0, 10, 0.02, 0.0).rounds_by(1e9) == 10
+    assert Rounds(5.0, 10, 0.02, 0.0).rounds_by(1e9) == 10
 
 
 def test_pages_that_run_out_set_the_youngest_back() -> None:
@@ -80,7 +80,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
     the second is set back, comes back when the first has drawn its last four tokens, and draws the five it lacks."""
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, replay_s=0, num_pages=8, growth_tokens=0)
     pool, now_s = DecodePool(costs, 4), 0.0
-    rows = [Row(key, 12, 8) for key in (1, 2)]
+    rows = [DrawnRow(key, 12, 8) for key in (1, 2)]
     for row in rows:
         pool.reserve(row)
     for row in rows:
@@ -93,7 +93,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
         if now_s == 4.0:
             assert pool.num_waiting == 1
             with pytest.raises(CapacityError, match="preempted"):
-                pool.reserve(Row(3, 1, 1))
+                pool.reserve(DrawnRow(3, 1, 1))
     assert [row.num_preemptions for row in rows] == [0, 1]
     assert ended == {1: 8.0, 2: 13.0}
     assert pool.pages_free(now_s) == 8
@@ -101,7 +101,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
 
 def test_what_is_released_in_the_middle_is_free_at_the_end_of_the_round() -> None:
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, num_pages=8, growth_tokens=0)
-    pool, row = DecodePool(costs, 4), Row(1, 12, 100)
+    pool, row = DecodePool(costs, 4), DrawnRow(1, 12, 100)
     pool.reserve(row)
     pool.join(row, 0.0)
     assert pool.drawn(row, 2.5) == 2

@@ -10,8 +10,8 @@ from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan
 from router.workers.policy import Policy
 from runtime.errors import ConfigError
 from sim.costs import Costs, DecodeCosts, ModelCosts, NetworkCosts, PrefillCosts
-from sim.faults import Fault
-from sim.fleet import FleetConfig, Run, simulate
+from sim.faults import Mishap
+from sim.fleet import FleetConfig, FleetRun, simulate
 from sim.report import figures_of, lines_of
 from sim.router import RouterOptions
 
@@ -29,7 +29,7 @@ def load_of(count: int, rate: float, process: Process = Process.POISSON) -> list
     return plan(count, Arrivals(process, rate), SHAPE, seed=1)
 
 
-def errors(run: Run) -> list[str]:
+def errors(run: FleetRun) -> list[str]:
     return [outcome.error for outcome in run.outcomes if outcome.error is not None]
 
 
@@ -59,7 +59,7 @@ def test_what_an_earlier_prompt_left_is_not_computed() -> None:
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    config = replace(FLEET, num_prefill=2, num_decode=3, num_routers=2, faults=(Fault.parse("kill:decode-1@2+1"),),
+    config = replace(FLEET, num_prefill=2, num_decode=3, num_routers=2, faults=(Mishap.parse("kill:decode-1@2+1"),),
                      router=RouterOptions(Policy.POWER_OF_TWO))
     first, second, other = (simulate(replace(config, seed=seed), load_of(30, 8.0)) for seed in (0, 0, 1))
     assert first.outcomes == second.outcomes
@@ -72,7 +72,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_a_fault_costs_no_request(fault: str) -> None:
     """With two of everything. That nothing is left of any request is checked by every run."""
     load = load_of(30, 6.0)
-    config = replace(FLEET, num_prefill=2, num_decode=2, num_routers=2, faults=(Fault.parse(fault),))
+    config = replace(FLEET, num_prefill=2, num_decode=2, num_routers=2, faults=(Mishap.parse(fault),))
     calm, stormy = (simulate(each, load) for each in (replace(config, faults=()), config))
     assert errors(stormy) == []
     assert stormy.outcomes != calm.outcomes
@@ -99,10 +99,10 @@ def test_more_workers_do_not_make_it_slower() -> None:
 
 def test_a_fault_must_name_what_is_there() -> None:
     with pytest.raises(ConfigError, match="decode-7"):
-        simulate(replace(FLEET, faults=(Fault.parse("kill:decode-7@1"),)), [Planned(0.0, 16, 1)])
+        simulate(replace(FLEET, faults=(Mishap.parse("kill:decode-7@1"),)), [Planned(0.0, 16, 1)])
     for text in ("kill decode-0", "burn:decode-0@1", "cut:decode-0@1", "slow:decode-0@1+2x0"):
         with pytest.raises(ConfigError):
-            Fault.parse(text)
+            Mishap.parse(text)
 
 
 def test_figures_are_plain_values() -> None:

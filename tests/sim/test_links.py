@@ -2,7 +2,7 @@
 
 import asyncio
 
-from sim.links import Interface, Transfer
+from sim.links import Interface, Sending
 from sim.time import run_virtually
 
 
@@ -12,9 +12,9 @@ class Watched:
     def __init__(self) -> None:
         self.arrived: dict[str, float] = {}
 
-    def transfer(self, name: str, source: Interface, target: Interface, num_bytes: float) -> Transfer:
+    def transfer(self, name: str, source: Interface, target: Interface, num_bytes: float) -> Sending:
         loop = asyncio.get_running_loop()
-        return Transfer(source, target, num_bytes, lambda: self.arrived.update({name: round(loop.time(), 6)}))
+        return Sending(source, target, num_bytes, lambda: self.arrived.update({name: round(loop.time(), 6)}))
 
 
 def test_one_sender_shares_what_it_has() -> None:
