@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from baton.load import Outcome
 from baton.workload import Planned
+from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits
 from runtime.errors import InternalError
 from sim.clients import Answered, Clients
@@ -115,23 +116,28 @@ class Fleet:
         by_name = {worker.address.partition(":")[0]: worker for worker in self._workers}
         for fault in self._faults:
             check_target(fault, by_name, self._routers)
-        await asyncio.sleep(WARM_UP_S)
-        start_s = self._loop.time()
-        beside = [self._loop.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
-                  *(self._loop.create_task(unleash(fault, by_name, self._routers)) for fault in self._faults)]
+        async with task_group() as beside:
+            for router in self._routers.values():
+                router.start(beside)
+            await asyncio.sleep(WARM_UP_S)
+            start_s = self._loop.time()
+            others = [beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
+                      *(beside.create_task(unleash(fault, by_name, self._routers)) for fault in self._faults)]
+            await self._answered(load, start_s)
+            duration_s = self._loop.time() - start_s
+            for task in others:
+                task.cancel()
+            await asyncio.sleep(COOL_DOWN_S)
+            self._check(len(load))
+            for router in self._routers.values():
+                router.die()
+        return self._run(duration_s)
+
+    async def _answered(self, load: Sequence[Planned], start_s: float) -> None:
         async with asyncio.TaskGroup() as group:
             for index, planned in enumerate(load):
                 await asyncio.sleep(start_s + planned.at_s - self._loop.time())
                 group.create_task(self._clients.ask(index, planned))
-        duration_s = self._loop.time() - start_s
-        for task in beside:
-            task.cancel()
-        for failed in await asyncio.gather(*beside, return_exceptions=True):
-            if isinstance(failed, Exception):
-                raise failed
-        await asyncio.sleep(COOL_DOWN_S)
-        self._check(len(load))
-        return self._run(duration_s)
 
     async def _look(self, start_s: float, interval_s: float) -> None:
         """Take samples until cancelled."""

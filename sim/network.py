@@ -189,10 +189,10 @@ class Channel(grpc.aio.Channel):
         return partial(self._talk, method)
 
     def unary_unary(self, method: str, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        raise InternalError(f"the simulated network has no calls like {method}")
+        return partial(self._refuse, method)
 
     def stream_unary(self, method: str, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        raise InternalError(f"the simulated network has no calls like {method}")
+        return partial(self._refuse, method)
 
     async def close(self, grace: float | None = None) -> None:
         """There is nothing to close: calls end by themselves."""
@@ -212,6 +212,9 @@ class Channel(grpc.aio.Channel):
 
     async def channel_ready(self) -> None:
         raise InternalError("the simulated network does not report states of channels")
+
+    def _refuse(self, path: str, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        raise InternalError(f"the simulated network has no calls like {path}")
 
     def _ask(self, path: str, request: Any, **_: Any) -> SimulatedCall:  # noqa: ANN401
         return SimulatedCall(self._server, self._latency_s, request).open(path, None)

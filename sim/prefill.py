@@ -112,6 +112,9 @@ class PrefillWorker(SimulatedWorker):
             queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
             running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
 
+    async def _flush(self) -> int:
+        return self._scheduler.cache.clear()
+
     def _run(self, call: SimulatedCall) -> None:
         stay = _PrefillStay(call)
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -62,10 +61,12 @@ class RouterProcess:
         flow_limits = FlowLimits(capacity_wait_s=options.max_wait_s)
         limits = AdmissionLimits(options.max_waiting, options.max_wait_s, flow_limits.peer_wait_s)
         services = Services(Admission(directory, limits, metrics, outlook), directory, flow_limits, metrics, outlook)
-        router = cls(options, registry, metrics, services, clock)
-        router._spawn(directory.run())
-        router._spawn(services.admission.run())
-        return router
+        return cls(options, registry, metrics, services, clock)
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """What it does beside answering; an error of that ends the group."""
+        for work in (self.services.directory.run(), self.services.admission.run()):
+            self._note(group.create_task(work))
 
     async def answer(self, request: AdmissibleRequest, emit: Emit) -> None:
         """To its end. Raises as `RequestFlow.run` does, and UnavailableError where this process dies first."""
@@ -74,7 +75,7 @@ class RouterProcess:
         output = Output(request.engine, (), None)
         flow = RequestFlow(request, output, emit, Timeline(self.clock, self.metrics), self.services,
                            self.options.max_request_s)
-        task = self._spawn(flow.run())
+        task = self._note(asyncio.get_running_loop().create_task(flow.run()))
         try:
             await task
         except asyncio.CancelledError:
@@ -92,8 +93,7 @@ class RouterProcess:
                           for part in ("count", "sum"))
         return round(count), seconds
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _note(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return task

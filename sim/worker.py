@@ -37,7 +37,7 @@ class SimulatedWorker(ABC):
         """As a new incarnation, that has nothing."""
         self._num_starts += 1
         self._is_draining = False
-        self._service = WorkerService(self._info, self._load, self._begin())
+        self._service = WorkerService(self._info, self._load, self._begin(), self._flush)
         self.server.is_up = True
 
     def die(self) -> None:
@@ -100,6 +100,10 @@ class SimulatedWorker(ABC):
         load.serving, load.reason = not self._is_draining, "draining" if self._is_draining else ""
         load.start_s = self.start_s
         return load
+
+    async def _flush(self) -> int:
+        """Empty the prefix cache; returns its pages."""
+        return 0
 
     def _watch(self, call: SimulatedCall) -> None:
         task = asyncio.get_running_loop().create_task(self._report(call))
