@@ -1,5 +1,6 @@
 """Opens a draft's folder and builds the draft it describes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheSpec
 from engine.speculative.draft_model import DraftModel
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
-from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from models.checkpoint import Checkpoint, WeightEntry
 from models.drafts import eagle1, eagle3, nextn, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
 from models.loader import ModelDescription, description_digest
+from models.quantised_formats import open_checkpoint
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 from runtime.model_folder import check_model_folder
@@ -25,7 +27,7 @@ class DraftDescription:
     names, types and shapes."""
 
     raw: RawConfig
-    entries: dict[str, TensorEntry] | None  # None: weights are random
+    entries: dict[str, WeightEntry] | None  # None: weights are random
     target: ModelDescription
     revision: str = "random"
 
@@ -46,8 +48,9 @@ class DraftDescription:
 
     @property
     def weight_bytes(self) -> int:
-        """Of its own tensors as they are stored; 0 where they are random."""
-        return sum(entry.num_bytes for entry in (self.entries or {}).values())
+        """Of its own weights in the type that the draft runs in; 0 where they are random."""
+        item_bytes: int = getattr(torch, dtype_name(self.raw)).itemsize
+        return sum(math.prod(entry.shape) for entry in (self.entries or {}).values()) * item_bytes
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What the draft's layers cache, by its own layer ids."""
@@ -112,7 +115,7 @@ def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
     """
     check_model_folder(folder, field="draft")
     raw = text_config(read_config_file(folder / "config.json"))
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, raw)
     entries = _entries(raw, checkpoint)
     return _describe(raw, entries, target, description_digest(raw, entries))
 
@@ -122,7 +125,7 @@ def random_draft(config: dict[str, object], target: ModelDescription, *, numeric
     return _describe(RawConfig(config), None, target).load(numerics=numerics)
 
 
-def _describe(raw: RawConfig, entries: dict[str, TensorEntry] | None, target: ModelDescription,
+def _describe(raw: RawConfig, entries: dict[str, WeightEntry] | None, target: ModelDescription,
               revision: str = "random") -> DraftDescription:
     description = DraftDescription(raw, entries, target, revision)
     assert description.capture_layers, "a draft reads some layer"
@@ -137,7 +140,7 @@ def _family(raw: RawConfig) -> _Family:
     return _FAMILIES[architecture]
 
 
-def _entries(raw: RawConfig, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+def _entries(raw: RawConfig, checkpoint: Checkpoint) -> dict[str, WeightEntry]:
     """By the names the draft classes use."""
     own_name = _family(raw).own_name
     found = {name: entry for key, entry in checkpoint.entries.items() if (name := own_name(raw, key)) is not None}
