@@ -6,7 +6,7 @@ frontier. The draft's pages have the ids of the target's: what a request leases,
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class EagleDrafter:
             hidden = self._extend(extend, followed, output)
             ended = [index for index, row in enumerate(followed) if row.num_nodes]
             if self._handed is not None and ended:
-                self._handed.put(extend.slot_ids[ended].long(), self._end(hidden[_ends(extend)[ended]]))
+                self._handed.put(extend.slot_ids[ended].long(), self._end(extend, hidden, _ends(extend)[ended]))
 
     @torch.inference_mode()
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
@@ -89,7 +89,7 @@ class EagleDrafter:
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
-        return self._grow(replace(batch, spec_info=CarriedKeys()), batch.context_lens, torch.tensor(batch.context_lens),
+        return self._grow(batch, batch.context_lens, torch.tensor(batch.context_lens),
                           self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens for row in info.rows])
 
     @torch.inference_mode()
@@ -99,16 +99,14 @@ class EagleDrafter:
         if not followed:
             return [NO_TREE] * len(runs)
         extend = _extend_batch(batch, followed)
-        extend.spec_info = carried = CarriedKeys()
         hidden = self._extend(extend, followed, output)
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
         trees = {}
         if growing:
             last = _ends(extend)[growing]
             continued = extend if len(growing) == extend.num_rows else extend.filter(growing)
-            continued.spec_info = carried.of_tokens(last)
             slots = [a + b for a, b in zip(continued.context_lens, continued.query_lens, strict=True)]
-            grown = self._grow(continued, slots, extend.positions[last] + 1, self._end(hidden[last]),
+            grown = self._grow(continued, slots, extend.positions[last] + 1, self._end(extend, hidden, last),
                                [followed[index].num_nodes for index in growing])
             trees = {followed[index].row: tree for index, tree in zip(growing, grown, strict=True)}
         return [trees.get(run.row, NO_TREE) for run in runs]
@@ -125,9 +123,11 @@ class EagleDrafter:
         self.num_plans["draft_extend"] += plan_where_needed(extend, self._attention.pages)
         return self._model.forward(extend, features, self._attention.on_pages)
 
-    def _end(self, hidden: Tensor) -> DraftEnd:
-        """hidden: [R, hidden] at each row's last slot."""
-        return DraftEnd(*self._expander.best(hidden), hidden)
+    def _end(self, extend: ForwardBatch, hidden: Tensor, last: Tensor) -> DraftEnd:
+        """hidden: [slots, hidden] of the batch that was followed; last: [R] int64, the rows' last slots."""
+        info = extend.spec_info
+        chosen = info.selected if isinstance(info, CarriedKeys) else None
+        return DraftEnd(*self._expander.best(hidden[last]), hidden[last], None if chosen is None else chosen[last])
 
     def _grow(self, rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd,
               num_nodes: list[int]) -> list[TokenTree]:
@@ -136,7 +136,7 @@ class EagleDrafter:
         steps = min(self._steps, max(num_nodes))
         proposal = Proposal(ends.log_p, ends.tokens)
         if steps > 1:
-            batch = _round_batch(rows, slots, positions, ends.log_p.shape[1])
+            batch = _round_batch(rows, slots, positions, ends)
             bucket = None if self._rounds is None else self._rounds.bucket_for(batch, steps)
             if self._rounds is not None and bucket is not None:
                 self.num_plans["draft_round"] += 1
@@ -181,7 +181,8 @@ def _extend_batch(batch: ForwardBatch, followed: list[_Followed]) -> ForwardBatc
         context_lens=tuple(row.position - info.rows[row.row].draft_start for row in followed),
         token_ids=torch.tensor([token for row in followed for token in row.next_tokens]),
         positions=torch.cat([torch.arange(row.position, row.position + len(row.features)) for row in followed]),
-        page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed))
+        page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed),
+        spec_info=CarriedKeys())
 
 
 def _ends(batch: ForwardBatch) -> Tensor:
@@ -189,11 +190,12 @@ def _ends(batch: ForwardBatch) -> Tensor:
     return torch.tensor(batch.query_lens).cumsum(0) - 1
 
 
-def _round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, width: int) -> ForwardBatch:
+def _round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd) -> ForwardBatch:
     """A row's branches at the slot after its last; each step sets tokens and positions. Only chains carry keys: the
     branches of a tree change places between steps."""
+    width = ends.log_p.shape[1]
     return ForwardBatch(
         mode=ForwardMode.DRAFT, request_keys=rows.request_keys, query_lens=(width,) * rows.num_rows,
         context_lens=tuple(slots), token_ids=None, positions=positions.repeat_interleave(width),
         page_tables=rows.page_tables, slot_ids=rows.slot_ids, sampling=(None,) * rows.num_rows,
-        spec_info=rows.spec_info if width == 1 else None)
+        spec_info=CarriedKeys.chosen_by(ends.keys) if width == 1 else None)

@@ -47,6 +47,11 @@ class DraftDescription:
         return self.raw.integer("hidden_size")
 
     @property
+    def num_shared_keys(self) -> int:
+        """Most keys of a choice that the steps of its chains share; 0 for drafts that share none."""
+        return _family(self.raw).num_shared_keys(self.target)
+
+    @property
     def weight_bytes(self) -> int:
         """Of its own weights in the type that the draft runs in; 0 where they are random."""
         item_bytes: int = getattr(torch, dtype_name(self.raw)).itemsize
@@ -80,6 +85,7 @@ class _Family:
     capture_layers: Callable[[RawConfig, ModelDescription], frozenset[int]]
     cache_specs: Callable[[RawConfig, ModelDescription, int], tuple[CacheSpec, ...]]
     own_name: Callable[[RawConfig, str], str | None]
+    num_shared_keys: Callable[[ModelDescription], int] = lambda target: 0
 
 
 def _eagle_name(_raw: RawConfig, key: str) -> str | None:
@@ -93,7 +99,7 @@ def _eagle_name(_raw: RawConfig, key: str) -> str | None:
 _EAGLE1 = _Family(eagle1.Eagle1, eagle1.capture_layers, eagle1.cache_specs, _eagle_name)
 _EAGLE3 = _Family(eagle3.Eagle3, eagle3.capture_layers, eagle3.cache_specs, _eagle_name)
 _MTP = _Family(qwen3_5_mtp.build, qwen3_5_mtp.capture_layers, qwen3_5_mtp.cache_specs, qwen3_5_mtp.own_name)
-_NEXTN = _Family(nextn.build, nextn.capture_layers, nextn.cache_specs, nextn.own_name)
+_NEXTN = _Family(nextn.build, nextn.capture_layers, nextn.cache_specs, nextn.own_name, nextn.num_shared_keys)
 _FAMILIES = {
     "LlamaForCausalLMEagle": _EAGLE1,
     "Qwen2ForCausalLMEagle": _EAGLE1,

@@ -11,6 +11,7 @@ import torch
 
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of
+from models.blocks.mla import MlaSpec
 from models.blocks.spec import LayerSpec
 from models.drafts.mtp import Mtp, MtpNames, check_target
 from models.drafts.weights import DraftFiles
@@ -55,6 +56,11 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
 def cache_specs(_raw: RawConfig, target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
     return _layer_spec(target).mixer.cache_specs(layer_id=0, page_size=page_size,
                                                  dtype=getattr(torch, target.facts.dtype))
+
+
+def num_shared_keys(target: ModelDescription) -> int:
+    mixer = _layer_spec(target).mixer
+    return mixer.max_selected if isinstance(mixer, MlaSpec) and mixer.takes_carried else 0
 
 
 def own_name(raw: RawConfig, key: str) -> str | None:

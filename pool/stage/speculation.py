@@ -58,7 +58,10 @@ class SpeculationPlan:
         end = (CacheSpec(0, CacheKind.TOPK_P, (topk,), "float32", 4),
                CacheSpec(0, CacheKind.TOPK_INDEX, (topk,), "int64", 8),
                CacheSpec(0, CacheKind.DRAFT_HIDDEN, (self.draft.hidden_size,), cache[0].dtype, cache[0].item_bytes))
-        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True) for spec in (*cache, *end))
+        keys = tuple(CacheSpec(0, CacheKind.DRAFT_KEYS, (count,), "int32", 4)
+                     for count in (self.draft.num_shared_keys,) if count and self.config.topk == 1)
+        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True)
+                     for spec in (*cache, *end, *keys))
 
     @property
     def capture_layers(self) -> frozenset[int]:
@@ -102,8 +105,10 @@ def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
         own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
             torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype), device=device))
     attention = backends.of_draft(model.attention_geometry(geometry.page_size), own)
+    keys = pools.of_kind(CacheKind.DRAFT_KEYS)
     ends = HandedEnds(*(pools.of_kind(kind)[plan.first_layer] for kind in
-                        (CacheKind.TOPK_P, CacheKind.TOPK_INDEX, CacheKind.DRAFT_HIDDEN))) if plan.handed else None
+                        (CacheKind.TOPK_P, CacheKind.TOPK_INDEX, CacheKind.DRAFT_HIDDEN)),
+                      keys=keys[plan.first_layer] if keys else None) if plan.handed else None
     captured = capture(model, attention)
     return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps, handed=ends,
                         graphs=captured.follows, rounds=captured.rounds)
