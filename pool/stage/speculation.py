@@ -105,13 +105,16 @@ def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
         own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
             torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype), device=device))
     attention = backends.of_draft(model.attention_geometry(geometry.page_size), own)
-    keys = pools.of_kind(CacheKind.DRAFT_KEYS)
-    ends = HandedEnds(*(pools.of_kind(kind)[plan.first_layer] for kind in
-                        (CacheKind.TOPK_P, CacheKind.TOPK_INDEX, CacheKind.DRAFT_HIDDEN)),
-                      keys=keys[plan.first_layer] if keys else None) if plan.handed else None
+    ends = _handed_ends(pools, plan.first_layer) if plan.handed else None
     captured = capture(model, attention)
     return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps, handed=ends,
                         graphs=captured.follows, rounds=captured.rounds)
+
+
+def _handed_ends(pools: StagePools, layer_id: int) -> HandedEnds:
+    first_p, first_index, hidden, keys = (pools.of_kind(kind) for kind in (
+        CacheKind.TOPK_P, CacheKind.TOPK_INDEX, CacheKind.DRAFT_HIDDEN, CacheKind.DRAFT_KEYS))
+    return HandedEnds(first_p[layer_id], first_index[layer_id], hidden[layer_id], keys[layer_id] if keys else None)
 
 
 def prompt_drafter(plan: SpeculationPlan, drafter: EagleDrafter, observer: LayerObserver | None) -> Drafter:

@@ -78,7 +78,7 @@ def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
     return total
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("is_quantised", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_peak_memory_of_a_middle_stage(tmp_path: Path, *, is_quantised: bool) -> None:
     assert write_sparse_checkpoint(tmp_path, is_quantised=is_quantised) > (1e9 if is_quantised else 2e9)
     measured = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True,

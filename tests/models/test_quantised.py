@@ -54,18 +54,19 @@ def opened(folder: Path, layout: str, name: str, shape: tuple[int, ...], dtype: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_weight_of_several_pieces_is_what_its_format_means(layout: str, tmp_path: Path) -> None:
     """More than a million numbers, and no number of rows or columns that blocks of 128 or pieces divide."""
-    weight = torch.randn(1160, 1048, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(1032, 1032, generator=torch.Generator().manual_seed(1))
     parts, meant = LAYOUTS[layout].code(weight)
     folder = written(tmp_path, layout, **{f"a.{ending}": part.contiguous() for ending, part in parts.items()})
-    assert torch.equal(opened(folder, layout, "a.weight", (1160, 1048), torch.float32), meant)
-    assert torch.equal(opened(folder, layout, "a.weight", (1160, 1048), torch.bfloat16), meant.bfloat16())
+    assert torch.equal(opened(folder, layout, "a.weight", (1032, 1032), torch.float32), meant)
+    assert torch.equal(opened(folder, layout, "a.weight", (1032, 1032), torch.bfloat16), meant.bfloat16())
     assert (meant - weight).abs().max() < 0.6, "codes are near what was coded"
 
 
 def test_blocks_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
     weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(1))
     parts, _ = LAYOUTS["fp8 blocks of 128"].code(weight)
-    expected = Fp8Dequantize(None).convert({name: [part] for name, part in parts.items()})["weight"]
+    theirs: Any = Fp8Dequantize(None)  # type: ignore[no-untyped-call]
+    expected = theirs.convert({name: [part] for name, part in parts.items()})["weight"]
     folder = written(tmp_path, "fp8 blocks of 128", **{f"a.{ending}": part for ending, part in parts.items()})
     assert torch.equal(opened(folder, "fp8 blocks of 128", "a.weight", (384, 256), torch.bfloat16), expected)
 
