@@ -53,3 +53,22 @@ class HandedEnds:
             keys = self.keys[slot_ids]
             keys = keys[:, :int((keys >= 0).sum(1).max())]
         return DraftEnd(self.topk_p[slot_ids], self.topk_index[slot_ids], self.hidden[slot_ids], keys)
+
+
+@dataclass(frozen=True)
+class HandedChains:
+    """What a draft with a layer for each step hands over: the chain behind the prompt, whole. topk_p and topk_index
+    [slots, D], as `HandedEnds` has them for a first level."""
+
+    topk_p: Tensor
+    topk_index: Tensor
+
+    def put(self, slot_ids: Tensor, log_p: Tensor, tokens: Tensor) -> None:
+        """slot_ids: [R] int64, wherever they lie; log_p, tokens: [R, D]."""
+        slot_ids = slot_ids.to(self.topk_p.device)
+        self.topk_p[slot_ids], self.topk_index[slot_ids] = log_p, tokens
+
+    def get(self, slot_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Likewise."""
+        slot_ids = slot_ids.to(self.topk_p.device)
+        return self.topk_p[slot_ids], self.topk_index[slot_ids]

@@ -1,7 +1,7 @@
 """Opens a draft's folder and builds the draft it describes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +49,12 @@ class DraftDescription:
     @property
     def num_shared_keys(self) -> int:
         """Most keys of a choice that the steps of its chains share; 0 for drafts that share none."""
-        return _family(self.raw).num_shared_keys(self.target)
+        return _family(self.raw).num_shared_keys(self.raw, self.target)
+
+    @property
+    def num_layers(self) -> int:
+        """More than one where every step of a chain has a layer of its own."""
+        return len({spec.layer_id for spec in self.cache_specs(1)})
 
     @property
     def weight_bytes(self) -> int:
@@ -63,17 +68,24 @@ class DraftDescription:
 
     def load(self, *, numerics: Numerics, device: torch.device = HOST, digest: WeightsDigest | None = None,
              target_digest: WeightsDigest | None = None) -> DraftModel:
-        """The draft, whole, with copies of what it shares with the target, on `device`. `digest` takes up every byte
-        of the draft's own tensors, `target_digest` of those of the target.
+        """`load_layers` of a draft with one."""
+        (draft,) = self.load_layers(numerics=numerics, device=device, digest=digest, target_digest=target_digest)
+        return draft
+
+    def load_layers(self, *, numerics: Numerics, device: torch.device = HOST, digest: WeightsDigest | None = None,
+                    target_digest: WeightsDigest | None = None) -> Sequence[DraftModel]:
+        """The draft, whole, with copies of what it shares with the target, on `device`: one model that takes all steps
+        of a round, or one for each step. `digest` takes up every byte of the draft's own tensors, `target_digest` of
+        those of the target.
 
         Raises:
             ConfigError: tensors are missing, unexpected or of the wrong shape; all of them are in one message.
         """
         source = DraftWeights(self.entries, self.target, digest or WeightsDigest(), target_digest or WeightsDigest())
         weights = draft_weights(source, dtype=dtype_name(self.raw), numerics=numerics, device=device)
-        draft = _family(self.raw).build(files=DraftFiles(self.raw, weights, self.target))
+        layers = _family(self.raw).build(files=DraftFiles(self.raw, weights, self.target))
         source.finish()
-        return draft
+        return layers
 
 
 @dataclass(frozen=True)
@@ -81,11 +93,11 @@ class _Family:
     """How one architecture is read and built. `own_name`: a file's name of a tensor to the draft's, None if it is not
     the draft's."""
 
-    build: Callable[..., DraftModel]
+    build: Callable[..., Sequence[DraftModel]]
     capture_layers: Callable[[RawConfig, ModelDescription], frozenset[int]]
     cache_specs: Callable[[RawConfig, ModelDescription, int], tuple[CacheSpec, ...]]
     own_name: Callable[[RawConfig, str], str | None]
-    num_shared_keys: Callable[[ModelDescription], int] = lambda target: 0
+    num_shared_keys: Callable[[RawConfig, ModelDescription], int] = lambda raw, target: 0
 
 
 def _eagle_name(_raw: RawConfig, key: str) -> str | None:
@@ -96,8 +108,8 @@ def _eagle_name(_raw: RawConfig, key: str) -> str | None:
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
-_EAGLE1 = _Family(eagle1.Eagle1, eagle1.capture_layers, eagle1.cache_specs, _eagle_name)
-_EAGLE3 = _Family(eagle3.Eagle3, eagle3.capture_layers, eagle3.cache_specs, _eagle_name)
+_EAGLE1 = _Family(eagle1.build, eagle1.capture_layers, eagle1.cache_specs, _eagle_name)
+_EAGLE3 = _Family(eagle3.build, eagle3.capture_layers, eagle3.cache_specs, _eagle_name)
 _MTP = _Family(qwen3_5_mtp.build, qwen3_5_mtp.capture_layers, qwen3_5_mtp.cache_specs, qwen3_5_mtp.own_name)
 _NEXTN = _Family(nextn.build, nextn.capture_layers, nextn.cache_specs, nextn.own_name, nextn.num_shared_keys)
 _FAMILIES = {

@@ -16,12 +16,15 @@ from engine.core.draft_trees import SpecRow, TokenTree
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, bytes_per_page, bytes_per_slot, travelling
+from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter
+from engine.speculative.layerwise import LayerwiseDrafter
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 from engine.speculative.verify import Run
 from models.loader import read_model
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
+from tests.decode.test_layerwise import layerwise
 from tests.decode.test_nextn import nextn
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query
@@ -94,7 +97,8 @@ async def test_s2_7_the_choice_of_keys_crosses_with_the_prompt(tmp_path: Path, m
     async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=2, prefill=flags, decode=flags) as client:
         received[0] = 0
         answer = (await client.complete(as_query(ASKED), timeout_s=60)).token_ids
-    assert begun[-1] == ([next_tree(checkpoint, answer[0], shape)], num_choices)
+    drafter = nextn(checkpoint, shape, num_pages=8)
+    assert begun[-1] == ([next_tree(drafter, checkpoint, answer[0], shape.nodes)], num_choices)
     plan = plan_stage(WorkerConfig.model_validate({"model": checkpoint, **flags}))
     specs = travelling(plan.geometry.specs)
     num_pages = -(-len(ASKED.prompt_token_ids) // plan.geometry.page_size)
@@ -103,13 +107,31 @@ async def test_s2_7_the_choice_of_keys_crosses_with_the_prompt(tmp_path: Path, m
     assert keys == ([((8,), 32)] if num_choices == 0 else []), "index_topk int32 positions"
 
 
-def next_tree(checkpoint: Path, first_token: int, shape: Shape) -> TokenTree:
+async def test_s1_the_chain_of_several_layers_crosses_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a handoff it is there without a forward of the draft."""
+    checkpoint = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "model", num_layers=2)
+    begun: list[TokenTree] = []
+    begin = LayerwiseDrafter.begin
+
+    def noting(self: LayerwiseDrafter, batch: ForwardBatch) -> list[TokenTree]:
+        begun.extend(trees := begin(self, batch))
+        return trees
+
+    monkeypatch.setattr(LayerwiseDrafter, "begin", noting)
+    async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=3, draft=checkpoint,
+                                  spec_adaptive=False) as client:
+        answer = (await client.complete(as_query(ASKED), timeout_s=60)).token_ids
+    with local_pool(read_model(checkpoint), page_size=64, num_pages=8) as pool:
+        assert [token.token_id for token in pool.generate([ASKED])[0].tokens] == list(answer)
+    assert begun[-1] == next_tree(layerwise(checkpoint, num_pages=8), checkpoint, answer[0], 2)
+
+
+def next_tree(drafter: Drafter, checkpoint: Path, first_token: int, num_nodes: int) -> TokenTree:
     """What a draft proposes that has followed the whole prompt itself."""
-    prompt = list(ASKED.prompt_token_ids)
-    model = StageDriver(read_model(checkpoint), capture_layers=frozenset({5}))
+    prompt, description = list(ASKED.prompt_token_ids), read_model(checkpoint)
+    model = StageDriver(description, capture_layers=frozenset({description.facts.num_layers - 1}))
     features = model.run(model.batch(ForwardMode.PREFILL, {0: prompt}, draw=True)).aux_hidden
     batch = build_batch(ForwardMode.PREFILL, [Row(0, prompt, 0, [3, 1, 5, 2, 6], 0, SamplingRow(SamplingParams(), 0),
-                                                  SpecRow(num_draft_tokens=shape.nodes))])
+                                                  SpecRow(num_draft_tokens=num_nodes))])
     with torch.inference_mode():
-        return nextn(checkpoint, shape, num_pages=8).propose(batch, StageOutput(aux_hidden=features),
-                                                             [Run(0, [0], [DrawnToken(first_token)])])[0]
+        return drafter.propose(batch, StageOutput(aux_hidden=features), [Run(0, [0], [DrawnToken(first_token)])])[0]
