@@ -92,7 +92,7 @@ class CheckedChains:
 @pytest.mark.parametrize(("family", "num_layers", "size"), [("deepseek_v32", 2, 2), ("glm_moe_dsa", 3, 3)])
 def test_s1_chains_of_several_layers_are_the_formulas(tmp_path: Path, family: str, num_layers: int, size: int) -> None:
     torch.set_num_threads(1)
-    folder = add_nextn(make_checkpoint(tmp_path, family), tmp_path / "model", num_layers=num_layers)
+    folder = add_nextn(make_checkpoint(tmp_path, family), tmp_path / "model", num_nextn_predict_layers=num_layers)
     description, made = read_model(folder), list[CheckedChains]()
 
     def build(num_pages: int) -> CheckedChains:
@@ -113,7 +113,7 @@ def test_s1_chains_of_several_layers_are_the_formulas(tmp_path: Path, family: st
 
 
 def test_layers_are_counted_behind_the_targets_and_chains_are_as_long(tmp_path: Path) -> None:
-    folder = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "model", num_layers=2)
+    folder = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "model", num_nextn_predict_layers=2)
     plan = plan_stage(WorkerConfig(model=folder, draft=folder, num_pages=8))
     assert plan.num_draft_tokens == 2
     handed = [(spec.layer_id, spec.kind, spec.record_shape) for spec in plan.geometry.specs if spec.of_draft]

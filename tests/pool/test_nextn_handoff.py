@@ -109,7 +109,7 @@ async def test_s2_7_the_choice_of_keys_crosses_with_the_prompt(tmp_path: Path, m
 
 async def test_s1_the_chain_of_several_layers_crosses_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a handoff it is there without a forward of the draft."""
-    checkpoint = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "model", num_layers=2)
+    checkpoint = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "model", num_nextn_predict_layers=2)
     begun: list[TokenTree] = []
     begin = LayerwiseDrafter.begin
 

@@ -96,9 +96,9 @@ def make_checkpoint(folder: Path, name: str, *, dtype: torch.dtype = torch.float
     return path
 
 
-def add_nextn(source: Path, path: Path, *, num_layers: int = 1, **fields: object) -> Path:
+def add_nextn(source: Path, path: Path, **fields: object) -> Path:
     """Write checkpoint `source` to `path` with NextN layers behind the last one, under their public names, and `fields`
-    in its config.
+    in its config: one, or as many as `num_nextn_predict_layers` says.
 
     transformers knows no such layer; these have the shapes of the last layer with experts and all its own parts.
     """
@@ -106,6 +106,8 @@ def add_nextn(source: Path, path: Path, *, num_layers: int = 1, **fields: object
     config = json.loads((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")
     dtype = tensors["model.norm.weight"].dtype
+    num_layers = fields.setdefault("num_nextn_predict_layers", 1)
+    assert isinstance(num_layers, int)
     hidden, like = config["hidden_size"], _last_whole_layer(tensors)
     parts = {key.removeprefix(like): tensor.shape for key, tensor in tensors.items() if key.startswith(like)}
     parts |= {f"{part}.weight": torch.Size([hidden]) for part in ("enorm", "hnorm", "shared_head.norm")}
@@ -119,7 +121,7 @@ def add_nextn(source: Path, path: Path, *, num_layers: int = 1, **fields: object
         for copy in ("embed_tokens", "shared_head.head"):  # which a reader ignores
             tensors[f"{own}{copy}.weight"] = torch.full((config["vocab_size"], hidden), float("nan"), dtype=dtype)
     save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": num_layers, **fields}))
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
     return path
 
 
