@@ -80,9 +80,9 @@ def num_shared_keys(raw: RawConfig, target: ModelDescription) -> int:
 
 def own_name(raw: RawConfig, key: str) -> str | None:
     """The draft counts its own layers from 0."""
-    found = _KEY.fullmatch(key)
+    found, count = _KEY.fullmatch(key), num_layers(raw)
     first = 0 if architecture_of(raw).endswith(_ALONE) else raw.integer("num_hidden_layers")
-    if found is None or found[2].startswith(_COPIES) or not 0 <= int(found[1]) - first < num_layers(raw):
+    if found is None or found[2].startswith(_COPIES) or not 0 <= int(found[1]) - first < count:
         return None
     return f"layers.{int(found[1]) - first}.{found[2]}"
 
