@@ -136,8 +136,8 @@ class RequestFlow:
             async with self._services.admission.pair_for(self._request, left_s) as pair:
                 held_back.end()
                 self._timeline.placed()
-                self._record = ServiceRecord(self._services.outlook, self._request.engine.max_tokens,
-                                             self._services.admission.service_s(self._request))
+                estimated_s = self._services.admission.service_s(self._request, pair.prefill.num_tokens)
+                self._record = ServiceRecord(self._services.outlook, self._request.engine.max_tokens, estimated_s)
                 try:
                     with self._services.metrics.running.track_inprogress():
                         await self._serve(pair)
