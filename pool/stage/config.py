@@ -43,8 +43,8 @@ class WorkerConfig(TlsConfig):
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
     prefix_cache: bool = Field(default=True, description="keep what prompts left and compute only what follows it "
                                                          "(prefill)")
-    decode_cache: bool = Field(default=False, description="keep prompts that landed and what was drawn, and be sent only "
-                                                          "what follows it (decode)")
+    decode_cache: bool = Field(default=False, description="keep prompts that landed and what was drawn, and be sent "
+                                                          "only what follows it (decode)")
     prefix_snapshots: int = Field(default=0, ge=0, le=65536, description="recurrent states to keep with it, where the "
                                                                          "model has any (prefill); 0: twice "
                                                                          "--max-running, as far as a fifth of the "

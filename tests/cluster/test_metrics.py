@@ -89,7 +89,8 @@ def disturbed(values: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 async def test_every_metric_moves(checkpoint: Path) -> None:
-    async with running_cluster(checkpoint, decode_pp=2, worker_flags=("--max-running", "4", "--decode-cache")) as running:
+    flags = ("--max-running", "4", "--decode-cache")
+    async with running_cluster(checkpoint, decode_pp=2, worker_flags=flags) as running:
         peaks: dict[str, dict[str, float]] = {}
         for _ in range(5):  # a look can miss what a gauge says for a moment only
             await load_and_look(running, peaks)

@@ -177,8 +177,8 @@ async def test_a_pool_short_of_pages_gives_up_what_nobody_uses(
     prompts = [replace(question(f"q{i}", [*ROOT[:40 * (i % 3)], *ROOT[i:i + 150]]), max_tokens=max_tokens)
                for i in range(6)]
     expected = on_the_wire(Reference(checkpoint).answers(prompts))
-    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=300, decode_cache=True, prefill=prefill,
-                                  decode=decode) as client:
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=300, decode_cache=True,
+                                  prefill=prefill, decode=decode) as client:
 
         async def drop(request: Request) -> None:
             async with asyncio.timeout(0.02 * len(request.request_id)):
