@@ -93,16 +93,16 @@ def keeps(router: RouterHarness, num_tokens: int) -> None:
 
 
 async def test_what_a_prefix_cache_has_of_a_prompt_counts_as_no_time() -> None:
-    """A token takes 60 ms: 200 of them are more than 8 s allow, the 88 that are missing are not."""
+    """A token takes 0.45 s: 200 of them are more than a minute allows, the 72 that are missing are not."""
     prefill, decode = workers()
-    prefill.prefill_s = 6.0
+    prefill.prefill_s = 45.0
     prompt = [1] * 200
     async with running_router(prefill, decode) as router:
         for _ in range(MIN_PROMPTS):
-            await answered(router, PROMPT)
-        assert isinstance(await router.failure(token_request(prompt), 8.0), DeadlineError)
-        keeps(router, 112)
-        await answered(router, prompt, 8.0)
+            await answered(router, PROMPT, 60.0)
+        assert isinstance(await router.failure(token_request(prompt)), DeadlineError)
+        keeps(router, 128)
+        await answered(router, prompt, 60.0)
 
 
 async def test_who_waits_counts_with_the_tokens_that_are_missing() -> None:
