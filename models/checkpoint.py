@@ -7,6 +7,7 @@ then the bytes. Nothing is mapped: a tensor's bytes are read straight into the m
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from engine.core.layer_range import Part
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 
@@ -70,10 +72,7 @@ def read_tensor(entry: TensorEntry, out: Tensor, *, name: str, digest: WeightsDi
     Raises:
         ConfigError: a dtype only quantised checkpoints have, or a file that ends early.
     """
-    if entry.dtype not in _DTYPES:
-        raise ConfigError(f"{entry.file.name} holds {entry.dtype} weights; only BF16, F16 and F32 are supported",
-                          field="model")
-    stored = _DTYPES[entry.dtype]
+    stored = _stored_dtype(entry)
     in_place = stored == out.dtype and out.device.type == "cpu"
     target = out if in_place else torch.empty(out.shape, dtype=stored)
     offset = entry.offset if item is None else entry.offset + item * target.nbytes
@@ -83,6 +82,35 @@ def read_tensor(entry: TensorEntry, out: Tensor, *, name: str, digest: WeightsDi
         digest.add(name, f"{entry.dtype} {list(entry.shape)}", hashed.digest(), item=item)
     if target is not out:
         out.copy_(target)
+
+
+def read_rows(entry: TensorEntry, out: Tensor, rows: Sequence[Part], columns: Part | None, *, name: str,
+              digest: WeightsDigest | None, item: int | None = None) -> None:
+    """Likewise copy these rows of a tensor, one interval behind the other, and of each the `columns` (None: all). All
+    bytes are read and digested, whatever is kept, a few rows at a time.
+
+    Raises:
+        ConfigError: as `read_tensor`.
+    """
+    stored, (count, *row_shape) = _stored_dtype(entry), entry.shape if item is None else entry.shape[1:]
+    row_bytes = math.prod(row_shape) * stored.itemsize
+    offset, at_once = entry.offset + (item or 0) * count * row_bytes, max(1, _READ_BYTES // max(1, row_bytes))
+    passing = torch.empty(min(at_once, count), *row_shape, dtype=stored)
+    kept = slice(None) if columns is None else slice(columns.start, columns.stop)
+    hashed = None if digest is None else xxhash.xxh3_128()
+    for start in range(0, count, at_once):
+        read = passing[:count - start]
+        _read_exactly(entry.file, offset + start * row_bytes, read, hashed)
+        at = 0
+        for part in rows:
+            first, last = max(start, part.start), min(start + len(read), part.stop)
+            if first < last:
+                place = at + first - part.start
+                taken = read[first - start:last - start]
+                out[place:place + last - first].copy_(taken if columns is None else taken[..., kept])
+            at += len(part)
+    if digest is not None and hashed is not None:
+        digest.add(name, f"{entry.dtype} {list(entry.shape)}", hashed.digest(), item=item)
 
 
 def same_content(a: TensorEntry, b: TensorEntry) -> bool:
@@ -101,6 +129,13 @@ def same_content(a: TensorEntry, b: TensorEntry) -> bool:
         if not torch.equal(own, other):
             return False
     return True
+
+
+def _stored_dtype(entry: TensorEntry) -> torch.dtype:
+    if entry.dtype not in _DTYPES:
+        raise ConfigError(f"{entry.file.name} holds {entry.dtype} weights; only BF16, F16 and F32 are supported",
+                          field="model")
+    return _DTYPES[entry.dtype]
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str]]:
