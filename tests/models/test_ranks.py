@@ -3,9 +3,14 @@
 import pytest
 import torch
 
-from engine.core.layer_range import ONLY_RANK, TensorRank
+from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank
+from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.pipeline.ranks import StageRanks
+from models.loader import read_model
+from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
+from tests.models.conftest import CheckpointMaker
 from tests.support.models import tiny_models as models
 from tests.support.models.tiny_models import tiny
 from tests.support.pool.local_pool import local_pool
@@ -31,6 +36,18 @@ def answers(config: dict[str, object], dtype: str, num_stages: int, tp: int) -> 
 def test_ranks_and_stages_give_the_bits_of_one_process(config: dict[str, object], dtype: str, num_stages: int,
                                                        tp: int) -> None:
     assert answers(config, dtype, num_stages, tp) == answers(config, dtype, 1, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "glm_moe_dsa"])
+def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, family: str) -> None:
+    """So ranks, and pools of any widths, compare one digest."""
+    model, totals = read_model(checkpoint(family)), set()
+    for own in (ONLY_RANK, TensorRank(0, 2), TensorRank(1, 2)):
+        digest = WeightsDigest()
+        model.of_rank(own).load_stage(LayerRange(0, model.facts.num_layers), numerics=Numerics.EXACT, digest=digest,
+                                      ranks=StageRanks(own) if own.size > 1 else None)
+        totals.add(digest.total())
+    assert len(totals) == 1
 
 
 @pytest.mark.parametrize(("config", "size", "says"), [
