@@ -369,6 +369,7 @@ class Directory:
         if worker.info is not None:
             status.incarnation = worker.info.incarnation
             status.stages.extend(worker.info.stages)
+            status.tensor_size = worker.info.tensor_size
             status.pages_total = worker.info.pages_total
             status.slots_total = worker.info.slots_total
         return status
