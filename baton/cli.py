@@ -222,6 +222,12 @@ def decode(context: typer.Context) -> None:
     _become("decode", context.args)
 
 
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def check(context: typer.Context) -> None:
+    """Say without loading it whether a model would be served, and what it takes; see `baton check --help`."""
+    _become("pool.check", context.args)
+
+
 def _become(role: str, arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, program(role, *arguments))
 

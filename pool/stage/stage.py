@@ -22,7 +22,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
-from pool.stage.pool_size import PoolNeeds, PoolSize, plan_pool_size
+from pool.stage.pool_size import Memory, PoolNeeds, PoolSize, memory_of, plan_pool_size
 from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
@@ -78,12 +78,12 @@ class StagePlan:
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False,
-               keeps_prompts: bool = False) -> StagePlan:
+               keeps_prompts: bool = False, memory: Memory = memory_of) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
     `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
     look at the draft only to hand over its cache of the prompt. Those that keep prompts have slots for states of these,
-    where the model has any.
+    where the model has any. `memory` is that of the machine or device that the stage is for.
     """
     description = read_model(config.model)
     facts = description.facts
@@ -104,7 +104,7 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     has_states = keeps_prompts and config.prefix_cache and any(spec.kind.is_recurrent for spec in specs)
     max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
     size = plan_pool_size(config, description, ranges, PoolNeeds((*specs, *extra), held, scratch, num_scratch,
-                                                                 draft_bytes, max_snapshots))
+                                                                 draft_bytes, max_snapshots), memory)
     geometry = PoolGeometry(config.page_size, size.num_pages, size.num_slots, ranges[config.rank], specs)
     settings = stage_settings(config, description, ranges, size, max_held=held, speculation=speculation,
                               speculates=speculates)
