@@ -52,14 +52,16 @@ def fill_keys(a, room, found, ahead, num_keys):
     """A block's keys as `dot.py` takes them. Groups of 16 without any key are left out."""
     key_bytes = a.head_dim * a.itemsize
     whole = key_bytes // VECTOR_BYTES * VECTOR_BYTES
-    for group in range(-(-num_keys // LANES)):
-        at = found + group * LANES * 8
-        _fetch_group(a, ahead, group, 0)
+    num_groups = -(-num_keys // LANES)
+    for group in range(num_groups):
+        at, first = found + group * LANES * 8, group * LANES
         for offset in range(0, whole, VECTOR_BYTES):
+            _fetch(a, ahead, first + LANES * offset // whole, first + LANES * (offset + VECTOR_BYTES) // whole, 0)
             turn(at, offset, room.keys + group * room.key_block + offset * LANES, VECTOR_BYTES)
         if whole < key_bytes:
             _copy_halves(at, whole, (key_bytes - whole) // 2, room.tails, VECTOR_BYTES)
             turn(room.found_tails, 0, room.keys + group * room.key_block + whole * LANES, VECTOR_BYTES)
+    _fetch(a, ahead, num_groups * LANES, BLOCK_KEYS, 0)
 
 
 @njit(**STRICT_PART)
@@ -77,9 +79,11 @@ def score_by_key(a, room, found, ahead, num_keys):
             keys, distance = copied, room.query_bytes
         _KEYS_BY_QUERIES(keys, distance, room.keys, room.key_block, room.by_key + group * LANES * VECTOR_BYTES,
                          VECTOR_BYTES, words)
-        _fetch_group(a, ahead, group, 0)
+        _fetch(a, ahead, group * LANES, group * LANES + LANES // 2, 0)
     for group in range(num_groups):
+        _fetch(a, ahead, group * LANES + LANES // 2, (group + 1) * LANES, 0)
         turn(room.lines, group * LANES * VECTOR_BYTES, room.scores + group * VECTOR_BYTES, SCORE_ROW)
+    _fetch(a, ahead, num_groups * LANES, BLOCK_KEYS, 0)
 
 
 _KEYS_BY_QUERIES = tile_block(1, 1, second=True)
@@ -121,14 +125,14 @@ def pair_values(a, room, found, ahead, num_keys):
     """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16 pairs."""
     found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     whole, behind = a.head_dim // (2 * LANES) * 2 * LANES, _behind(a)
-    for pair in range(-(-num_keys // (2 * LANES)) * LANES):
+    num_pairs = -(-num_keys // (2 * LANES)) * LANES
+    for pair in range(num_pairs):
         first, second = room.nothing, room.nothing
         if 2 * pair < num_keys:
             first = found[2 * pair] + behind
         if 2 * pair + 1 < num_keys:
             second = found[2 * pair + 1] + behind
-        if pair % (LANES // 2) == 0:
-            _fetch_group(a, ahead, pair // (LANES // 2), behind)
+        _fetch(a, ahead, 2 * pair, 2 * pair + 2, behind)
         for channel in range(0, whole, 2 * LANES):
             put_in_pairs(first + channel * 2, second + channel * 2,
                          room.values + channel // LANES * room.value_block + pair * VECTOR_BYTES, room.value_block)
@@ -137,6 +141,7 @@ def pair_values(a, room, found, ahead, num_keys):
             words = carray(pointer_to(place, np.uint16), 2)
             words[0] = carray(pointer_to(first + channel * 2, np.uint16), 1)[0]
             words[1] = carray(pointer_to(second + channel * 2, np.uint16), 1)[0]
+    _fetch(a, ahead, 2 * num_pairs, BLOCK_KEYS, behind)
 
 
 @njit(**STRICT_PART)
@@ -144,14 +149,14 @@ def copy_values(a, room, found, ahead, num_keys):
     """A block's values in fp32, [channels / 16][keys][16]."""
     found, behind = carray(pointer_to(found, np.int64), BLOCK_KEYS), _behind(a)
     for key in range(num_keys):
-        if key % LANES == 0:
-            _fetch_group(a, ahead, key // LANES, behind)
+        _fetch(a, ahead, key, key + 1, behind)
         source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)
         for channel in range(0, a.head_dim, LANES):
             place = room.values + channel // LANES * room.value_block + key * VECTOR_BYTES
             target = carray(pointer_to(place, np.float32), LANES)
             for lane in range(min(LANES, a.head_dim - channel)):
                 target[lane] = source[channel + lane]
+    _fetch(a, ahead, num_keys, BLOCK_KEYS, behind)
 
 
 @njit(**STRICT_PART)
@@ -161,12 +166,12 @@ def _behind(a):
 
 
 @njit(**STRICT_PART)
-def _fetch_group(a, found, group, offset):
-    """Bring what lies `offset` bytes behind 16 of the addresses into the cache, line after line: what fetches lines
-    ahead by itself follows such a way."""
+def _fetch(a, found, begin, end, offset):
+    """Bring what lies `offset` bytes behind some of the addresses into the cache, line after line: what fetches lines
+    ahead by itself follows such a way. A few at a time: more than are under way at once would have to wait."""
     if a.tile_rows > _FEW_ROWS:
         return
     addresses = carray(pointer_to(found, np.int64), BLOCK_KEYS)
-    for key in range(group * LANES, (group + 1) * LANES):
+    for key in range(begin, end):
         for line in range(0, a.head_dim * a.itemsize, VECTOR_BYTES):
             fetch_line(addresses[key] + offset + line)
