@@ -40,6 +40,7 @@ from engine.kernels.host.compiled import (
 from engine.kernels.host.dot import LANES, Form
 from engine.kernels.host.key_blocks import copy_values, fill_keys, find, pair_values, score_by_key, score_nothing
 from engine.kernels.host.room import CHUNK_ROWS, SCORE_ROW, STATE_BYTES, list_rows, room_at, scratch_bytes_of
+from engine.kernels.host.strided import floats, scale
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
@@ -181,17 +182,14 @@ def _begin(a, room, stored, kv_head, first, count):
 def _weigh(a, room, positions, scores, first, begin_row, num_rows, start, num_keys, soften):
     """Scores of these rows with the block of keys at `start` become weights; what the rows have added up is brought to
     the same scale."""
-    state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
-    sums = carray(pointer_to(room.sums, np.float32), (a.tile_rows, room.value_blocks * LANES))
     for place in range(num_rows):
         row = begin_row + place
-        num_seen = max(0, min(num_keys, positions[first + row // a.share] + 1 - start))
-        soften(scores + place * SCORE_ROW, room.weights + place * room.weight_bytes, room.state + row * STATE_BYTES,
-               num_seen, number_of(a.unit_bits))
-        factor, target = state[row, LANES + 1], sums[row]
+        state, num_seen = room.state + row * STATE_BYTES, positions[first + row // a.share] + 1 - start
+        soften(scores + place * SCORE_ROW, room.weights + place * room.weight_bytes, state,
+               max(0, min(num_keys, num_seen)), number_of(a.unit_bits))
+        factor = floats(state)[LANES + 1]
         if factor != np.float32(1):
-            for channel in range(len(target)):
-                target[channel] *= factor
+            scale(room.sums + row * room.sum_bytes, room.value_blocks * LANES, factor)
 
 
 @njit(**STRICT_PART)

@@ -1,7 +1,7 @@
 """A block of keys and values on its way from pages to the products of attention (`in_place.py`).
 
-Pages come from memory, and a thread that has few queries for each key waits for nothing else. So while a block is
-read, the next one is fetched: its keys while these keys are, its values while these values are.
+Pages come from memory, and a thread that has few queries for each key waits for little else. So while a block is read,
+the next one is fetched: its keys while these keys are, its values while these values are.
 """
 
 import numpy as np
@@ -13,8 +13,6 @@ from engine.kernels.host.compiled import STRICT_PART, pointer_to
 from engine.kernels.host.dot import LANES
 from engine.kernels.host.room import SCORE_ROW
 from engine.kernels.host.strided import fetch_line
-
-_FEW_ROWS = 32  # a thread that multiplies keys by no more waits for memory
 
 
 @njit(**STRICT_PART)
@@ -169,8 +167,6 @@ def _behind(a):
 def _fetch(a, found, begin, end, offset):
     """Bring what lies `offset` bytes behind some of the addresses into the cache, line after line: what fetches lines
     ahead by itself follows such a way. A few at a time: more than are under way at once would have to wait."""
-    if a.tile_rows > _FEW_ROWS:
-        return
     addresses = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     for key in range(begin, end):
         for line in range(0, a.head_dim * a.itemsize, VECTOR_BYTES):
