@@ -328,6 +328,29 @@ def status(
 
 
 @app.command()
+def flush(
+    target: Target = None,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Empty the prefix caches of all workers; where there are certificates, only an operator's may. Exit code 1 unless
+    every worker did."""
+    with _one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
+        security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
+        with BatonClient(*_targets(target), security=security) as client:
+            flushed = client.flush_caches()
+    for each in flushed:
+        text = f"{each.role} {each.address}: {each.error or f'{each.pages} pages'}"
+        print(json.dumps(asdict(each)) if as_json else text)
+    if any(each.error for each in flushed):
+        raise typer.Exit(1)
+
+
+@app.command()
 def load(
     target: Target = None,
     api: Annotated[Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")] = Api.BATON,

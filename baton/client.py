@@ -31,7 +31,7 @@ import grpc
 
 from baton import wire
 from baton.retry import DEFAULT_RETRY, AnswerSoFar, Patience, Retry, Targets, checked_targets
-from baton.values import ClusterStatus, Completion, Event, Load, ModelInfo, Query
+from baton.values import ClusterStatus, Completion, Event, FlushedCache, Load, ModelInfo, Query
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
 from runtime.client import open_channel, open_sync_channel
@@ -193,6 +193,11 @@ class BatonClient:
         return wire.cluster_status_of(self._ask(lambda stub: stub.GetClusterStatus(
             pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)))
 
+    def flush_caches(self) -> tuple[FlushedCache, ...]:
+        """Empty the prefix caches of all workers; for operators. Answers stay the same, only slower at first."""
+        return wire.flushed_caches_of(self._ask(lambda stub: stub.FlushCaches(pb.FlushCachesRequest(),
+                                                                              timeout=CONTROL_TIMEOUT_S)))
+
     def _ask(self, question: Callable[[GenerationStub], T]) -> T:
         """One router after the other, until one answers."""
         failures: list[BatonError] = []
@@ -282,6 +287,11 @@ class AsyncBatonClient:
     async def cluster_status(self) -> ClusterStatus:
         return wire.cluster_status_of(await self._ask(lambda stub: stub.GetClusterStatus(
             pb.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S)))
+
+    async def flush_caches(self) -> tuple[FlushedCache, ...]:
+        """Empty the prefix caches of all workers; for operators. Answers stay the same, only slower at first."""
+        return wire.flushed_caches_of(await self._ask(lambda stub: stub.FlushCaches(pb.FlushCachesRequest(),
+                                                                                    timeout=CONTROL_TIMEOUT_S)))
 
     async def _ask(self, question: "Callable[[GenerationAsyncStub], Awaitable[T]]") -> T:
         """One router after the other, until one answers."""

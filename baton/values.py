@@ -220,6 +220,16 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True)
+class FlushedCache:
+    """One worker's prefix cache: how many pages it gave up, or why it did not."""
+
+    role: str
+    address: str
+    pages: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class ClusterStatus:
     model: str
     waiting_requests: int

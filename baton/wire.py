@@ -14,6 +14,7 @@ from baton.values import (
     Event,
     Finish,
     FinishReason,
+    FlushedCache,
     Load,
     ModelInfo,
     Prompt,
@@ -180,6 +181,10 @@ def load_of(response: pb.GetLoadResponse) -> Load:
 def cluster_status_of(response: pb.GetClusterStatusResponse) -> ClusterStatus:
     return ClusterStatus(response.model, response.waiting_requests, response.running_requests,
                          tuple(_worker_of(worker) for worker in response.workers))
+
+
+def flushed_caches_of(response: pb.FlushCachesResponse) -> tuple[FlushedCache, ...]:
+    return tuple(FlushedCache(each.role, each.address, each.pages, each.error) for each in response.workers)
 
 
 def _worker_of(worker: pb.WorkerStatus) -> WorkerStatus:

@@ -1,16 +1,19 @@
 """`python -m bench.rolling`: every worker of a local cluster is restarted, round after round, under a steady load.
 
-One process at a time: each prefill worker, each decode pool's leader and stages. Reports the requests that failed, of
-which there should be none, and what clients saw of it. Ends with 1 if any failed.
+One process at a time: each prefill worker, each decode pool's leader and stages; with `--kill` by SIGKILL. Reports the
+requests that failed, of which there should be none, what clients saw of it, and how long it took until every worker
+served again, as the router sees it. Ends with 1 if any failed.
 """
 
 import argparse
 import asyncio
+import statistics
 import sys
 import time
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
+from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Outcome, Slo, run_load, summarise
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
@@ -19,6 +22,7 @@ from bench.report import Value
 
 BATCH = 20  # requests planned at a time; the next ones follow when they have all arrived and ended
 RESTART_S = 120.0
+LOOK_S = 0.01
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
@@ -27,18 +31,37 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     async with running_cluster(config) as (cluster, client):
         over = asyncio.Event()
         load = asyncio.create_task(steady_load(client, flags, over))
-        started, restarts = time.monotonic(), 0
+        started, away_s = time.monotonic(), []
         try:
             for _ in range(flags.rounds):
                 for name in [name for name in cluster.processes if name != "router"]:
-                    await cluster.restart(name, timeout_s=RESTART_S)
-                    restarts += 1
+                    began_s = time.monotonic()
+                    if flags.kill:
+                        await come_back(cluster, client, name)
+                    else:
+                        await cluster.restart(name, timeout_s=RESTART_S)
+                    away_s.append(time.monotonic() - began_s)
         finally:
             over.set()
         outcomes = await load
     values = summarise(outcomes, Slo(flags.slo_ttft_s, flags.slo_tpot_s), time.monotonic() - started)
     topology = f"{flags.prefill} prefill, {flags.decode}x{flags.decode_pp} decode"
-    return {"topology": topology, "rate_per_s": flags.rate, "drain_s": flags.drain_s, "restarts": restarts, **values}
+    return {"topology": topology, "rate_per_s": flags.rate, "drain_s": flags.drain_s, "restarts": len(away_s),
+            "away_s_p50": statistics.median(away_s), "away_s_max": max(away_s), **values}
+
+
+async def come_back(cluster: LocalCluster, client: AsyncBatonClient, name: str) -> None:
+    """Kill a process of a worker; returns when every worker serves again, as the router sees it."""
+    process = cluster.processes[name]
+    num_starts = process.num_starts
+    process.kill()
+    async with asyncio.timeout(RESTART_S):
+        while process.num_starts == num_starts:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        while all(worker.serving for worker in (await client.cluster_status()).workers):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        while not all(worker.serving for worker in (await client.cluster_status()).workers):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
 
 
 async def steady_load(client: AsyncBatonClient, flags: argparse.Namespace, over: asyncio.Event) -> list[Outcome]:
@@ -61,6 +84,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     for name, rate in (("rate", 4.0), ("drain-s", 1.0), ("slo-ttft-s", 0.5), ("slo-tpot-s", 0.05)):
         parser.add_argument(f"--{name}", type=float, default=rate, help=f"default {rate}")
+    parser.add_argument("--kill", action="store_true", help="kill rather than restart")
     return run_benchmark("rolling", parser, measure, failed_requests)
 
 

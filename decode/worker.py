@@ -63,6 +63,9 @@ class DecodeLeading:
         self.journal = PointJournal()  # it keeps no prompts
         self._adaptive = adaptive
 
+    def flush(self) -> int:
+        return 0
+
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         if parts.stage.plan.speculation is not None:
             self._observe_speculation(parts)

@@ -82,6 +82,10 @@ class LeadingRole(Protocol):
         """Of its prefix cache; an empty one where there is none."""
         ...
 
+    def flush(self) -> int:
+        """Empty its prefix cache, on the engine's thread; returns the number of pages given up."""
+        ...
+
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
 
     async def warm_up(self, parts: LeaderParts) -> None:
@@ -207,7 +211,8 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
     parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
     info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
     worker_service = WorkerService(lambda: formed_info(info, leader, stage.plan),
-                                   lambda: worker_load(leader, board.load, meters, sum(start_s)), leading.journal)
+                                   lambda: worker_load(leader, board.load, meters, sum(start_s)), leading.journal,
+                                   lambda: leader.loop.submit(leading.flush))
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:

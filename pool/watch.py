@@ -1,11 +1,14 @@
-"""The Worker service of a leader: facts once, then load at the requested interval, for routers and people.
+"""The Worker service of a leader: facts once, then load at the requested interval, for routers and people; and the
+flush of its prefix cache.
 
 A report waits for no step of the engine: it has what the engine's thread has published last.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 
@@ -18,6 +21,8 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.tokenizer_files import tokenizer_digest
+
+logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
@@ -62,13 +67,15 @@ def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters, start
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called, less often
     while nothing runs and nothing changes. `info()` goes before the first, and again when it is another, because the
-    pool has formed; what the journal of the prefix cache has to report goes before each."""
+    pool has formed; what the journal of the prefix cache has to report goes before each. `flush` empties that cache and
+    returns its pages."""
 
     def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], pb.WorkerLoad],
-                 journal: PointJournal) -> None:
+                 journal: PointJournal, flush: Callable[[], Awaitable[int]]) -> None:
         self._info = info
         self._load = load
         self._journal = journal
+        self._flush = flush
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -104,6 +111,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                         await changed.wait()
                 except TimeoutError:
                     continue
+
+    async def FlushCache(self, request: pb.FlushCacheRequest,
+                         context: grpc.aio.ServicerContext[Any, Any]) -> pb.FlushCacheResponse:
+        pages = await self._flush()
+        logger.info("the prefix cache was flushed", extra={"pages": pages})
+        self.changed()
+        return pb.FlushCacheResponse(pages=pages)
 
 
 def _is_idle(load: pb.WorkerLoad) -> bool:

@@ -94,9 +94,8 @@ class PrefillScheduler:
             self._stop_running(entry)
 
     def load(self) -> SchedulerLoad:
-        queued = self._queued
-        tokens = sum(entry.remaining for entry in [*queued, *self._running])
-        return SchedulerLoad(len(queued), len(self._entries) - len(queued), self.pages.num_available,
+        tokens = sum(entry.remaining for entry in (*self._queued, *self._running))
+        return SchedulerLoad(len(self._queue), self._num_held, self.pages.num_available,
                              self.slots.num_available, queued_tokens=tokens)
 
     def occupancy(self) -> PoolOccupancy:
@@ -176,40 +175,42 @@ class PrefillScheduler:
         lead = min(self._running if head is None else [*self._running, head], key=lambda each: each.turn, default=None)
         if lead is None or lead.remaining <= self.limits.chunk_tokens:
             return 0
-        waiting = [*self._running, *self._startable()]
-        short = [entry for entry in waiting if entry.request.priority == lead.request.priority
+        short = [entry for entry in (*self._running, *self._queued) if entry.request.priority == lead.request.priority
                  and entry.remaining * SHORT_RATIO <= lead.remaining]
         share, taken = self._saved // self.limits.grid * self.limits.grid, 0
+        may_start = share > 0
         for entry in sorted(short, key=lambda each: (each.remaining, each.key)):
-            if entry.pages is not None or self._start_early(entry, share - taken):
-                taken += self._add_chunk(rows, entry, share - taken)
+            if entry.pages is None:
+                if not may_start or self.cache.is_coming(entry):
+                    continue
+                may_start = self._start_early(entry, share - taken)  # what is longer finds no room either
+            taken += self._add_chunk(rows, entry, share - taken)
         self._saved -= -(-taken // self.limits.grid) * self.limits.grid  # what the long prompt's chunk ends earlier by
         return taken
 
     def _drop_late(self) -> None:
         now_s = self.clock.now()
-        for entry in [*self._running, *self._queued]:
-            if now_s + self._best_pace.least_s(self._least_tokens(entry, now_s)) > entry.ends_at_s:
+        for entry in (*self._running, *self._queued):
+            if now_s + self._best_pace.least_s(entry.remaining) <= entry.ends_at_s:
+                continue
+            if now_s + self._best_pace.least_s(self._least_tokens(entry)) > entry.ends_at_s:
                 self._fail(entry, DeadlineError(f"{entry.remaining} tokens of the prompt cannot be computed within the "
                                                 f"{max(entry.ends_at_s - now_s, 0.0):.2g} s that its deadline leaves"))
 
-    def _least_tokens(self, entry: PrefillEntry, now_s: float) -> int:
-        """What must be computed of the prompt whatever the cache holds by then; looked up where it matters."""
-        if entry.pages is not None or now_s + self._best_pace.least_s(entry.remaining) <= entry.ends_at_s:
+    def _least_tokens(self, entry: PrefillEntry) -> int:
+        """What must be computed of the prompt whatever the cache holds by then."""
+        if entry.pages is not None:
             return entry.remaining
         return 0 if self.cache.is_coming(entry) else entry.remaining - self.cache.find(entry).num_tokens
 
     @property
-    def _queued(self) -> list[PrefillEntry]:
-        return [self._entries[key] for _, key in self._queue]
-
-    def _startable(self) -> Iterator[PrefillEntry]:
-        """The queued requests in order, without those that others compute something for."""
-        return (entry for entry in self._queued if not self.cache.is_coming(entry))
+    def _queued(self) -> Iterator[PrefillEntry]:
+        """In order."""
+        return (self._entries[key] for _, key in self._queue)
 
     def _head(self) -> PrefillEntry | None:
-        """The queued request whose turn it is."""
-        return next(self._startable(), None)
+        """The queued request whose turn it is: the first for which no other computes something right now."""
+        return next((entry for entry in self._queued if not self.cache.is_coming(entry)), None)
 
     def _is_queued_before(self, entry: PrefillEntry) -> bool:
         head = self._head()

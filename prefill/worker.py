@@ -57,6 +57,9 @@ class PrefillLeading:
         self.scheduler = scheduler
         self.journal = scheduler.cache.journal
 
+    def flush(self) -> int:
+        return self.scheduler.cache.clear()
+
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)
         service = PrefillService(PrefillParts(

@@ -234,3 +234,25 @@ class GetClusterStatusResponse(_message.Message):
     running_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     def __init__(self, model: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class FlushCachesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushedCache(_message.Message):
+    __slots__ = ("role", "address", "pages", "error")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    address: str
+    pages: int
+    error: str
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., pages: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class FlushCachesResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[FlushedCache]
+    def __init__(self, workers: _Optional[_Iterable[_Union[FlushedCache, _Mapping]]] = ...) -> None: ...

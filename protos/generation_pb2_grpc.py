@@ -60,6 +60,11 @@ class GenerationStub:
                 request_serializer=baton_dot_v1_dot_generation__pb2.GetClusterStatusRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_generation__pb2.GetClusterStatusResponse.FromString,
                 _registered_method=True)
+        self.FlushCaches = channel.unary_unary(
+                '/baton.v1.Generation/FlushCaches',
+                request_serializer=baton_dot_v1_dot_generation__pb2.FlushCachesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generation__pb2.FlushCachesResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -103,6 +108,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCaches(self, request, context):
+        """Empties the prefix caches of all workers that this router knows; for operators. Answers stay the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +142,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetClusterStatus,
                     request_deserializer=baton_dot_v1_dot_generation__pb2.GetClusterStatusRequest.FromString,
                     response_serializer=baton_dot_v1_dot_generation__pb2.GetClusterStatusResponse.SerializeToString,
+            ),
+            'FlushCaches': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCaches,
+                    request_deserializer=baton_dot_v1_dot_generation__pb2.FlushCachesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_generation__pb2.FlushCachesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +285,33 @@ class Generation:
             '/baton.v1.Generation/GetClusterStatus',
             baton_dot_v1_dot_generation__pb2.GetClusterStatusRequest.SerializeToString,
             baton_dot_v1_dot_generation__pb2.GetClusterStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCaches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Generation/FlushCaches',
+            baton_dot_v1_dot_generation__pb2.FlushCachesRequest.SerializeToString,
+            baton_dot_v1_dot_generation__pb2.FlushCachesResponse.FromString,
             options,
             channel_credentials,
             insecure,

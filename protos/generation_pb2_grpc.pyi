@@ -46,6 +46,8 @@ class GenerationStub:
     """How busy this router and its workers are, for balancers in front of it."""
     GetClusterStatus: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetClusterStatusRequest, _generation_pb2.GetClusterStatusResponse]
     """Workers, pools, pages and sessions at a glance, for people; metrics are for machines."""
+    FlushCaches: _grpc.UnaryUnaryMultiCallable[_generation_pb2.FlushCachesRequest, _generation_pb2.FlushCachesResponse]
+    """Empties the prefix caches of all workers that this router knows; for operators. Answers stay the same."""
 
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
@@ -65,6 +67,8 @@ class GenerationAsyncStub(GenerationStub):
     """How busy this router and its workers are, for balancers in front of it."""
     GetClusterStatus: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetClusterStatusRequest, _generation_pb2.GetClusterStatusResponse]  # type: ignore[assignment]
     """Workers, pools, pages and sessions at a glance, for people; metrics are for machines."""
+    FlushCaches: _aio.UnaryUnaryMultiCallable[_generation_pb2.FlushCachesRequest, _generation_pb2.FlushCachesResponse]  # type: ignore[assignment]
+    """Empties the prefix caches of all workers that this router knows; for operators. Answers stay the same."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
     """Errors are gRPC statuses with google.rpc details (BadRequest, ErrorInfo, RetryInfo), never messages in the stream."""
@@ -111,5 +115,13 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetClusterStatusResponse, _abc.Awaitable[_generation_pb2.GetClusterStatusResponse]]:
         """Workers, pools, pages and sessions at a glance, for people; metrics are for machines."""
+
+    @_abc_1.abstractmethod
+    def FlushCaches(
+        self,
+        request: _generation_pb2.FlushCachesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.FlushCachesResponse, _abc.Awaitable[_generation_pb2.FlushCachesResponse]]:
+        """Empties the prefix caches of all workers that this router knows; for operators. Answers stay the same."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

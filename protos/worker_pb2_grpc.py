@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/baton.v1.Worker/FlushCache',
+                request_serializer=baton_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -52,6 +57,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCache(self, request, context):
+        """Gives up everything that the pool's prefix cache keeps; what requests use stays theirs until they end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.FlushCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.FlushCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +105,33 @@ class Worker:
             '/baton.v1.Worker/Watch',
             baton_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/FlushCache',
+            baton_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class WorkerStub:
     """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. What
     changed in a prefix cache goes before the load, the first time all of it. The stream ends when the worker does.
     """
+    FlushCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FlushCacheRequest, _worker_pb2.FlushCacheResponse]
+    """Gives up everything that the pool's prefix cache keeps; what requests use stays theirs until they end."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -43,6 +45,8 @@ class WorkerAsyncStub(WorkerStub):
     """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. What
     changed in a prefix cache goes before the load, the first time all of it. The stream ends when the worker does.
     """
+    FlushCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.FlushCacheRequest, _worker_pb2.FlushCacheResponse]  # type: ignore[assignment]
+    """Gives up everything that the pool's prefix cache keeps; what requests use stays theirs until they end."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,5 +58,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Facts first, then load at the interval asked for, and at twice that while nothing runs and nothing changes. What
         changed in a prefix cache goes before the load, the first time all of it. The stream ends when the worker does.
         """
+
+    @_abc_1.abstractmethod
+    def FlushCache(
+        self,
+        request: _worker_pb2.FlushCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.FlushCacheResponse, _abc.Awaitable[_worker_pb2.FlushCacheResponse]]:
+        """Gives up everything that the pool's prefix cache keeps; what requests use stays theirs until they end."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

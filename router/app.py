@@ -51,6 +51,9 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
                               None if config.token_file is None else TokenList(config.token_file))
     if notice := await asyncio.to_thread(make_tokenizer, config.model):
         logger.warning(notice)
+    if config.salt_by_client and not security.names_clients:
+        raise ConfigError("salt_by_client needs token_file or clients' certificates: nothing else names a client",
+                          field="salt_by_client")
     model = load_served_model(config.model, config.model_name)
     incarnation = uuid.uuid4().hex
     tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)
@@ -74,7 +77,7 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
                         security=security, background_methods=ORCA_METHODS, also_served=(ORCA_SERVICE,),
                         tracing=tracing)
     request_limits = RequestLimits(config.max_request_s, config.client_stall_s,
-                                   PriorityLimits.parse(config.priority_limits))
+                                   PriorityLimits.parse(config.priority_limits), config.salt_by_client)
     generation = GenerationService(model, services, request_limits, clock, security.caller)
     generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
     orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),

@@ -52,6 +52,8 @@ def router(
     channelz: Annotated[bool | None, typer.Option(help="Show sockets and calls to whoever may watch workers.")] = None,
     vllm_engine: Annotated[bool | None, typer.Option(help="Serve vllm.grpc.engine.VllmEngine too, for gateways that "
                                                           "know it.")] = None,
+    salt_by_client: Annotated[bool | None, typer.Option(
+        help="Share cached prompts only among requests of one client, by its token or certificate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with a [router] table; flags beat it.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
@@ -66,6 +68,7 @@ def router(
         "priority_limits": priority_limits or None, "max_waiting": max_waiting,
         "max_connection_age_s": max_connection_age_s, "max_message_bytes": max_message_bytes, "reflection": reflection,
         "channelz": channelz, "vllm_engine": vllm_engine, "metrics_host": metrics_host, "drain_s": drain_s,
+        "salt_by_client": salt_by_client,
         "log_level": log_level, "log_style": log_style, "otel_endpoint": otel_endpoint,
     }
     try:

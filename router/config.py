@@ -61,3 +61,5 @@ class RouterConfig(TlsConfig):
     reflection: bool = True
     channelz: bool = False
     vllm_engine: bool = False
+    salt_by_client: bool = Field(default=False, description="Share cached prompts only among requests of one client, "
+                                 "by its token or certificate.")

@@ -19,15 +19,25 @@ class PrefillRateEstimate:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_PROMPTS)  # when, seconds per token
+        self._seen_s: deque[float] = deque(maxlen=MIN_PROMPTS)  # when the last ones were
+        # When, and seconds per token: each slower than the one before it, as what a later one surpasses counts no more.
+        self._best: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_PROMPTS)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A prompt was computed."""
-        if num_tokens >= MIN_TOKENS:
-            self._seen.append((self._clock.now(), seconds / num_tokens))
+        if num_tokens < MIN_TOKENS:
+            return
+        token_s = seconds / num_tokens
+        while self._best and self._best[-1][1] >= token_s:
+            self._best.pop()
+        self._best.append((self._clock.now(), token_s))
+        self._seen_s.append(self._clock.now())
 
     def least_s(self, num_tokens: int) -> float:
         """The time that many tokens take at best; 0 while too few prompts are known, or for too few tokens."""
         oldest_s = self._clock.now() - MEMORY_S
-        rates = [prefill_rate for at_s, prefill_rate in self._seen if at_s >= oldest_s]
-        return num_tokens * min(rates) if num_tokens >= MIN_TOKENS and len(rates) >= MIN_PROMPTS else 0.0
+        while self._best and self._best[0][0] < oldest_s:
+            self._best.popleft()
+        if num_tokens < MIN_TOKENS or len(self._seen_s) < MIN_PROMPTS or self._seen_s[0] < oldest_s:
+            return 0.0
+        return num_tokens * self._best[0][1]

@@ -35,7 +35,7 @@ class PeerRole(StrEnum):
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
-    OPERATOR = "operator"  # a person who looks at workers
+    OPERATOR = "operator"  # a person who looks at workers and empties their caches
 
 
 class Access(StrEnum):
@@ -66,15 +66,18 @@ METHODS: Mapping[str, Access] = {
     "/baton.v1.Generation/GetModelInfo": Access.CLIENT,
     "/baton.v1.Generation/GetClusterStatus": Access.CLIENT,
     "/baton.v1.Generation/GetLoad": Access.CLIENT,
+    "/baton.v1.Generation/FlushCaches": Access.WATCHER,
     "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": Access.CLIENT,
     "/baton.v1.Prefill/Run": Access.ROUTER,
     "/baton.v1.Decode/Generate": Access.ROUTER,
     "/baton.v1.Worker/Watch": Access.WATCHER,
+    "/baton.v1.Worker/FlushCache": Access.WATCHER,
     "/baton.v1.Pipeline/Join": Access.POOL,
 }
-# Services of other packages, whole.
+# Services of other packages, whole but for methods with a row of their own.
 SERVICES: Mapping[str, Access] = {
     "vllm.grpc.engine.VllmEngine": Access.CLIENT,
+    "vllm.grpc.engine.VllmEngine/FlushCache": Access.WATCHER,
     "grpc.channelz.v1.Channelz": Access.WATCHER,
     "grpc.health.v1.Health": Access.OPEN,
     "grpc.reflection.v1alpha.ServerReflection": Access.OPEN,
@@ -85,8 +88,9 @@ _SPIFFE_ID = re.compile(r"spiffe://[a-z0-9._-]+/baton/([a-z]+)")
 
 def access_to(method: str) -> Access:
     """`method` is a full path, "/baton.v1.Prefill/Run". One that is in neither table is closed."""
-    service = method.removeprefix("/").partition("/")[0]
-    return METHODS.get(method) or SERVICES.get(service, Access.NOBODY)
+    path = method.removeprefix("/")
+    service = path.partition("/")[0]
+    return METHODS.get(method) or SERVICES.get(path) or SERVICES.get(service, Access.NOBODY)
 
 
 def certified(auth_context: Mapping[str, Iterable[bytes]]) -> Caller:
@@ -160,10 +164,15 @@ class ServerSecurity:
     pool: PeerRole | None = None
 
     @property
+    def names_clients(self) -> bool:
+        """Whether `caller` can tell clients apart."""
+        has_names = self.certificates is not None and self.client_certificates is ClientCertificates.REQUIRED
+        return has_names or self.tokens is not None
+
+    @property
     def weakness(self) -> str:
         """What an operator of a server beyond loopback has to know; empty if nothing."""
-        has_names = self.certificates is not None and self.client_certificates is ClientCertificates.REQUIRED
-        if not has_names and self.tokens is None:
+        if not self.names_clients:
             return "open to everybody who can reach it: no certificates and no tokens are asked for"
         if self.certificates is None:
             return "asking for tokens in plain text: everybody on the way can read them"

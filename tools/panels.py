@@ -237,4 +237,22 @@ ROUTER = Dashboard("baton-router", "Baton / Router", "Which worker gets what, wh
           (PanelQuery(rate("baton_router_retries_total", "role, reason"), "{{role}} {{reason}}"),)),
 ))
 
-DASHBOARDS: Sequence[Dashboard] = (OVERVIEW, PREFILL, DECODE, HANDOFF, SPECULATION, ROUTER)
+CACHE = Dashboard("baton-cache", "Baton / Prefix cache", "What prompts find of earlier ones.", (
+    Panel("Prompt tokens", "short", "Per second: of prompts that looked for pages, found, and not computed again.",
+          tuple(PanelQuery(rate(f"baton_cache_{kind}_tokens_total"), kind)
+                for kind in ("queried", "matched", "reused"))),
+    Panel("Reused share", "percentunit", "Of the prompt tokens that looked for pages, per pool.",
+          (PanelQuery(_share(rate("baton_cache_reused_tokens_total", "instance"),
+                             rate("baton_cache_queried_tokens_total", "instance")), "{{instance}}"),)),
+    Panel("Predictions", "cps", "Prompts by whether as many tokens were reused as reported, more or fewer.",
+          (PanelQuery(rate("baton_router_cache_predictions_total", "outcome"), "{{outcome}}"),)),
+    Panel("Pages", "short", "Kept, those in use included, and all of the pool.",
+          (PanelQuery(of("baton_cache_pages"), "kept {{instance}}"),
+           PanelQuery(only("prefill", of("baton_kv_pages")), "all {{instance}}"))),
+    Panel("Snapshots", "short", "Recurrent states that are kept.",
+          (PanelQuery(of("baton_cache_snapshots"), "{{instance}}"),)),
+    Panel("Pages given up", "short", "Per second, by cause: a request needed them, or a flush.",
+          (PanelQuery(rate("baton_cache_evicted_pages_total", "instance, cause"), "{{instance}} {{cause}}"),)),
+))
+
+DASHBOARDS: Sequence[Dashboard] = (OVERVIEW, PREFILL, DECODE, HANDOFF, SPECULATION, CACHE, ROUTER)

@@ -36,6 +36,7 @@ def figures(storm: Storm) -> dict[str, Value]:
         "requests": counts.num_requests, "patient": num_patient,
         **{fate: counts.fates[fate] for fate in Fate if fate not in (Fate.WRONG, Fate.HUNG)},
         "wrong": counts.num_wrong, "hung": counts.num_hung, "leaked": storm.num_leaked,
+        "cached": counts.num_cached,
         "right_share": counts.fates[Fate.RIGHT] / num_patient if num_patient else None,
         "recovery_s": max(recovered, default=0.0), "recovery_s_p50": statistics.median(recovered or [0.0]),
         "faults": len(storm.faults),

@@ -61,21 +61,26 @@ class Seen:
     message_s: list[float] = field(default_factory=list)
     tokens: list[tuple[int, float]] = field(default_factory=list)
     has_finished: bool = False
+    num_cached: int = 0  # tokens of its prompt
     is_hung: bool = False
     error: str | None = None
     text: str = ""
 
 
 def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
-    """Prompts of random ordinary tokens; every other one sampled with penalties, the rest greedy. Logprobs always."""
+    """Prompts of random ordinary tokens, every third of which begins as the one before it does; every other one sampled
+    with penalties, the rest greedy. Logprobs always."""
     rng = random.Random(seed)
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
+    prompts: list[tuple[int, ...]] = []
+    for index in range(count):
+        begin = prompts[-1][:rng.randrange(len(prompts[-1]))] if index % 3 == 2 else ()
+        prompts.append((*begin, *rng.choices(ordinary, k=rng.randint(8, 160))))
     greedy = Sampling(temperature=0.0)
-    return [Query(tuple(rng.choices(ordinary, k=rng.randint(8, 160))),
-                  replace(greedy, temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1,
-                          seed=rng.randrange(2**63)) if index % 2 else greedy,
+    return [Query(prompt, replace(greedy, temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1,
+                                  seed=rng.randrange(2**63)) if index % 2 else greedy,
                   Stop(max_tokens=rng.randint(24, 72), ignore_eos=True), num_top_logprobs=0, skip_text=True)
-            for index in range(count)]
+            for index, prompt in enumerate(prompts)]
 
 
 def plan(seconds: float, rate: float, num_questions: int, shares: Shares, *, seed: int) -> list[Coming]:
@@ -149,7 +154,7 @@ class Traffic:
             async for event in events:
                 seen.message_s.append(time.monotonic())
                 if isinstance(event, Finish):
-                    seen.has_finished = True
+                    seen.has_finished, seen.num_cached = True, event.usage.cached_tokens
                 elif isinstance(event, Chunk):
                     seen.tokens += [(token, logprobs.logprob) for token, logprobs in zip(
                         event.token_ids, event.logprobs, strict=True)]

@@ -54,18 +54,21 @@ class Counts:
     num_requests: int
     num_wrong: int  # of any manner
     num_hung: int
+    num_cached: int  # of those that are right, what begins with tokens that were in a prefix cache
     hostile: Counter[str]
 
     @classmethod
     def of(cls, requests: Sequence[Seen], truths: Sequence[Answer]) -> "Counts":
         """`truths` by question."""
-        fates = Counter(fate(seen, truths[seen.coming.question]) for seen in requests
-                        if seen.coming.manner is Manner.PATIENT)
+        patient = [(seen, fate(seen, truths[seen.coming.question])) for seen in requests
+                   if seen.coming.manner is Manner.PATIENT]
+        fates = Counter(became for _, became in patient)
         wrong = sum(seen.coming.manner is Manner.ABORTING and not is_prefix(seen.tokens, truths[seen.coming.question])
                     for seen in requests)
         hostile = [seen for seen in requests if seen.coming.manner is Manner.HOSTILE]
         return cls(fates, len(requests), fates[Fate.WRONG] + wrong,
                    fates[Fate.HUNG] + sum(seen.is_hung for seen in hostile),
+                   sum(became is Fate.RIGHT and seen.num_cached > 0 for seen, became in patient),
                    Counter(seen.error or "finished" for seen in hostile))
 
 

@@ -6,6 +6,7 @@ that every choice is repeatable alone.
 """
 
 import asyncio
+import hashlib
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 import grpc
 
-from protos import generation_pb2, generation_pb2_grpc, types_pb2
+from protos import generation_pb2, generation_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.api.load import RequestCounts, load_of
 from router.request.admission import PriorityLimits
 from router.request.answer import Emit, Output, ResponseQueue, feed
@@ -23,6 +24,7 @@ from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest, admissible
 from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits, ServedModel
+from router.workers.worker import Worker
 from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
 from runtime.log import rebind
@@ -31,6 +33,7 @@ from runtime.tracing import note
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_ABORT_IDS = 1024
+FLUSH_TIMEOUT_S = 5.0  # for each worker: between two steps of its engine
 # 2^64 divided by the golden ratio: seeds of neighbouring requests do not meet (Knuth, TAOCP 3, section 6.4).
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -46,11 +49,12 @@ class RequestKey:
 @dataclass(frozen=True)
 class RequestLimits:
     """`max_request_s` holds for clients that set no deadline; `client_stall_s` for those that stop reading;
-    `priorities` for those that push ahead."""
+    `priorities` for those that push ahead. `salts_by_client`: clients share cached prompts with themselves alone."""
 
     max_request_s: float
     client_stall_s: float
     priorities: PriorityLimits = field(default_factory=PriorityLimits)
+    salts_by_client: bool = False
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -73,6 +77,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         caller = self._caller_of(context)
         checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed, self._model.grammars,
                                    most_urgent=self._limits.priorities.most_urgent(caller))
+        if self._limits.salts_by_client:
+            checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)
         outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
         responses = ResponseQueue(self._limits.client_stall_s)
         key = self._register(checked, outputs, responses, timeline, context, caller)
@@ -134,6 +140,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             model=self._model.facts.name, waiting_requests=num_waiting,
             running_requests=max(0, self.num_active - num_waiting), workers=self._services.directory.status())
 
+    async def FlushCaches(self, request: generation_pb2.FlushCachesRequest,
+                          context: Context) -> generation_pb2.FlushCachesResponse:
+        flushed = await asyncio.gather(*(_flush(worker) for worker in self._services.directory.workers))
+        return generation_pb2.FlushCachesResponse(workers=flushed)
+
     def _facts(self) -> ModelLimits:
         return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)
 
@@ -170,6 +181,22 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self.counts.failed += not task.cancelled() and task.exception() is not None
         del self._running[key]
         responses.close()
+
+
+def client_salt(identity: str, salt: str) -> str:
+    """What stands for a client and the salt it gave: the same at every router, and no salt of another client."""
+    return hashlib.blake2b(f"{len(identity)}:{identity}{salt}".encode(), digest_size=16).hexdigest()
+
+
+async def _flush(worker: Worker) -> generation_pb2.FlushedCache:
+    flushed = generation_pb2.FlushedCache(role=worker.role, address=worker.address)
+    try:
+        response = await worker_pb2_grpc.WorkerStub(worker.channel).FlushCache(worker_pb2.FlushCacheRequest(),
+                                                                               timeout=FLUSH_TIMEOUT_S)
+        flushed.pages = response.pages
+    except grpc.aio.AioRpcError as error:
+        flushed.error = error.details() or error.code().name
+    return flushed
 
 
 def draw_seed() -> int:

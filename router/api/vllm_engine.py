@@ -113,14 +113,18 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             return self._zipped
 
     async def SubscribeKvEvents(self, request: Message, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
-        _refuse("SubscribeKvEvents", "pages are not shared between requests, so there are no events")
+        _refuse("SubscribeKvEvents", "caches are known by digests of prompts here, not by their tokens")
         yield common_pb2.KvEventBatch()
 
     async def Embed(self, request: Message, context: Context) -> vllm.EmbedResponse:
         _refuse("Embed", "this server generates")
 
     async def FlushCache(self, request: Message, context: Context) -> common_pb2.FlushCacheResponse:
-        _refuse("FlushCache", "nothing is cached between requests")
+        """At once, whatever runs: that keeps what it uses."""
+        flushed = (await self._generation.FlushCaches(pb.FlushCachesRequest(), context)).workers
+        failed = [f"{each.role} {each.address}: {each.error}" for each in flushed if each.error]
+        return common_pb2.FlushCacheResponse(
+            success=not failed, message="; ".join(failed) or f"{sum(each.pages for each in flushed)} pages given up")
 
     async def StartProfile(self, request: Message, context: Context) -> common_pb2.ProfileResponse:
         _refuse("StartProfile", "there is no profiler to control")

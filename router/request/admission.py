@@ -83,9 +83,10 @@ class Admission:
         """How long a request that came now, behind all others, would wait, as far as that was measured."""
         return self._rates().wait_s(self._line.work)
 
-    def service_s(self, request: AdmissibleRequest) -> float:
-        """How long serving a request takes that has just been given to workers, as far as that was measured."""
-        rates, num_tokens = self._rates(), len(request.engine.prompt_token_ids)
+    def service_s(self, request: AdmissibleRequest, num_tokens: int) -> float:
+        """How long serving a request takes that has just been given to workers, where so many tokens of its prompt have
+        to be computed, as far as that was measured."""
+        rates = self._rates()
         before = replace(rates, tokens_ahead=max(0.0, rates.tokens_ahead - num_tokens))
         return before.service_s(self._outlook.work(num_tokens, request.engine.max_tokens))
 
@@ -95,7 +96,8 @@ class Admission:
         if self._directory.pair_problem():
             return self._away_s()
         if isinstance(error, CapacityError):
-            refusal = Refusal(Cause.WORKERS, self.wait_s(), self.service_s(request))
+            service_s = self.service_s(request, self._directory.num_missing(request.prompt))
+            refusal = Refusal(Cause.WORKERS, self.wait_s(), service_s)
             return refusal.retry_after_s or error.retry_after_s
         return error.retry_after_s
 
@@ -162,15 +164,15 @@ class Admission:
         if self._is_orphan(request):
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise self._no_heirs()
-        num_tokens, left_s = len(request.engine.prompt_token_ids), ends_at_s - self._clock.now()
+        num_tokens, left_s = self._directory.num_missing(request.prompt), ends_at_s - self._clock.now()
         least_s = self._outlook.best_prefill.least_s(num_tokens)
         if least_s > left_s:
             self._metrics.refused.labels(Cause.DEADLINE).inc()
-            raise DeadlineError(f"prefill of {num_tokens} prompt tokens takes at least {least_s:.2g} s; the deadline "
+            raise DeadlineError(f"prefill of {num_tokens} tokens takes at least {least_s:.2g} s; the deadline "
                                 f"leaves {max(left_s, 0.0):.2g} s")
         demand = Demand(self._outlook.work(num_tokens, request.engine.max_tokens), ends_at_s, request.engine.priority)
         held = _Held(request, asyncio.get_running_loop().create_future())
-        waiter = self._line.enter(demand, held, self._rates(num_tokens), self._clock.now())
+        waiter = self._line.enter(demand, held, self._rates(request.prompt.num_tokens), self._clock.now())
         if isinstance(waiter, Refusal):
             raise self._refused(waiter)
         return waiter

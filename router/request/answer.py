@@ -152,15 +152,19 @@ class ResponseQueue:
 
     async def put(self, response: generation_pb2.GenerateResponse) -> None:
         """Raises RequestAborted if the client has read nothing for the stall limit."""
+        if len(self._unread) >= MAX_UNREAD and not response.HasField("finish"):
+            await self._place()
+        self._unread.append(response)
+        self._changed.set()
+
+    async def _place(self) -> None:
         try:
             async with asyncio.timeout(self._stall_limit_s):
-                while len(self._unread) >= MAX_UNREAD and not response.HasField("finish"):
+                while len(self._unread) >= MAX_UNREAD:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             raise RequestAborted(f"the client has read nothing for {self._stall_limit_s:g} s") from None
-        self._unread.append(response)
-        self._changed.set()
 
     def close(self) -> None:
         """Nothing more will be put."""

@@ -136,8 +136,8 @@ class RequestFlow:
             async with self._services.admission.pair_for(self._request, left_s) as pair:
                 held_back.end()
                 self._timeline.placed()
-                self._record = ServiceRecord(self._services.outlook, self._request.engine.max_tokens,
-                                             self._services.admission.service_s(self._request))
+                estimated_s = self._services.admission.service_s(self._request, pair.prefill.num_tokens)
+                self._record = ServiceRecord(self._services.outlook, self._request.engine.max_tokens, estimated_s)
                 try:
                     with self._services.metrics.running.track_inprogress():
                         await self._serve(pair)
@@ -187,7 +187,7 @@ class RequestFlow:
 
     async def _next_event(self) -> Event:
         """A message of a worker, or its silence where an answer is due."""
-        while True:
+        while self._inbox.empty():
             try:
                 async with asyncio.timeout_at(self._decode.due_at):
                     return await self._inbox.get()
@@ -197,6 +197,7 @@ class RequestFlow:
                 if self._decode.lacks_first_token:
                     return Ended(self._prefill.stream, self._prefill.overdue())
                 return Ended(self._decode.stream, self._decode.overdue())
+        return self._inbox.get_nowait()
 
     async def _handle(self, event: Event) -> None:
         if event.stream is self._prefill.stream:

@@ -141,7 +141,7 @@ class Rates:
         while a worker has room for a prompt; a decode pool that could take more of them draws for more. A pool that was
         not measured counts as the mean of the others."""
         prefill = [rate for worker in sources if (rate := worker.prefill_pace.tokens_per_s)]
-        has_room = any(worker.as_candidate(num_tokens).has_room for worker in sources)
+        has_room = any(worker.standing.has_room(num_tokens) for worker in sources)
         sharing = [(worker, worker.num_sharing(num_waiting, num_tokens)) for worker in pools]
         paced = [(count, token_s) for worker, count in sharing
                  if (token_s := worker.decode_pace.token_s(count)) is not None]

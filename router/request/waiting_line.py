@@ -10,9 +10,10 @@ being placed, by going away, or when its time does not suffice any more.
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Generic, TypeVar
 
 from router.request.service_times import Outlook, Rates, TokenWork
@@ -98,7 +99,7 @@ class WaitingLine(Generic[T]):
         begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
         waiter = Waiter(demand.priority, begin_by_s, self.num_arrived, demand, now_s, item)
         place = bisect.bisect(self._waiters, waiter)
-        wait_s = rates.wait_s(_work_of(self._waiters[:place]))
+        wait_s = rates.wait_s(_work_of(islice(self._waiters, place)))
         if len(self._waiters) >= self.limits.max_waiting:
             return Refusal(Cause.QUEUE_FULL, wait_s, service_s)
         if wait_s > self.limits.max_wait_s:
@@ -159,6 +160,10 @@ class WaitingLine(Generic[T]):
         return Cause.DEADLINE if is_late else None
 
 
-def _work_of(waiters: list[Waiter[T]]) -> TokenWork:
-    return TokenWork(sum(waiter.demand.work.prompt_tokens for waiter in waiters),
-                sum(waiter.demand.work.output_tokens for waiter in waiters))
+def _work_of(waiters: Iterable[Waiter[T]]) -> TokenWork:
+    prompt_tokens = output_tokens = 0.0
+    for waiter in waiters:
+        work = waiter.demand.work
+        prompt_tokens += work.prompt_tokens
+        output_tokens += work.output_tokens
+    return TokenWork(prompt_tokens, output_tokens)

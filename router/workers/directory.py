@@ -9,14 +9,14 @@ is another. Choosing a worker books the request on it; the caller must release i
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
-from router.workers.policy import Draw, Policy, SeveredPairs, choose
+from router.workers.policy import Candidate, Draw, Policy, SeveredPairs, choose
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
@@ -119,11 +119,15 @@ class Directory:
     def max_context_tokens(self) -> int:
         """What the largest pair of workers seen so far can hold, prompt plus completion: one that is away now may
         come back. Smaller ones get what they can hold."""
-        prefill, decode = ([worker for worker in self.workers if worker.role is role and
-                            worker.max_context_tokens is not None] for role in WorkerRole)
-        pairs = [min(source.max_context_tokens or 0, pool.max_context_tokens or 0) for source in prefill
-                 for pool in decode if may_pair(source.compatibility, pool.compatibility)]
-        alone = [max(worker.max_context_tokens or 0 for worker in known) for known in (prefill, decode) if known]
+        largest: dict[WorkerRole, dict[str, int]] = {role: {} for role in WorkerRole}  # by compatibility
+        for worker in self.workers:
+            if (num_tokens := worker.max_context_tokens) is not None:
+                known = largest[worker.role]
+                known[worker.compatibility] = max(num_tokens, known.get(worker.compatibility, 0))
+        prefill, decode = largest[WorkerRole.PREFILL], largest[WorkerRole.DECODE]
+        pairs = [min(source, pool) for here, source in prefill.items() for there, pool in decode.items()
+                 if may_pair(here, there)]
+        alone = [max(known.values()) for known in (prefill, decode) if known]
         return min([self._facts.max_context_tokens, *([max(pairs)] if pairs else alone)])
 
     @property
@@ -171,16 +175,16 @@ class Directory:
         num_tokens = prompt.num_tokens
         sources, pools = (self._fitting(role, compatibility, context_tokens) if compatibility
                           else self._usable(role, context_tokens) for role in WorkerRole)
-        with_room = {(worker.role, worker.address) for worker in (*sources, *pools)
-                     if worker.as_candidate(num_tokens, context_tokens).has_room}
-        links = {address: [pool for pool in linked if (pool.role, pool.address) in with_room]
-                 for address, linked in self._links(sources, pools).items()}
-        sources = [worker for worker in sources if (worker.role, worker.address) in with_room]
-        return self._book_pair(sources, links, prompt, context_tokens)
+
+        def has_room(worker: Worker) -> bool:
+            return worker.standing.has_room(num_tokens, context_tokens)
+
+        links = self._links(sources, pools, may_take=has_room)
+        return self._book_pair(list(filter(has_room, sources)), links, prompt, context_tokens)
 
     def awaits_prefill(self, num_tokens: int, context_tokens: int) -> bool:
         """Whether decode pools have room for such a request, and all that it waits for is prefill."""
-        return any(worker.as_candidate(num_tokens, context_tokens).has_room
+        return any(worker.standing.has_room(num_tokens, context_tokens)
                    for worker in self._usable(WorkerRole.DECODE, context_tokens))
 
     def book_prefill(self, prompt: RoutedPrompt, pool: Booking, *,
@@ -238,6 +242,12 @@ class Directory:
         sources = {worker.compatibility for worker in self._usable(WorkerRole.PREFILL, context_tokens)}
         return any(self._fitting(WorkerRole.DECODE, digest, context_tokens) for digest in sources)
 
+    def num_missing(self, prompt: RoutedPrompt) -> int:
+        """Tokens of the prompt that have to be computed where most of it is, by what prefill workers reported."""
+        sources = self._usable(WorkerRole.PREFILL)
+        held = self._num_held(sources, prompt)
+        return prompt.num_tokens - max((held.get(worker.address, 0) for worker in sources), default=0)
+
     def usable(self, role: WorkerRole) -> list[Worker]:
         """Workers of this role that requests can be given to, with room or without."""
         return self._usable(role)
@@ -246,16 +256,23 @@ class Directory:
         """Every worker, for people."""
         return [self._status_of(worker) for worker in self.workers]
 
-    def _links(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> dict[str, list[Worker]]:
-        """By a source's address, the pools that it may feed: severed ones only where no source has another."""
-        fitting = {worker.address: [pool for pool in pools if may_pair(worker.compatibility, pool.compatibility)]
-                   for worker in sources}
-        if not len(self._severed):
-            return fitting
-        sound = {worker.address: [pool for pool in fitting[worker.address]
-                                  if not self._severed.has(worker.incarnation, pool.incarnation)]
-                 for worker in sources}
-        return sound if any(sound.values()) else fitting
+    def _links(self, sources: Sequence[Worker], pools: Sequence[Worker], *,
+               may_take: Callable[[Worker], bool] = lambda pool: True) -> dict[str, list[Worker]]:
+        """By a source's address, the pools that it may feed and that `may_take` more: severed ones only where no source
+        has another, taking more or not."""
+        digests = {pool.standing.compatibility for pool in pools}
+        fitting = {digest: {other for other in digests if may_pair(digest, other)}
+                   for digest in {source.standing.compatibility for source in sources}}
+        alike = {digest: [pool for pool in pools if pool.standing.compatibility in others]
+                 for digest, others in fitting.items()}
+        if len(self._severed):
+            sound = {source.address: [pool for pool in alike[source.standing.compatibility]
+                                      if not self._severed.has(source.incarnation, pool.incarnation)]
+                     for source in sources}
+            if any(sound.values()):
+                return {address: list(filter(may_take, linked)) for address, linked in sound.items()}
+        alike = {digest: list(filter(may_take, linked)) for digest, linked in alike.items()}
+        return {source.address: alike[source.standing.compatibility] for source in sources}
 
     def _book_pair(self, sources: Sequence[Worker], pools: Mapping[str, Sequence[Worker]],
                    prompt: RoutedPrompt, context_tokens: int) -> WorkerPair | None:
@@ -280,31 +297,32 @@ class Directory:
         """Whom the policy of their role would pick, full or not; nothing is booked."""
         if not workers:
             return None
-        role, by_address = workers[0].role, {worker.address: worker for worker in workers}
+        role = workers[0].role
         policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt.token_ids)
         with self._metrics.pick_s.time():
             held = self._num_held(workers, prompt) if role is WorkerRole.PREFILL else {}
-            candidates = [replace(worker.as_candidate(prompt.num_tokens), has_room=True, num_held=held.get(address, 0))
-                          for address, worker in by_address.items()]
+            candidates = [worker.standing.candidate for worker in workers]
+            if held:
+                candidates = [Candidate(each.address, each.load, num_held=held.get(each.address, 0))
+                              for each in candidates]
             chosen = choose(policy, candidates, draw, tried=tried)
         if chosen is None:
             self._metrics.decisions.labels(policy.value, "full").inc()
             return None
-        return _Chosen(by_address[chosen.address], chosen.num_held)
+        return _Chosen(next(worker for worker in workers if worker.address == chosen.address), chosen.num_held)
 
     def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> dict[str, int]:
         """Tokens of the prompt that workers have in their prefix caches, by address."""
-        kinds = {(worker.info.page_size, worker.compatibility) for worker in workers if worker.info is not None}
-        return {address: depth * page_size for page_size, compatibility in kinds if page_size
+        kinds = {(worker.standing.page_size, worker.standing.compatibility) for worker in workers}
+        return {address: depth * page_size for page_size, compatibility in kinds
                 for address, depth in self._index.depths(prompt.block_names(page_size, compatibility)).items()}
 
     def _fitting(self, role: WorkerRole, compatibility: str, context_tokens: int = 0) -> list[Worker]:
         return [worker for worker in self._usable(role, context_tokens)
-                if may_pair(worker.compatibility, compatibility)]
+                if may_pair(worker.standing.compatibility, compatibility)]
 
     def _usable(self, role: WorkerRole, context_tokens: int = 0) -> list[Worker]:
-        return [worker for worker in self.workers
-                if worker.role is role and worker.is_usable and worker.can_hold(context_tokens)]
+        return [worker for worker in self._worker_set.of(role) if worker.standing.longest >= context_tokens]
 
     def _digests(self, role: WorkerRole) -> set[str]:
         return {worker.compatibility for worker in self._usable(role)}

@@ -14,6 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from runtime.clock import Clock
 
@@ -39,8 +40,7 @@ SEVERED_MEMORY_S = 30.0
 MAX_SEVERED_PAIRS = 4096
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One worker as a policy sees it. Loads compare within one role only: prompt tokens ahead for prefill workers,
     the used share of a pool for decode workers. `num_held`: tokens of the prompt that a prefill worker need not
     compute, by what it reported of its prefix cache."""
@@ -63,20 +63,24 @@ class Draw:
 def choose(policy: Policy, candidates: Sequence[Candidate], draw: Draw, *,
            tried: frozenset[str] = frozenset()) -> Candidate | None:
     """The worker `policy` picks among those with room that are not in `tried`; None if there is none."""
-    eligible = sorted((c for c in candidates if c.has_room and c.address not in tried), key=lambda c: c.address)
+    eligible = [c for c in candidates if c.has_room and c.address not in tried]
     if not eligible:
         return None
     match policy:
         case Policy.ROUND_ROBIN:
-            return eligible[draw.turn % len(eligible)]
+            return _in_order(eligible)[draw.turn % len(eligible)]
         case Policy.POWER_OF_TWO:
-            return least_loaded(draw.rng.sample(eligible, min(2, len(eligible))))
+            return least_loaded(draw.rng.sample(_in_order(eligible), min(2, len(eligible))))
         case Policy.LEAST_LOAD:
             return least_loaded(eligible)
         case Policy.PREFIX_AFFINITY:
             return _affine(eligible, draw.prompt_token_ids)
         case Policy.PREFIX_CACHE:
             return min(eligible, key=lambda c: (c.load - c.num_held, c.address))  # all lack the rest of the prompt
+
+
+def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda c: c.address)
 
 
 def least_loaded(candidates: Sequence[Candidate]) -> Candidate:

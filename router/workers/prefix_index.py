@@ -49,6 +49,7 @@ class PrefixIndex:
         self._holders: dict[bytes, int] = {}  # per name a bit for each worker
         self._held: dict[str, set[bytes]] = {}
         self._bits: dict[str, int] = {}
+        self._workers: dict[int, str] = {}  # by their bits
         self._num_reports: dict[str, int] = {}
 
     def report(self, worker: str, report: worker_pb2.CacheReport) -> bool:
@@ -78,6 +79,7 @@ class PrefixIndex:
     def forget(self, worker: str) -> None:
         """It has nothing, or nothing is known of it. Idempotent."""
         bit = self._bits.pop(worker, 0)
+        self._workers.pop(bit, None)
         for name in self._held.pop(worker, ()):
             self._remove(name, bit)
         self._num_reports.pop(worker, None)
@@ -86,22 +88,22 @@ class PrefixIndex:
         """How many of these blocks, in order from a prompt's first, each worker need not compute: those up to its
         deepest resume point among them. Workers that have none are left out."""
         found: dict[str, int] = {}
-        left = {bit: worker for worker, bit in self._bits.items() if self._held[worker]}
-        wanted = sum(left)
+        others = -1  # a bit for each worker that was not found yet
         for depth in range(len(names), 0, -1):
-            here = self._holders.get(names[depth - 1], 0) & wanted
+            here = self._holders.get(names[depth - 1], 0) & others
+            others ^= here
             while here:
                 bit = here & -here
-                found[left[bit]] = depth
-                here, wanted = here ^ bit, wanted ^ bit
-            if not wanted:
+                found[self._workers[bit]] = depth
+                here ^= bit
+            if len(found) == len(self._workers):
                 break
         return found
 
     def _bit(self, worker: str) -> int:
         if worker not in self._bits:
-            taken = set(self._bits.values())
-            self._bits[worker] = next(1 << place for place in count() if 1 << place not in taken)
+            self._bits[worker] = next(1 << place for place in count() if 1 << place not in self._workers)
+            self._workers[self._bits[worker]] = worker
         return self._bits[worker]
 
     def _remove(self, name: bytes, bit: int) -> None:

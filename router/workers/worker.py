@@ -6,6 +6,7 @@ as free, less what was sent there since, is what can be booked: with one router 
 refuse, with several it may.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -61,7 +62,7 @@ class Booking:
         """The worker has reserved; its next report shows it."""
         if not self.has_reserved:
             self.has_reserved = True
-            self.worker.on_change()
+            self.worker.changed()
 
     def began(self) -> None:
         """A decode pool begins with the answer."""
@@ -98,6 +99,38 @@ class _Claims:
                        max(self.tokens, reported.tokens + self.tokens - report.tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a sequence that it can hold,
+    below 0 while it cannot be used. `candidate`: itself, with room. `has_place`: a prefill worker would queue one more
+    prompt, a decode pool is given one more request. `pages_left`: of a decode pool. `prompts_ahead`: tokens of each
+    prompt of a prefill worker that is busy, of which `busy_tokens` are enough."""
+
+    longest: float
+    compatibility: str
+    page_size: int
+    candidate: Candidate
+    has_place: bool
+    pages_left: int | None = None
+    prompts_ahead: tuple[int, ...] = ()
+    busy_tokens: float = math.inf
+
+    def has_room(self, num_tokens: int, context_tokens: int = 0) -> bool:
+        """For a prompt of so many tokens; `context_tokens` as for `Worker.book`."""
+        if not self.has_place:
+            return False
+        if self.pages_left is not None:
+            return reserved_pages(num_tokens, context_tokens, self.page_size) <= self.pages_left
+        return not self.prompts_ahead or self.busy_tokens > sum(
+            min(ahead, SHORT_RATIO * num_tokens) for ahead in self.prompts_ahead)
+
+
+def reserved_pages(num_tokens: int, context_tokens: int, page_size: int) -> int:
+    """What a decode pool reserves: the prompt and a page's growth, but no more than the request may come to."""
+    most = max(num_tokens, context_tokens or num_tokens + page_size)
+    return -(-min(num_tokens + page_size, most) // page_size)
+
+
 @dataclass
 class Worker:
     """Mutable state of one address; only discovery, its watch and its requests write it."""
@@ -119,9 +152,15 @@ class Worker:
     _streams: list[object] = field(default_factory=list)
     _claims_at_report: _Claims = field(default_factory=_Claims)
     _finished: list[Booking] = field(default_factory=list)  # whose memory the last report does not show as free
+    _standing: Standing | None = None  # None: something has changed since
 
     def __post_init__(self) -> None:
         self.prefill_pace, self.decode_pace = PrefillPace(self.clock), DecodePace(self.clock)
+
+    def changed(self) -> None:
+        """What choices go by may be another."""
+        self._standing = None
+        self.on_change()
 
     @property
     def num_booked(self) -> int:
@@ -130,7 +169,7 @@ class Worker:
 
     def num_sharing(self, num_more: int, num_tokens: int) -> int:
         """Requests that a decode pool draws for if so many more, with prompts of so many tokens, come to it."""
-        if self.info is None or not num_more or not self.as_candidate(num_tokens).has_room:
+        if self.info is None or not num_more or not self.standing.has_room(num_tokens):
             return self.num_booked
         return min(self.num_booked + num_more, self._most_running)
 
@@ -157,13 +196,13 @@ class Worker:
         """Discovery names it. Idempotent."""
         if not self.is_listed:
             self.is_listed = True
-            self.on_change()
+            self.changed()
 
     def delisted(self) -> None:
         """Discovery does not name it any more; what runs there goes on. Idempotent."""
         if self.is_listed:
             self.is_listed = False
-            self.on_change()
+            self.changed()
 
     def attach(self, stream: object) -> None:
         """A stream uses its channel, from now to `detach`."""
@@ -173,7 +212,7 @@ class Worker:
         """Idempotent."""
         if stream in self._streams:
             self._streams.remove(stream)
-            self.on_change()
+            self.changed()
 
     @property
     def incarnation(self) -> str:
@@ -190,11 +229,6 @@ class Worker:
             return None
         return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
 
-    def can_hold(self, context_tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits when it is empty, as far as it has said."""
-        limit = self.max_context_tokens
-        return limit is None or context_tokens <= limit
-
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
         """Its facts arrived. Claims on an earlier incarnation died with it."""
         if info.incarnation != self.incarnation:
@@ -208,7 +242,7 @@ class Worker:
         self.load = worker_pb2.WorkerLoad()
         self.mismatch = _mismatch(info, self.role, facts)
         self.problem = self.mismatch or "no load report yet"
-        self.on_change()
+        self.changed()
 
     def reported(self, load: worker_pb2.WorkerLoad) -> None:
         """A load report arrived; `introduced` came before."""
@@ -220,19 +254,20 @@ class Worker:
             booking.is_reported = booking.has_reserved
         not_serving = "" if load.serving else load.reason or "not serving"
         self.problem = self.mismatch or not_serving
-        self.on_change()
+        self.changed()
 
     def lost(self, reason: str) -> None:
         """It cannot be reached; its next report makes it usable again."""
         self.problem = reason
-        self.on_change()
+        self.changed()
 
     def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
         """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its completion, 0: any.
         `num_held` of the prompt's tokens it need not compute."""
         booking = Booking(self, self.incarnation, self.compatibility, num_tokens - num_held,
-                          self._pages(num_tokens, context_tokens), num_held)
+                          reserved_pages(num_tokens, context_tokens, self.standing.page_size), num_held)
         self._bookings.append(booking)
+        self._standing = None
         if self.role is WorkerRole.PREFILL:
             self.prefill_pace.began()
         return booking
@@ -242,50 +277,62 @@ class Worker:
         if booking in self._bookings and booking.is_reported:
             booking.is_reported = False
             self._finished.append(booking)
+            self._standing = None
 
     def release(self, booking: Booking, num_computed: int = 0) -> None:
         """`num_computed`: tokens of a prompt that it computed."""
         if booking in self._outlived:
             self._outlived.remove(booking)
-            self.on_change()
+            self.changed()
         elif booking in self._bookings:
             self._bookings.remove(booking)
             if self.role is WorkerRole.PREFILL:
                 self.prefill_pace.ended(num_computed)
-            self.on_change()
+            self.changed()
 
     def as_candidate(self, num_tokens: int, context_tokens: int = 0) -> Candidate:
         """This worker for a policy that places a prompt of `num_tokens`; `context_tokens` as for `book`."""
-        if self.role is WorkerRole.PREFILL:
-            now = self._estimate(self.load.queued_requests, self.load.queued_tokens)
-            return Candidate(self.address, now.tokens, has_room=self._prefill_room(num_tokens))
-        now = self._estimate(self.load.running_requests + self.load.queued_requests, 0)
-        return Candidate(self.address, self._used_share(now.requests),
-                         has_room=self._decode_room(now, self._pages(num_tokens, context_tokens)))
+        return self.standing.candidate._replace(has_room=self.standing.has_room(num_tokens, context_tokens))
+
+    @property
+    def standing(self) -> Standing:
+        if self._standing is None:
+            stands = self._prefill_standing if self.role is WorkerRole.PREFILL else self._decode_standing
+            longest = self.max_context_tokens if self.is_usable else -1
+            self._standing = stands(math.inf if longest is None else longest,
+                                    1 if self.info is None else max(self.info.page_size, 1))
+        return self._standing
 
     @property
     def has_queue_place(self) -> bool:
         """Whether a prefill worker would queue one more prompt, be it for long."""
+        return self.standing.has_place
+
+    def _prefill_standing(self, longest: float, page_size: int) -> Standing:
+        now = self._estimate(self.load.queued_requests, self.load.queued_tokens)
         limit = self.info.max_queued_requests if self.info is not None else 0
-        return not limit or self._estimate(self.load.queued_requests, self.load.queued_tokens).requests < limit
-
-    def _prefill_room(self, num_tokens: int) -> bool:
         rate = self.prefill_pace.tokens_per_s
-        if not self.has_queue_place or rate is None or len(self._bookings) < PREFILL_LOOKAHEAD:
-            return self.has_queue_place
-        ahead = sum(min(booking.num_tokens, SHORT_RATIO * num_tokens) for booking in self._bookings)
-        return ahead < rate * PREFILL_LOOKAHEAD_S
+        is_busy = rate is not None and len(self._bookings) >= PREFILL_LOOKAHEAD
+        return Standing(longest, self.compatibility, page_size, Candidate(self.address, now.tokens),
+                        has_place=not limit or now.requests < limit,
+                        prompts_ahead=tuple(booking.num_tokens for booking in self._bookings) if is_busy else (),
+                        busy_tokens=math.inf if rate is None else rate * PREFILL_LOOKAHEAD_S)
 
-    def _decode_room(self, now: _Claims, num_pages: int) -> bool:
+    def _decode_standing(self, longest: float, page_size: int) -> Standing:
+        now = self._estimate(self.load.running_requests + self.load.queued_requests, 0)
         if self.info is None:
-            return True
-        if self.load.queued_requests:  # requests that were set back for want of pages go first
-            return False
+            return Standing(longest, "", page_size, Candidate(self.address, 0.0), has_place=True)
         sent = self._unreported
+        pages_sent = sum(booking.num_pages for booking in sent)
         pages_free = self.load.pages_free + sum(booking.num_pages for booking in self._finished)
-        pages = sum(booking.num_pages for booking in sent) + num_pages + self._growth_pages
         slots_fit = not self.info.slots_total or len(sent) < self.load.slots_free + len(self._finished)
-        return now.requests < self._most_running and pages <= pages_free and slots_fit
+        pages_used = self.info.pages_total - self.load.pages_free + pages_sent
+        used_share = max(now.requests / max(self.info.max_running_requests, 1),
+                         pages_used / max(self.info.pages_total, 1))
+        # Requests that were set back for want of pages go first.
+        has_place = not self.load.queued_requests and now.requests < self._most_running and slots_fit
+        return Standing(longest, self.compatibility, page_size, Candidate(self.address, used_share), has_place,
+                        pages_left=pages_free - pages_sent - self._growth_pages)
 
     @property
     def _growth_pages(self) -> int:
@@ -304,13 +351,6 @@ class Worker:
         batch = self.info.max_batch_requests or self.info.max_running_requests
         return min(batch + max(DECODE_LOOKAHEAD, batch // 2), self.info.max_running_requests)
 
-    def _used_share(self, num_requests: int) -> float:
-        if self.info is None:
-            return 0.0
-        pages_used = self.info.pages_total - self.load.pages_free
-        pages_used += sum(booking.num_pages for booking in self._unreported)
-        return max(num_requests / max(self.info.max_running_requests, 1), pages_used / max(self.info.pages_total, 1))
-
     @property
     def _unreported(self) -> list[Booking]:
         """What holds memory, or will, that the last report did not count."""
@@ -321,12 +361,6 @@ class Worker:
 
     def _estimate(self, reported_requests: int, reported_tokens: int) -> _Claims:
         return self._claims().ahead_of(self._claims_at_report, _Claims(reported_requests, reported_tokens))
-
-    def _pages(self, num_tokens: int, context_tokens: int = 0) -> int:
-        """What a decode pool reserves: the prompt and a page's growth, but no more than the request may come to."""
-        page_size = max(self.info.page_size, 1) if self.info is not None else 1
-        most = max(num_tokens, context_tokens or num_tokens + page_size)
-        return -(-min(num_tokens + page_size, most) // page_size)
 
 
 def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits) -> str:

@@ -28,8 +28,6 @@ from router.workers.worker import Worker, WorkerRole
 
 logger = logging.getLogger(__name__)
 
-_PLACE = {role: place for place, role in enumerate(WorkerRole)}
-
 Make = Callable[[WorkerRole, str], Worker]
 Watch = Callable[[Worker], Coroutine[None, None, None]]
 
@@ -55,6 +53,7 @@ class WorkerSet:
         self._workers: dict[tuple[WorkerRole, str], Worker] = {}
         self._watches: dict[tuple[WorkerRole, str], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._sort()
         for index, (_, source) in enumerate(self._sources):
             if isinstance(source, StaticSource):
                 self._found(index, frozenset({source.address}))
@@ -62,7 +61,15 @@ class WorkerSet:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """Prefill first, then by address in order of appearance."""
-        return tuple(sorted(self._workers.values(), key=lambda worker: _PLACE[worker.role]))
+        return tuple(worker for role in WorkerRole for worker in self.of(role))
+
+    def of(self, role: WorkerRole) -> tuple[Worker, ...]:
+        """In order of appearance."""
+        return self._by_role[role]
+
+    def _sort(self) -> None:
+        self._by_role = {role: tuple(worker for (kind, _), worker in self._workers.items() if kind is role)
+                         for role in WorkerRole}
 
     async def run(self) -> None:
         """Follow every source and watch every worker, until cancelled."""
@@ -78,6 +85,7 @@ class WorkerSet:
         for key, worker in list(self._workers.items()):
             if not worker.is_listed and not worker.is_in_use:
                 del self._workers[key]
+                self._sort()
                 if key in self._watches:
                     self._watches.pop(key).cancel()
                 logger.info("worker forgotten", extra={"worker": worker.address})
@@ -92,6 +100,7 @@ class WorkerSet:
         for address in sorted(listed - {known for kind, known in self._workers if kind is role}):
             self._workers[role, address] = worker = self._make(role, address)
             self._attend(worker)
+        self._sort()
         for (kind, address), worker in list(self._workers.items()):
             if kind is not role:
                 continue

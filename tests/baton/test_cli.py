@@ -74,6 +74,15 @@ async def test_generate_json_is_one_object_per_event(echo: EchoGeneration, addre
     assert (finish["event"], finish["reason"], finish["timings"]["prefill_s"]) == ("finish", "stop", 0.25)
 
 
+async def test_flush_says_what_each_worker_gave_up(address: str) -> None:
+    done = await baton("flush", "--target", address)
+    assert (done.returncode, done.stderr) == (1, ""), "one could not be reached"
+    assert done.stdout == "prefill 127.0.0.1:1: 3 pages\ndecode 127.0.0.1:2: away\n"
+    done = await baton("flush", "--json", "--target", address)
+    assert json.loads(done.stdout.splitlines()[0]) == {"role": "prefill", "address": "127.0.0.1:1", "pages": 3,
+                                                       "error": ""}
+
+
 async def test_chat_answers_line_by_line(address: str) -> None:
     done = await baton("chat", "--target", address, stdin="hello\n\nagain\n")
     assert done.returncode == 0

@@ -36,6 +36,7 @@ def test_a_short_storm_of_every_kind_leaves_nothing_behind() -> None:
     assert_bars(values)
     assert values["faults"] >= 9
     assert values["patient"] > 15
+    assert values["cached"] > 0
 
 
 def test_a_cut_between_two_hosts_is_survived() -> None:

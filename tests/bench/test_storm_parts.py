@@ -125,9 +125,11 @@ def test_what_an_aborting_client_saw_counts_only_if_it_is_wrong() -> None:
     good, bad = request(manner=Manner.ABORTING, num_tokens=1), request(manner=Manner.ABORTING, num_tokens=1)
     bad.tokens = [(5, -0.5)]
     hostile = request(manner=Manner.HOSTILE, num_tokens=0, error="INVALID_REQUEST")
-    counts = Counts.of([good, bad, hostile, request(), request(num_tokens=0, error="DEADLINE_EXCEEDED")], [TRUTH])
+    right = request()
+    right.num_cached = 16
+    counts = Counts.of([good, bad, hostile, right, request(num_tokens=0, error="DEADLINE_EXCEEDED")], [TRUTH])
     assert counts.fates == {Fate.RIGHT: 1, Fate.LOST: 1}
-    assert (counts.num_requests, counts.num_wrong, counts.num_hung) == (5, 1, 0)
+    assert (counts.num_requests, counts.num_wrong, counts.num_hung, counts.num_cached) == (5, 1, 0, 1)
     assert counts.hostile == {"INVALID_REQUEST": 1}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ TURNS = (
 )
 # Of which nothing is there: one of them computes what they have in common.
 AT_ONCE = tuple(question(f"at once {i}", [*ROOT[40:330], i, *ROOT[:i]], is_sampled=bool(i % 2)) for i in range(5))
+QUESTIONS = (*(turn for turn, *_ in TURNS), *AT_ONCE)
 
 
 async def ask(client: AsyncBatonClient, request: Request) -> Completion:
@@ -60,9 +62,9 @@ async def check(client: AsyncBatonClient, expected: dict[str, Shown], *, has_sta
         assert shown(completion) == expected[turn.request_id], turn.request_id
 
 
-def answers_of(checkpoint: Path) -> dict[str, Shown]:
-    requests = [*(turn for turn, *_ in TURNS), *AT_ONCE]
-    return dict(zip([turn.request_id for turn in requests], on_the_wire(Reference(checkpoint).answers(requests)),
+def answers_of(checkpoint: Path, requests: Sequence[Request]) -> dict[str, Shown]:
+    """By the ids of the requests."""
+    return dict(zip([turn.request_id for turn in requests], on_the_wire(Reference(checkpoint).answers(list(requests))),
                     strict=True))
 
 
@@ -74,10 +76,27 @@ def answers_of(checkpoint: Path) -> dict[str, Shown]:
 async def test_warm_answers_are_cold_answers(tmp_path_factory: pytest.TempPathFactory, family: str, dtype: torch.dtype,
                                              prefill_pp: int, decode_pp: int) -> None:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family, dtype=dtype)
-    expected = answers_of(checkpoint)
+    expected = answers_of(checkpoint, QUESTIONS)
     async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, page_size=PAGE,
                                   chunk_tokens=CHUNK, num_pages=200) as client:
         await check(client, expected, has_states=family.startswith("qwen3_5"))
+
+
+async def test_an_operator_empties_the_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """While a prompt that goes on from it is under way, too; what it leaves is there for the next one."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), "qwen3_5_text")
+    turn = replace(TURNS[0][0], max_tokens=40)
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200) as client:
+        cold = await ask(client, turn)
+        again = asyncio.create_task(ask(client, turn))
+        flushed = await client.flush_caches()
+        assert sorted((each.role, each.error) for each in flushed) == [("decode", ""), ("prefill", "")]
+        assert sum(each.pages for each in flushed) == 12
+        assert shown(await again) == shown(cold)
+        await client.flush_caches()
+        for cached_tokens in (0, 192):
+            after = await ask(client, turn)
+            assert (after.finish.usage.cached_tokens, shown(after)) == (cached_tokens, shown(cold))
 
 
 async def test_with_a_draft_that_reads_prompts(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -87,7 +106,7 @@ async def test_with_a_draft_that_reads_prompts(tmp_path_factory: pytest.TempPath
                            index_share_for_mtp_iteration=True)
     flags = ("--page-size", str(PAGE), "--chunk-tokens", str(CHUNK), "--draft", str(checkpoint), "--spec-steps", "3",
              "--spec-draft-tokens", "3", "--no-spec-adaptive")
-    expected = answers_of(checkpoint)
+    expected = answers_of(checkpoint, QUESTIONS)
     async with running_cluster(checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags) as running:
         await check(running.client, expected)
         await running.until_clean()

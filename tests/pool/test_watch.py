@@ -26,6 +26,7 @@ from prefill.scheduler import PrefillScheduler
 from protos import worker_pb2 as pb
 from runtime.clock import ManualClock, SystemClock
 from runtime.errors import InvalidRequestError
+from tests.pool.test_watch_interval import no_cache
 
 
 class LongForward:
@@ -66,7 +67,7 @@ async def test_load_reports_wait_for_no_step() -> None:
     loop = EngineLoop(scheduler, observer=LoopObserver(settled=board.publish))
     meters = LeaderMeters.create(CollectorRegistry(), PoolGeometry(4, 100, 0, LayerRange(0, 1), ()))
     leader = cast(Leader, SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)))
-    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load, meters), PointJournal())
+    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load, meters), PointJournal(), no_cache)
     loop.start()
     try:
         request = Request("r", tuple(range(20)), 5, SamplingParams(temperature=0))
@@ -117,6 +118,6 @@ def test_who_waits_grows_older_between_two_publications() -> None:
 
 @pytest.mark.parametrize("interval_s", [0.0, 61.0])
 async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -> None:
-    service = WorkerService(pb.WorkerInfo, pb.WorkerLoad, PointJournal())
+    service = WorkerService(pb.WorkerInfo, pb.WorkerLoad, PointJournal(), no_cache)
     with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
         await anext(aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Context, None))))

@@ -26,6 +26,11 @@ class Loads:
         return self.load
 
 
+async def no_cache() -> int:
+    """Pages of a flush where nothing is kept."""
+    return 0
+
+
 def watch(service: WorkerService, interval_s: float) -> AsyncIterator[pb.WatchResponse]:
     return service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Any, None))
 
@@ -33,7 +38,7 @@ def watch(service: WorkerService, interval_s: float) -> AsyncIterator[pb.WatchRe
 @pytest.mark.parametrize(("load", "looks_per_report"), [(BUSY, 1), (IDLE, 2)], ids=["busy", "idle"])
 async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(load: pb.WorkerLoad, looks_per_report: int) -> None:
     loads = Loads(load)
-    reports = watch(WorkerService(lambda: pb.WorkerInfo(role="decode"), loads, PointJournal()), 0.05)
+    reports = watch(WorkerService(lambda: pb.WorkerInfo(role="decode"), loads, PointJournal(), no_cache), 0.05)
     assert (await anext(reports)).info.role == "decode"
     assert (await anext(reports)).load == load
     for count in range(1, 4):
@@ -43,7 +48,7 @@ async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(load: pb.Work
 
 async def test_a_change_is_reported_at_the_next_look() -> None:
     loads = Loads(IDLE)
-    reports = watch(WorkerService(pb.WorkerInfo, loads, PointJournal()), 0.05)
+    reports = watch(WorkerService(pb.WorkerInfo, loads, PointJournal(), no_cache), 0.05)
     await anext(reports)
     await anext(reports)
     loads.load = pb.WorkerLoad(serving=True, pages_free=5)
@@ -53,7 +58,7 @@ async def test_a_change_is_reported_at_the_next_look() -> None:
 
 async def test_readiness_does_not_wait_for_the_interval() -> None:
     loads = Loads(IDLE)
-    service = WorkerService(pb.WorkerInfo, loads, PointJournal())
+    service = WorkerService(pb.WorkerInfo, loads, PointJournal(), no_cache)
     reports = watch(service, 60.0)
     await anext(reports)
     await anext(reports)
@@ -66,13 +71,13 @@ async def test_readiness_does_not_wait_for_the_interval() -> None:
 
 async def test_an_interval_out_of_range_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"interval_s.*0\.05 to 60"):
-        await anext(watch(WorkerService(pb.WorkerInfo, Loads(IDLE), PointJournal()), 0.01))
+        await anext(watch(WorkerService(pb.WorkerInfo, Loads(IDLE), PointJournal(), no_cache), 0.01))
 
 
 async def test_what_a_prefix_cache_gained_and_lost_goes_before_the_load() -> None:
     journal = PointJournal()
     journal.stored(b"a" * 16)
-    reports = watch(WorkerService(pb.WorkerInfo, Loads(IDLE), journal), 0.05)
+    reports = watch(WorkerService(pb.WorkerInfo, Loads(IDLE), journal, no_cache), 0.05)
     assert (await anext(reports)).HasField("info")
     assert (await anext(reports)).cache == pb.CacheReport(number=0, whole=True, stored=b"a" * 16)
     assert (await anext(reports)).load.cache_reports == 1

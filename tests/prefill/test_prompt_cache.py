@@ -159,6 +159,18 @@ def test_the_first_repeat_of_a_prompt_computes_its_last_page_only() -> None:
     rig.check()
 
 
+def test_short_prompts_that_begin_alike_compute_it_once_beside_a_long_one() -> None:
+    """Both would fit into one batch: the share for short ones has grown to a chunk."""
+    rig = Rig()
+    long = rig.submit(*range(100, 200))
+    for _ in range(CHUNK):
+        rig.answer(rig.launch() or pytest.fail("nothing to compute"))
+    shorts = [rig.submit(*range(PAGE), last) for last in (50, 51)]
+    rig.run(*shorts)
+    assert not long.is_done
+    assert sorted(short.started.num_cached for short in shorts) == [0, PAGE]
+
+
 @pytest.mark.parametrize(("length", "cached"), [(16, 12), (17, 16), (4, 0), (5, 4), (1, 0)])
 def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
     rig = Rig()

@@ -11,7 +11,7 @@ from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
-from prefill.prompts import Event, FirstToken, PrefillLimits, Scored, Started
+from prefill.prompts import Event, FirstToken, PrefillEntry, PrefillLimits, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
 from runtime.errors import CapacityError, DeadlineError, InvalidRequestError, PeerLostError
@@ -197,6 +197,29 @@ def test_every_chunk_ends_on_the_grid_or_with_its_prompt_in_any_order(grid: int,
                 scheduler.release(key)
     assert any(ends.get(key) == length for key, length in lengths.items() if length == 3000) or chunk_tokens == 8
     scheduler.on_idle()
+
+
+class CountedEntries(dict[int, PrefillEntry]):
+    """Counts how often one is looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, key: int) -> PrefillEntry:
+        self.num_looks += 1
+        return super().__getitem__(key)
+
+
+def test_a_step_looks_at_each_waiting_prompt_a_few_times() -> None:
+    """Not at all of them once more for each that is short beside the one whose turn it is."""
+    scheduler, entries, count = make(num_pages=5000, chunk_tokens=64, max_queued=1001), CountedEntries(), 1000
+    scheduler._entries = entries
+    submit(scheduler, 4000)
+    for _ in range(count):
+        submit(scheduler, 9, ends_at_s=1000)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert len(batch.request_keys) > 1, "one of the short ones had its share"
+    assert entries.num_looks < 5 * count
 
 
 def test_a_short_prompt_takes_no_memory_from_the_one_whose_turn_it_is() -> None:

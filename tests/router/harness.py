@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 # Patience that a busy machine does not exhaust. Tests of what happens when patience ends bring their own.
 FLOW_LIMITS = FlowLimits(peer_wait_s=30.0, capacity_wait_s=30.0, reserve_s=30.0, commit_s=30.0)
 ADMISSION_LIMITS = AdmissionLimits(max_waiting=1000, max_wait_s=60.0, pairless_grace_s=30.0)
+ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+|localhost|ipv[46]:|unix:")
 NO_GRACE = AdmissionLimits(pairless_grace_s=0.2)
 
 
@@ -139,12 +141,15 @@ class RouterHarness:
         return answer
 
     async def failure(self, request: generation_pb2.GenerateRequest, timeout_s: float = 60.0) -> BatonError:
-        """The error that a request ends with."""
+        """The error that a request ends with; it names no address of the cluster's inside."""
         try:
             await self.ask(request, timeout_s)
         except BatonError as error:
-            return error
-        raise AssertionError("the request succeeded")
+            failure = error
+        else:
+            raise AssertionError("the request succeeded")
+        assert not ADDRESS.search(str(failure)), f"for operators only: {failure}"
+        return failure
 
     async def assert_nothing_left(self) -> None:
         """Both worker streams of every request have ended and the router has forgotten them."""

@@ -8,14 +8,14 @@ import grpc
 import pytest
 
 from protos import generation_pb2, types_pb2
-from router.api.generation import MAX_ABORT_IDS, RequestLimits
+from router.api.generation import MAX_ABORT_IDS, RequestLimits, client_salt
 from router.request.admission import PriorityLimits
 from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
 from runtime.security import ServerSecurity
 from runtime.status import error_from_rpc
 from runtime.tokens import TokenList
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point
 
 ALICE, BOB = (("authorization", "Bearer token-of-alice-1234"),), (("authorization", "Bearer token-of-bob-123456"),)
 TOKENS = "alice token-of-alice-1234\nalice second-token-of-alice\ntoken-of-bob-123456\n"
@@ -23,13 +23,13 @@ PROMPT = [1, 2, 3]
 
 
 @asynccontextmanager
-async def shared_router(folder: Path) -> AsyncIterator[RouterHarness]:
+async def shared_router(folder: Path, *, salts_by_client: bool = False) -> AsyncIterator[RouterHarness]:
     """One whose pool draws slowly, for two clients."""
     (folder / "tokens").write_text(TOKENS)
     fabric, journal = Fabric(), Journal()
     prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     decode.token_pause_s = 0.01
-    limits = RequestLimits(60.0, 30.0, PriorityLimits.parse(["alice=-100", "*=0"]))
+    limits = RequestLimits(60.0, 30.0, PriorityLimits.parse(["alice=-100", "*=0"]), salts_by_client)
     async with running_router(prefill, decode, security=ServerSecurity(tokens=TokenList(folder / "tokens")),
                               limits=limits) as router:
         yield router
@@ -90,3 +90,26 @@ async def test_nobody_pushes_ahead_unless_a_setting_says_so() -> None:
         error = await router.failure(token_request(PROMPT, priority=-100))
         assert isinstance(error, InvalidRequestError)
         assert error.violations[0].field == "priority"
+
+
+@pytest.mark.parametrize("salts_by_client", [True, False])
+async def test_clients_share_cached_prompts_only_where_a_setting_lets_them(
+        tmp_path: Path, salts_by_client: bool) -> None:  # noqa: FBT001
+    """And whoever gives what another one's prompts are salted with gets no nearer to them."""
+    salts: list[str] = []
+
+    async def note(request: types_pb2.EngineRequest) -> None:
+        salts.append(request.cache_salt)
+
+    async with shared_router(tmp_path, salts_by_client=salts_by_client) as router:
+        router.workers[0].at(Point.QUEUED, note)
+        second = (("authorization", "Bearer second-token-of-alice"),)
+        for metadata, salt in ((ALICE, ""), (second, ""), (ALICE, "own"), (BOB, ""), (BOB, "own")):
+            await answered(router, token_request(PROMPT, cache_salt=salt), metadata)
+        if not salts_by_client:
+            assert salts == ["", "", "own", "", "own"]
+            return
+        await answered(router, token_request(PROMPT, cache_salt=salts[0]), BOB)
+        assert salts[0] == salts[1], "one client with two tokens"
+        assert len(set(salts)) == len(salts) - 1
+    assert client_salt("ab", "c") != client_salt("a", "bc")

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from protos import types_pb2
+from protos import generation_pb2, types_pb2
+from router.workers.worker import WorkerRole
 from runtime.errors import (
     CapacityError,
     FieldViolation,
@@ -15,8 +16,9 @@ from runtime.errors import (
     InternalError,
     InvalidRequestError,
     PeerLostError,
+    UnavailableError,
 )
-from tests.router.harness import FLOW_LIMITS, eventually, running_router, token_request
+from tests.router.harness import FLOW_LIMITS, NO_GRACE, eventually, running_router, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PREFILL_POINTS = [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING]
@@ -80,6 +82,27 @@ async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, poin
         assert str(error) == "the prefill worker was lost", "which one is for the log"
         assert workers.p0.address in lost_streams(caplog)
         await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("role", list(WorkerRole))
+@pytest.mark.parametrize("is_there", [False, True], ids=["never there", "dies"])
+async def test_errors_for_clients_name_no_address(workers: Workers, role: WorkerRole,
+                                                  is_there: bool) -> None:  # noqa: FBT001
+    """`failure` looks. Which worker it is stands in the cluster's status, and in the log."""
+    victim = workers.p0 if role is WorkerRole.PREFILL else workers.d0
+    flow = replace(FLOW_LIMITS, peer_wait_s=0.2, migrations=0)
+    async with running_router(workers.p0, workers.d0, flow=flow, admission=NO_GRACE) as router:
+        if is_there:
+            victim.die_at(Point.COMPUTED if role is WorkerRole.PREFILL else Point.TOKEN)
+        else:
+            await victim.die()
+            await eventually(lambda: router.directory.pair_problem(), "the loss")
+        error = await router.failure(token_request(PROMPT))
+        assert isinstance(error, PeerLostError if is_there else UnavailableError)
+        assert role.value in str(error)
+        status = await router.stub.GetClusterStatus(generation_pb2.GetClusterStatusRequest())
+        (lost,) = [worker for worker in status.workers if not worker.serving]
+        assert lost.address == victim.address
 
 
 async def test_a_worker_whose_stream_broke_gets_nothing_until_it_reports_again(workers: Workers) -> None:

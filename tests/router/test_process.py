@@ -100,6 +100,7 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
     (["--prefill", "h:1", "--decode", "nowhere", "--model", "."], "HOST:PORT"),
     (["--prefill", "h:1", "--decode", "h:2", "--model", "/nowhere"], "/nowhere does not exist; --model takes"),
     (["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--log-level", "loud"], "log level"),
+    (["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--salt-by-client"], "salt_by_client needs token_file"),
 ])
 async def test_what_cannot_work_is_one_clear_line(flags: list[str], line: str) -> None:
     async with router_process("--log-level", "error", *flags) as process:

@@ -14,6 +14,8 @@ ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
     "/baton.v1.Prefill/Run": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
     "/baton.v1.Decode/Generate": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
     "/baton.v1.Worker/Watch": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
+    "/baton.v1.Worker/FlushCache": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
+    "/baton.v1.Generation/FlushCaches": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Pipeline/Join": ({PeerRole.PREFILL}, {PeerRole.DECODE}),
 }
 
@@ -36,8 +38,8 @@ def test_every_method_has_a_row_and_every_row_a_method() -> None:
 
 def test_only_public_services_are_for_clients() -> None:
     for method, access in METHODS.items():
-        assert (access is Access.CLIENT) == method.startswith(
-            ("/baton.v1.Generation/", "/xds.service.orca.v3.OpenRcaService/")), method
+        is_public = method.startswith(("/baton.v1.Generation/", "/xds.service.orca.v3.OpenRcaService/"))
+        assert (access is Access.CLIENT) == (is_public and method != "/baton.v1.Generation/FlushCaches"), method
         assert access is Access.CLIENT or method in ROLES
 
 
@@ -66,13 +68,19 @@ def test_the_page_on_security_has_every_row() -> None:
     table = [line for line in page.splitlines() if line.startswith("|")]
     rows = {name: row for row in table for name in re.findall(r"`([\w.]+/[\w*]+)`", row)}
     every = {method.removeprefix("/"): access for method, access in METHODS.items()}
-    every |= {f"{service}/*": access for service, access in SERVICES.items() if access is not Access.OPEN}
+    every |= {name if "/" in name else f"{name}/*": access for name, access in SERVICES.items()
+              if access is not Access.OPEN}
     said = {Access.CLIENT: "clients", Access.ROUTER: "| `router` |", Access.WATCHER: "`router`, `operator`",
             Access.POOL: "`prefill` on a prefill pool, `decode` on a decode pool"}
     for name, access in every.items():
         row = rows.get(name) or rows.get(f"{name.partition('/')[0]}/*")
         assert row is not None, f"docs/security.md does not say who may call {name}"
         assert said[access] in row
+
+
+def test_flushing_is_no_clients_business_in_any_service() -> None:
+    assert access_to("/vllm.grpc.engine.VllmEngine/FlushCache") is Access.WATCHER
+    assert access_to("/vllm.grpc.engine.VllmEngine/Generate") is Access.CLIENT
 
 
 def test_health_and_reflection_are_open() -> None:

@@ -32,12 +32,13 @@ from runtime.status import error_from_rpc
 from runtime.tokens import OwnToken, TokenList
 from tests.support.network.authority import DAY, Authority, write
 from tests.support.network.ports import taken_port
+from tests.support.router.fake_workers import CachelessWorker
 from tests.support.router.generation import SERVICE, EchoGeneration
 
 TOKEN, OTHER_TOKEN = "first-token-of-the-tests", "second-token-of-the-tests"
 
 
-class Watched(worker_pb2_grpc.WorkerServicer):
+class Watched(CachelessWorker):
     """Says which certificate its caller shows."""
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any],

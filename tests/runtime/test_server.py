@@ -17,12 +17,13 @@ from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
 from tests.router.harness import eventually
+from tests.support.router.fake_workers import CachelessWorker
 from tests.support.router.generation import SERVICE, EchoGeneration, serve_echo
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Ticker(worker_pb2_grpc.WorkerServicer):
+class Ticker(CachelessWorker):
     """An endless stream."""
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any],

@@ -28,6 +28,8 @@ from transfer.ucx.settings import STAGE_CHANNEL_OPTIONS, TransportProfile, close
 SEND_SPIN_S = 50e-6
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
 RECEIVE_WAIT_S = 0.1  # between looks at the peers' health
+RESTLESS_ROUNDS = 16  # count: so many times in a row UCX says that there is something to do, and there is nothing
+RESTLESS_NAP_S = 2e-3
 MAX_QUEUED_FRAMES = 1024
 PENDING_BYTES = 64 << 20  # of frames on their way, or two of the largest
 _RANK_BITS = 16
@@ -180,6 +182,7 @@ class UcxStageChannel:
     def _wait(self, rank: int, deadline_s: float) -> bool:
         """Until a frame has come from `rank`, or `wake`: then, and in the end, False."""
         self._vigil.begin()
+        num_restless = 0
         while True:
             self._check(rank)
             if self._wakeup.is_set:
@@ -194,9 +197,16 @@ class UcxStageChannel:
                 os.sched_yield()
             elif self._pending.any:
                 self._wakeup.sleep(min(SEND_WAIT_S, left_s))
-            elif self._worker.arm():
-                self._wakeup.sleep(min(RECEIVE_WAIT_S, left_s))
-            self._dispatch()
+            elif num_restless >= RESTLESS_ROUNDS:
+                # Over TCP a connection that its peer does not answer keeps UCX's descriptor readable all the while.
+                time.sleep(min(RESTLESS_NAP_S, left_s))
+                num_restless = 0
+            else:
+                num_restless += 1
+                if self._worker.arm():
+                    self._wakeup.sleep(min(RECEIVE_WAIT_S, left_s))
+            if self._dispatch():
+                num_restless = 0
             if self._inboxes.get(rank):
                 self._vigil.rewarded()
                 return True
@@ -235,10 +245,11 @@ class UcxStageChannel:
         except self._ucx.error as error:
             raise PeerLostError(f"cannot connect to a stage: {error}") from error
 
-    def _dispatch(self) -> None:
-        """Progress, and sort what has arrived."""
+    def _dispatch(self) -> bool:
+        """Progress, and sort what has arrived. False when UCX had nothing to do."""
+        moved = False
         while self._worker.progress_once():
-            pass
+            moved = True
         while (frame := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
             tag = frame.sender_tag.value
             self._sort(tag >> _RANK_BITS, tag & ((1 << _RANK_BITS) - 1), frame)
@@ -246,6 +257,7 @@ class UcxStageChannel:
             self._discards = [request for request in self._discards if not request.completed]
         if self._pending.any:
             self._look_at_sends()
+        return moved
 
     def _look_at_sends(self) -> None:
         """Raises PeerLostError when one failed, DeadlineError when one was not taken in time."""

@@ -1,12 +1,17 @@
 """Requests whose time cannot suffice are refused before any worker gets them; the others are tried."""
 
+import asyncio
+
 import pytest
 
+from protos import worker_pb2
+from router.workers.worker import WorkerRole
 from runtime.clock import ManualClock
+from runtime.digests import block_names
 from runtime.errors import DeadlineError
 from runtime.pace import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
-from tests.router.harness import RouterHarness, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
+from tests.router.harness import RouterHarness, eventually, running_router, token_request
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PROMPT = [1] * 100
 
@@ -78,3 +83,37 @@ async def test_one_slow_prompt_and_a_long_queue_refuse_nobody() -> None:
         prefill.prefill_s = 0.125
         for _ in range(MIN_PROMPTS + 1):
             await answered(router, PROMPT)
+
+
+def keeps(router: RouterHarness, num_tokens: int) -> None:
+    """The prefill worker reports that it has so many tokens of every prompt of ones."""
+    (worker,) = router.directory.usable(WorkerRole.PREFILL)
+    names = block_names([1] * num_tokens, 16, compatibility=worker.compatibility)
+    assert worker.index.report(worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names)))
+
+
+async def test_what_a_prefix_cache_has_of_a_prompt_counts_as_no_time() -> None:
+    """A token takes 0.45 s: 200 of them are more than a minute allows, the 72 that are missing are not."""
+    prefill, decode = workers()
+    prefill.prefill_s = 45.0
+    prompt = [1] * 200
+    async with running_router(prefill, decode) as router:
+        for _ in range(MIN_PROMPTS):
+            await answered(router, PROMPT, 60.0)
+        assert isinstance(await router.failure(token_request(prompt)), DeadlineError)
+        keeps(router, 128)
+        await answered(router, prompt, 60.0)
+
+
+async def test_who_waits_counts_with_the_tokens_that_are_missing() -> None:
+    prefill, decode = workers()
+    decode.max_running = 1
+    async with running_router(prefill, decode) as router:
+        keeps(router, 96)
+        goes_on = asyncio.Event()
+        decode.at(Point.TOKEN, lambda _: goes_on.wait())
+        calls = [asyncio.create_task(answered(router, PROMPT)) for _ in range(4)]
+        await eventually(lambda: router.services.admission.num_waiting, "the queue")
+        assert router.services.admission._line.work.prompt_tokens == 4 * router.services.admission.num_waiting
+        goes_on.set()
+        await asyncio.gather(*calls)

@@ -184,6 +184,21 @@ async def test_a_source_is_chosen_for_which_there_is_a_pool() -> None:
     assert pair.prefill.worker is directory.workers[1]
 
 
+async def test_the_limit_of_a_request_takes_one_look_at_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request asks for it, refused ones too."""
+    known, looks = Known(30), []
+
+    def max_context_tokens(worker: Worker) -> int:
+        looks.append(worker.address)
+        return 100
+
+    for worker in known.directory.workers:
+        serves(worker)
+    monkeypatch.setattr(Worker, "max_context_tokens", property(max_context_tokens))
+    assert known.directory.max_context_tokens == 100
+    assert len(looks) == len(known.directory.workers)
+
+
 async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_load() -> None:
     """40 tokens, of which two pages of 16 are there; the last token is always computed."""
     directory = Directory(DirectoryOptions(("h:1", "h:2"), ("h:3",)), FACTS, RouterMetrics.create(CollectorRegistry()),
@@ -199,6 +214,7 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
         assert pair is not None
         assert (pair.prefill.worker, pair.prefill.num_held) == (chosen, num_held)
         assert pair.prefill.num_tokens == len(token_ids) - num_held
+        assert directory.num_missing(RoutedPrompt(list(token_ids), salt, uses_cache)) == pair.prefill.num_tokens
         assert pair.decode.num_tokens == len(token_ids)
         pair.release()
     serves(second, compatibility="m", incarnation="after a restart")

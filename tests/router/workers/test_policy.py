@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -61,7 +60,7 @@ def test_least_load_is_the_minimum_and_ties_go_to_the_lowest_address(workers: li
 def test_a_prefix_cache_counts_as_much_as_it_saves(loads: tuple[int, int], held: tuple[int, int], chosen: int) -> None:
     """A prompt of 100 tokens: what is ahead of it there, and what must be computed of it; of equals the first address.
     """
-    workers = [replace(worker, load=load, num_held=num) for worker, load, num in zip(idle(2), loads, held, strict=True)]
+    workers = [worker._replace(load=load, num_held=num) for worker, load, num in zip(idle(2), loads, held, strict=True)]
     assert choose(Policy.PREFIX_CACHE, workers, draw(prompt=[0] * 100)) == workers[chosen]
 
 

@@ -12,12 +12,13 @@ from protos import worker_pb2_grpc
 from router.workers.watch import watch_worker
 from router.workers.worker import Worker, WorkerRole
 from tests.router.harness import FACTS, eventually, worker_info
+from tests.support.router.fake_workers import CachelessWorker
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 NAMES = [bytes([number]) * 16 for number in range(2)]
 
 
-class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+class ScriptedWorker(CachelessWorker):
     """The first stream says `script`, every other one a whole account of both names."""
 
     def __init__(self, script: Sequence[pb.WatchResponse]) -> None:

@@ -86,7 +86,15 @@ class Journal:
         return [what for _, what in self.entries]
 
 
-class FakeWorker:
+class CachelessWorker(worker_pb2_grpc.WorkerServicer):
+    """One that keeps nothing of prompts."""
+
+    async def FlushCache(self, request: worker_pb2.FlushCacheRequest,
+                         context: grpc.aio.ServicerContext[Any, Any]) -> worker_pb2.FlushCacheResponse:
+        return worker_pb2.FlushCacheResponse()
+
+
+class FakeWorker(CachelessWorker):
     """Server, watch stream, hooks and accounting of both roles."""
 
     role = ""
@@ -149,7 +157,7 @@ class FakeWorker:
     async def _listen(self) -> None:
         server = GrpcServer(ServerOptions(listen=self.address), services=(self.service,),
                             metrics=RpcMetrics.create(CollectorRegistry()))
-        worker_pb2_grpc.add_WorkerServicer_to_server(self, server.grpc)  # type: ignore[arg-type]
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, server.grpc)
         self.register(server.grpc)
         self.address = await server.start()
         self._server = server

@@ -81,6 +81,10 @@ class EchoGeneration(generation_pb2_grpc.GenerationServicer):
                                  stages=["0-4", "4-8"], pages_total=10, pages_free=9)
         return pb.GetClusterStatusResponse(model="echo", running_requests=len(self.running), workers=[worker])
 
+    async def FlushCaches(self, request: pb.FlushCachesRequest, context: Context) -> pb.FlushCachesResponse:
+        return pb.FlushCachesResponse(workers=[pb.FlushedCache(role="prefill", address="127.0.0.1:1", pages=3),
+                                               pb.FlushedCache(role="decode", address="127.0.0.1:2", error="away")])
+
 
 async def serve_echo(servicer: EchoGeneration, *, security: ServerSecurity = OPEN_SERVER,
                      **options: Any) -> tuple[GrpcServer, str]:  # noqa: ANN401
