@@ -80,8 +80,9 @@ def compiled_for(dtype: torch.dtype, *, tiled: bool):
     """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`."""
     work = _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
     name = f"attend_{STORED_AS[dtype].__name__}_{'tiled' if tiled else 'plain'}"
-    parts = [module.__file__ for module in (any_rows, blocks, dot, amx, strided, key_blocks, room)]
-    return compile_kernel(work, _ARGUMENTS, name, __file__, *parts, numbers=STRICT)
+    parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__, strided.__file__,
+             key_blocks.__file__, room.__file__)
+    return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
 @njit(**STRICT_PART)
