@@ -222,6 +222,12 @@ def decode(context: typer.Context) -> None:
     _become("decode", context.args)
 
 
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def simulate(context: typer.Context) -> None:
+    """Try a fleet in virtual time before it is there. All flags go to it; see `baton simulate --help`."""
+    _become("sim", context.args)
+
+
 def _become(role: str, arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, program(role, *arguments))
 

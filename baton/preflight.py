@@ -14,6 +14,7 @@ from pathlib import Path
 from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
 from runtime.host_memory import MIB, HostMemory, host_memory
+from runtime.model_folder import loaded_bytes
 
 ROLES = ("prefill", "decode")
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.85  # of what is free on the host, of a device: for all workers together
@@ -127,7 +128,7 @@ def memory_flags(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, 
 
 def _host_bytes(shapes: Sequence[PoolShape], model: Path, memory: HostMemory) -> int:
     """Of cache, for each process."""
-    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    weights = loaded_bytes(model)
     num_pools, num_processes = sum(shape.count for shape in shapes), sum(shape.num_processes for shape in shapes)
     if num_pools * weights > memory.available_bytes:
         raise ConfigError(

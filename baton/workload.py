@@ -10,7 +10,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -92,11 +92,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Planned:
-    """One request to come."""
+    """One request to come. `blocks` are the names of its prompt's blocks in a trace: as long as they are equal, two
+    prompts are."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def plan(count: int, arrivals: Arrivals, shape: Shape, *, seed: int) -> list[Pla
 
 def read_trace(path: Path, *, speed: float = 1.0) -> list[Planned]:
     """One JSON object per line, in order of time: `at_s`, `prompt_tokens`, `output_tokens`; or `timestamp` (ms),
-    `input_length`, `output_length`, as Mooncake's published traces have them. `speed` 2 replays twice as fast.
+    `input_length`, `output_length` and `hash_ids`, as Mooncake's published traces have them. `speed` 2 replays twice as
+    fast.
 
     Raises ConfigError naming the line.
     """
@@ -128,7 +131,7 @@ def read_trace(path: Path, *, speed: float = 1.0) -> list[Planned]:
         raise ConfigError(f"the trace {path} has no requests", field="trace")
     if any(after.at_s < before.at_s for before, after in itertools.pairwise(planned)):
         raise ConfigError(f"the trace {path} is not in order of time", field="trace")
-    return [Planned(item.at_s - planned[0].at_s, item.prompt_tokens, item.output_tokens) for item in planned]
+    return [replace(item, at_s=item.at_s - planned[0].at_s) for item in planned]
 
 
 def _trace_line(line: str, where: str, speed: float) -> Planned:
@@ -137,12 +140,13 @@ def _trace_line(line: str, where: str, speed: float) -> Planned:
         at_s = float(values["at_s"]) if "at_s" in values else float(values["timestamp"]) / 1e3
         prompt, output = (int(values[ours] if ours in values else values[theirs]) for ours, theirs in (
             ("prompt_tokens", "input_length"), ("output_tokens", "output_length")))
+        blocks = tuple(map(int, values.get("hash_ids", ())))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: needs at_s, prompt_tokens and output_tokens ({error!r})", field="trace") from None
     if not 0 <= at_s < math.inf or not 1 <= prompt <= MAX_LENGTH or not 1 <= output <= MAX_LENGTH:
         raise ConfigError(f"{where}: at_s must be finite and not negative, lengths must be from 1 to {MAX_LENGTH}",
                           field="trace")
-    return Planned(at_s / speed, prompt, output)
+    return Planned(at_s / speed, prompt, output, blocks)
 
 
 def make_queries(info: ModelInfo, planned: Sequence[Planned], *, seed: int) -> list[Query]:

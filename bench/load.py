@@ -82,10 +82,10 @@ def read_and_pack(folder: Path) -> tuple[float, float]:
 
     from engine.kernels.host.compiled import Team
     from engine.kernels.host.product import PackedWeight
-    from models.checkpoint import open_checkpoint, read_tensor
+    from models.checkpoint import open_tensors, read_tensor
 
     read_s = pack_s = 0.0
-    for name, entry in open_checkpoint(folder).entries.items():
+    for name, entry in open_tensors(folder).items():
         began_s = time.perf_counter()
         tensor = torch.empty(entry.shape, dtype=torch.bfloat16)
         read_tensor(entry, tensor, name=name, digest=None)

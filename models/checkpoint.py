@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: an index over their headers, and reads of single tensors.
+"""The safetensors files of a checkpoint: an index over their headers, and reads of single weights.
 
 Format of a file: 8 bytes little-endian header length, a JSON header naming each tensor's dtype, shape and byte range,
 then the bytes. Nothing is mapped: a tensor's bytes are read straight into the memory they are used from.
@@ -7,9 +7,10 @@ then the bytes. Nothing is mapped: a tensor's bytes are read straight into the m
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -18,17 +19,41 @@ from torch import Tensor
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-           "I64": torch.int64, "BOOL": torch.bool}
+_PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+          "I64": torch.int64, "BOOL": torch.bool}
+_DTYPES = {**_PLAIN, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8,
+           "I32": torch.int32}
 _MAX_HEADER_BYTES = 100 << 20
 _COMPARED_BYTES = 16 << 20
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what json and its readers raise
 _READ_BYTES = 256 << 10  # what was just read is digested while it is in the core's own cache
 
 
+class WeightEntry(Protocol):
+    """One weight of a model, however the files store it: `shape` is the weight's."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def kind(self) -> str:
+        """Types and shapes as they are stored: what digests and comparisons take beside the bytes."""
+        ...
+
+    @property
+    def stored(self) -> "tuple[TensorEntry, ...]":
+        """The tensors of the files that it is made of."""
+        ...
+
+    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
+        """See `read_tensor`; `hashed` takes up every byte that is read."""
+        ...
+
+
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies. `dtype` is the format's name ("BF16")."""
+    """Where one tensor lies. `dtype` is the format's name ("BF16"). As a `WeightEntry` it is a weight that is stored as
+    it is."""
 
     file: Path
     offset: int  # absolute, in bytes
@@ -36,17 +61,45 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def kind(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+    @property
+    def stored(self) -> "tuple[TensorEntry, ...]":
+        return (self,)
+
+    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
+        """Raises ConfigError for a dtype only quantised checkpoints have."""
+        if self.dtype not in _PLAIN:
+            raise ConfigError(f"{self.file.name} holds {self.dtype} weights that its config says nothing about; "
+                              f"without a quantization_config only BF16, F16 and F32 are supported", field="model")
+        stored = _PLAIN[self.dtype]
+        in_place = stored == out.dtype and out.device.type == "cpu"
+        target = out if in_place else torch.empty(out.shape, dtype=stored)
+        _read_exactly(self.file, self.offset + (item or 0) * target.nbytes, target, hashed)
+        if target is not out:
+            out.copy_(target)
+
+    def rows(self, start: int, count: int, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> Tensor:
+        """`count` rows from `start` on, of entry `item` if this is a stack, in the stored dtype: [count, ...]."""
+        shape = (self.shape if item is None else self.shape[1:]) or (1,)
+        piece = torch.empty((count, *shape[1:]), dtype=_DTYPES[self.dtype])
+        before = (item or 0) * math.prod(shape) + start * math.prod(shape[1:])
+        _read_exactly(self.file, self.offset + before * piece.itemsize, piece, hashed)
+        return piece
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a checkpoint by the names its files give them."""
+    """All weights of a checkpoint by the names its files give them."""
 
-    entries: dict[str, TensorEntry]
+    entries: Mapping[str, WeightEntry]
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Index `model.safetensors`, or the files `model.safetensors.index.json` lists. Reads headers only: the weights are
-    digested as they are read (`read_tensor`).
+def open_tensors(folder: Path) -> dict[str, TensorEntry]:
+    """All tensors of a folder by name: of `model.safetensors`, or of the files `model.safetensors.index.json` lists.
+    Reads headers only: the weights are digested as they are read (`read_tensor`).
 
     Raises:
         ConfigError: no such file, or one that is truncated or not safetensors.
@@ -58,10 +111,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         if absent:
             raise ConfigError(f"{file.name} lacks tensors its index lists: {_names(absent)}", field="model")
         entries.update({name: entry for name, entry in found.items() if not listed or name in listed})
-    return Checkpoint(entries=entries)
+    return entries
 
 
-def read_tensor(entry: TensorEntry, out: Tensor, *, name: str, digest: WeightsDigest | None,
+def read_tensor(entry: WeightEntry, out: Tensor, *, name: str, digest: WeightsDigest | None,
                 item: int | None = None) -> None:
     """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype if they differ. Of
     what goes to a device one tensor at a time lies on the host. Every byte of the file that is read goes into `digest`
@@ -70,29 +123,23 @@ def read_tensor(entry: TensorEntry, out: Tensor, *, name: str, digest: WeightsDi
     Raises:
         ConfigError: a dtype only quantised checkpoints have, or a file that ends early.
     """
-    if entry.dtype not in _DTYPES:
-        raise ConfigError(f"{entry.file.name} holds {entry.dtype} weights; only BF16, F16 and F32 are supported",
-                          field="model")
-    stored = _DTYPES[entry.dtype]
-    in_place = stored == out.dtype and out.device.type == "cpu"
-    target = out if in_place else torch.empty(out.shape, dtype=stored)
-    offset = entry.offset if item is None else entry.offset + item * target.nbytes
     hashed = None if digest is None else xxhash.xxh3_128()
-    _read_exactly(entry.file, offset, target, hashed)
+    entry.read(out, hashed, item=item)
     if digest is not None and hashed is not None:
-        digest.add(name, f"{entry.dtype} {list(entry.shape)}", hashed.digest(), item=item)
-    if target is not out:
-        out.copy_(target)
+        digest.add(name, entry.kind, hashed.digest(), item=item)
 
 
-def same_content(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two tensors are the same numbers of the same type in the same shape. Reads up to the first difference.
+def same_content(a: WeightEntry, b: WeightEntry) -> bool:
+    """Whether two weights are the same numbers of the same type in the same shape. Reads up to the first difference.
 
     Raises:
         ConfigError: a file that ends early.
     """
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
+    return a.kind == b.kind and all(_same_bytes(*pair) for pair in zip(a.stored, b.stored, strict=True))
+
+
+def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
+    """Of two tensors of one size."""
     pieces = [torch.empty(min(_COMPARED_BYTES, a.num_bytes), dtype=torch.uint8) for _ in range(2)]
     for start in range(0, a.num_bytes, _COMPARED_BYTES):
         own, other = (piece[:a.num_bytes - start] for piece in pieces)

@@ -24,8 +24,9 @@ from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.blocks.spec import DecoderSpec
 from models.blocks.weights import RandomWeights, Weights, WeightSource
-from models.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor, same_content
+from models.checkpoint import Checkpoint, WeightEntry, read_tensor, same_content
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
+from models.quantised_formats import open_checkpoint
 from models.registry import read_decoder
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
@@ -123,7 +124,7 @@ def read_model(path: Path) -> ModelDescription:
     """
     check_model_folder(path)
     raw = read_config_file(path / "config.json")
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, text_config(raw))
     generation = path / "generation_config.json"
     eos_ids = read_config_file(generation).integers("eos_token_id") if generation.exists() else ()
     return _describe(raw, checkpoint, eos_ids)
@@ -150,13 +151,13 @@ def _describe(raw: RawConfig, checkpoint: Checkpoint | None, generation_eos_ids:
     return ModelDescription(facts=facts, spec=spec, checkpoint=checkpoint)
 
 
-def description_digest(raw: RawConfig, entries: Mapping[str, TensorEntry] | None) -> str:
+def description_digest(raw: RawConfig, entries: Mapping[str, WeightEntry] | None) -> str:
     """Of a config, without the fields that only say who wrote it, and of the names, types and shapes of all tensors
     (None: they are random). Hex."""
     settings = {name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES}
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
     for name, entry in sorted((entries or {}).items()):
-        digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+        digest.update(f"{name} {entry.kind}\n".encode())
     return digest.hexdigest()
 
 
@@ -197,7 +198,7 @@ class _StageWeights:
                               field="model")
 
 
-def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange) -> dict[str, TensorEntry]:
+def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange) -> dict[str, WeightEntry]:
     """The tensors a stage owns, by name below the model's prefix. Other stages' layers are left out by layer id, before
     anything looks at the rest of their names. A tied head means that the last stage owns the embedding too."""
     is_first, is_last = layers.start == 0, layers.end == spec.num_layers
@@ -220,7 +221,7 @@ def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange)
     return owned
 
 
-def target_entry(checkpoint: Checkpoint, name: str) -> TensorEntry | None:
+def target_entry(checkpoint: Checkpoint, name: str) -> WeightEntry | None:
     """The tensor of this name below the model's prefix, for a draft that shares it."""
     return next((checkpoint.entries[key] for key in (*(prefix + name for prefix in _PREFIXES), name)
                  if key in checkpoint.entries), None)

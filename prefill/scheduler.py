@@ -22,7 +22,7 @@ from functools import cached_property
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
 from engine.core.request import Request
-from engine.core.rows import Row, build_batch, chunk_end, sampling_row, scoring_row
+from engine.core.rows import BuildBatch, Row, build_batch, chunk_end, sampling_row, scoring_row
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
@@ -49,6 +49,7 @@ class PrefillScheduler:
     limits: PrefillLimits
     clock: Clock
     cache_rule: ResumeRule | None = None  # where a prompt may go on from what is kept; without it nothing is
+    build: BuildBatch = build_batch
     _entries: dict[int, PrefillEntry] = field(default_factory=dict)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
@@ -124,7 +125,7 @@ class PrefillScheduler:
             if started is None and not running:
                 break
             budget -= self._add_chunk(rows, started or running.popleft(), budget)
-        return build_batch(ForwardMode.PREFILL, rows) if rows else None
+        return self.build(ForwardMode.PREFILL, rows) if rows else None
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
         drawn, scores = iter(result.tokens), iter(result.scores)

@@ -10,6 +10,8 @@ from runtime.errors import ConfigError
 
 _LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 _LFS_BYTES = 1024  # a pointer is smaller, what it stands for is not
+_HEADER_BYTES = 100 << 20
+_LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4}  # codes of 8 bits, and of 4 bits packed, become 16 bits each
 _POINTED_AT = ("config.json", "tokenizer.json", "tokenizer.model", "*.safetensors", "*.bin")
 
 
@@ -21,6 +23,26 @@ def check_model_folder(folder: Path, *, field: str = "model", needs_weights: boo
     """
     if problem := _problem(folder, f"--{field}", needs_weights=needs_weights):
         raise ConfigError(problem, field=field)
+
+
+def loaded_bytes(folder: Path) -> int:
+    """About what the weights in `folder` take once they are loaded: what is quantised is not, then."""
+    return sum(_loaded_bytes(file) for file in folder.glob("*.safetensors"))
+
+
+def _loaded_bytes(file: Path) -> int:
+    """A file whose header cannot be read counts as it is; who loads it says what is wrong with it."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), _HEADER_BYTES)))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                size += (end - start) * (_LOADED_FOR_STORED.get(tensor["dtype"], 1) - 1)
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return file.stat().st_size
+    return size
 
 
 def _problem(folder: Path, flag: str, *, needs_weights: bool) -> str:

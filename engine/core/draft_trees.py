@@ -118,13 +118,12 @@ class CarriedKeys:
 
     selected: Tensor | None = None
 
-    def of_tokens(self, tokens: Tensor) -> "CarriedKeys":
-        """What a round begins with that continues these tokens. One token without any key and the whole round chooses
-        anew: a step either chooses for all its tokens or for none. Positions count a row's own keys, wherever its
-        pages are, so they need no translation."""
-        if self.selected is None or not (self.selected[tokens] >= 0).any(1).all():
-            return CarriedKeys()
-        return CarriedKeys(self.selected[tokens])
+    @classmethod
+    def chosen_by(cls, keys: Tensor | None) -> "CarriedKeys":
+        """What a round begins with that continues tokens that chose `keys` [R, n]. One token without any key and the
+        whole round chooses anew: a step either chooses for all its tokens or for none. Positions count a row's own
+        keys, wherever its pages are, so they need no translation."""
+        return cls(keys if keys is not None and (keys >= 0).any(1).all() else None)
 
 
 @dataclass(frozen=True)

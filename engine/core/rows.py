@@ -1,6 +1,6 @@
 """From scheduled rows to a complete `ForwardBatch`: the one place that lays out tokens, positions and page tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,9 @@ class Row:
         if self.spec is None or not self.spec.parents:
             return range(self.context_len, self.context_len + len(self.token_ids))
         return [self.context_len + depth for depth in node_depths(self.spec.parents)]
+
+
+BuildBatch = Callable[[ForwardMode, Sequence[Row]], ForwardBatch]
 
 
 def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:

@@ -26,6 +26,7 @@ class CacheKind(StrEnum):
     TOPK_P = "topk_p"  # slot: [topk] fp32, a draft's first level after the prompt, as natural logarithms
     TOPK_INDEX = "topk_index"  # slot: [topk] int64, its tokens
     DRAFT_HIDDEN = "draft_hidden"  # slot: [draft width], the draft's own hidden state at the prompt's end
+    DRAFT_KEYS = "draft_keys"  # slot: [keys] int32, what the steps of its first round attend to (DSA), filled with -1
 
     @property
     def is_paged(self) -> bool:
@@ -57,7 +58,7 @@ class CacheSpec:
     layer_id: int
     kind: CacheKind
     record_shape: tuple[int, ...]
-    dtype: str  # "bfloat16", "float32", "float16", "int64"
+    dtype: str  # "bfloat16", "float32", "float16", "int64", "int32"
     item_bytes: int  # of one element
     travels: bool = True
     of_draft: bool = False

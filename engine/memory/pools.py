@@ -11,7 +11,7 @@ from engine.memory.layout import NULL_INDEX, CacheKind, CacheSpec, PoolGeometry
 from runtime.errors import ConfigError, InternalError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
-           "int64": torch.int64}
+           "int64": torch.int64, "int32": torch.int32}
 
 
 class LayerTensors(Mapping[int, Tensor]):

@@ -1,6 +1,6 @@
 """What the last stage needs of a draft."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from engine.contracts.model import StageOutput
@@ -25,4 +25,18 @@ class Drafter(Protocol):
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
         """The first tree of each row of a PREBUILT batch, whose prompts were handed over with the draft's state."""
+        ...
+
+
+class PoolDrafter(Drafter, Protocol):
+    """A draft with a cache of its own, on either side of a handoff."""
+
+    @property
+    def num_plans(self) -> Mapping[str, int]:
+        """How often its attention was planned, by path."""
+        ...
+
+    def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
+        """Extend the draft's cache by what stands, and propose nothing: the part of a prefill pool. Where a prompt
+        ends, what is handed over is complete."""
         ...

@@ -6,7 +6,7 @@ frontier. The draft's pages have the ids of the target's: what a request leases,
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs
 from engine.speculative.draft_handoff import DraftEnd, HandedEnds
 from engine.speculative.draft_model import DraftModel
+from engine.speculative.drafter import PoolDrafter
 from engine.speculative.proposal import Proposal
 from engine.speculative.round_graphs import RoundGraphs
 from engine.speculative.tree_expander import TreeExpander
@@ -29,7 +30,7 @@ class PromptDrafter:
     """A `Drafter` that proposes nothing: on a prefill pool a draft only reads the prompt. `on_followed(batch)` is
     called for each batch whose tokens are in the draft's cache."""
 
-    def __init__(self, drafter: "EagleDrafter", on_followed: Callable[[ForwardBatch], None]) -> None:
+    def __init__(self, drafter: PoolDrafter, on_followed: Callable[[ForwardBatch], None]) -> None:
         self._drafter = drafter
         self._on_followed = on_followed
 
@@ -45,7 +46,7 @@ class PromptDrafter:
 
 
 @dataclass(frozen=True)
-class _Followed:
+class FollowedRow:
     """One row's slots to extend by: tokens of the batch whose features they read, the tokens after them, the position
     of the first, and how many nodes its next tree may have (0: no tree)."""
 
@@ -74,14 +75,13 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
-        """Extend the draft's cache by what stands, and propose nothing: the part of a prefill pool. Where a prompt
-        ends, so does what is handed over."""
-        if followed := _followed(batch, runs) if batch.num_rows else []:
-            extend = _extend_batch(batch, followed)
+        """See `PoolDrafter.follow`."""
+        if followed := followed_rows(batch, runs):
+            extend = extend_batch(batch, followed)
             hidden = self._extend(extend, followed, output)
             ended = [index for index, row in enumerate(followed) if row.num_nodes]
             if self._handed is not None and ended:
-                self._handed.put(extend.slot_ids[ended].long(), self._end(hidden[_ends(extend)[ended]]))
+                self._handed.put(extend.slot_ids[ended].long(), self._end(extend, hidden, row_ends(extend)[ended]))
 
     @torch.inference_mode()
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
@@ -89,31 +89,29 @@ class EagleDrafter:
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
-        return self._grow(replace(batch, spec_info=CarriedKeys()), batch.context_lens, torch.tensor(batch.context_lens),
+        return self._grow(batch, batch.context_lens, torch.tensor(batch.context_lens),
                           self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens for row in info.rows])
 
     @torch.inference_mode()
     def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
         """See `Drafter.propose`."""
-        followed = _followed(batch, runs) if batch.num_rows else []
+        followed = followed_rows(batch, runs)
         if not followed:
             return [NO_TREE] * len(runs)
-        extend = _extend_batch(batch, followed)
-        extend.spec_info = carried = CarriedKeys()
+        extend = extend_batch(batch, followed)
         hidden = self._extend(extend, followed, output)
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
         trees = {}
         if growing:
-            last = _ends(extend)[growing]
+            last = row_ends(extend)[growing]
             continued = extend if len(growing) == extend.num_rows else extend.filter(growing)
-            continued.spec_info = carried.of_tokens(last)
             slots = [a + b for a, b in zip(continued.context_lens, continued.query_lens, strict=True)]
-            grown = self._grow(continued, slots, extend.positions[last] + 1, self._end(hidden[last]),
+            grown = self._grow(continued, slots, extend.positions[last] + 1, self._end(extend, hidden, last),
                                [followed[index].num_nodes for index in growing])
             trees = {followed[index].row: tree for index, tree in zip(growing, grown, strict=True)}
         return [trees.get(run.row, NO_TREE) for run in runs]
 
-    def _extend(self, extend: ForwardBatch, followed: list[_Followed], output: StageOutput) -> Tensor:
+    def _extend(self, extend: ForwardBatch, followed: list[FollowedRow], output: StageOutput) -> Tensor:
         """Hidden states of all slots, [slots, hidden]."""
         device = next(iter(output.aux_hidden.values())).device
         tokens = torch.tensor([token for row in followed for token in row.features]).to(device)
@@ -125,9 +123,11 @@ class EagleDrafter:
         self.num_plans["draft_extend"] += plan_where_needed(extend, self._attention.pages)
         return self._model.forward(extend, features, self._attention.on_pages)
 
-    def _end(self, hidden: Tensor) -> DraftEnd:
-        """hidden: [R, hidden] at each row's last slot."""
-        return DraftEnd(*self._expander.best(hidden), hidden)
+    def _end(self, extend: ForwardBatch, hidden: Tensor, last: Tensor) -> DraftEnd:
+        """hidden: [slots, hidden] of the batch that was followed; last: [R] int64, the rows' last slots."""
+        info = extend.spec_info
+        chosen = info.selected if isinstance(info, CarriedKeys) else None
+        return DraftEnd(*self._expander.best(hidden[last]), hidden[last], None if chosen is None else chosen[last])
 
     def _grow(self, rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd,
               num_nodes: list[int]) -> list[TokenTree]:
@@ -136,7 +136,7 @@ class EagleDrafter:
         steps = min(self._steps, max(num_nodes))
         proposal = Proposal(ends.log_p, ends.tokens)
         if steps > 1:
-            batch = _round_batch(rows, slots, positions, ends.log_p.shape[1])
+            batch = _round_batch(rows, slots, positions, ends)
             bucket = None if self._rounds is None else self._rounds.bucket_for(batch, steps)
             if self._rounds is not None and bucket is not None:
                 self.num_plans["draft_round"] += 1
@@ -146,8 +146,10 @@ class EagleDrafter:
         return proposal.candidates().trees(num_nodes)
 
 
-def _followed(batch: ForwardBatch, runs: Sequence[Run]) -> list[_Followed]:
+def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]:
     """The rows the draft follows, with the tokens that stand."""
+    if not batch.num_rows:
+        return []
     info = batch.spec_info
     if not isinstance(info, SpecInfo):
         raise InternalError("a draft can follow only batches that carry speculation")
@@ -164,13 +166,13 @@ def _followed(batch: ForwardBatch, runs: Sequence[Run]) -> list[_Followed]:
             if last is None or context_len < spec.draft_start:
                 raise InternalError(f"row {row} at {context_len} neither draws nor names the token after it, or its "
                                     f"draft starts at {spec.draft_start}")
-            found.append(_Followed(row, [first + node for node in nodes], [*after, last], context_len,
+            found.append(FollowedRow(row, [first + node for node in nodes], [*after, last], context_len,
                                    0 if run is None else spec.num_draft_tokens))
         first += length
     return found
 
 
-def _extend_batch(batch: ForwardBatch, followed: list[_Followed]) -> ForwardBatch:
+def extend_batch(batch: ForwardBatch, followed: list[FollowedRow]) -> ForwardBatch:
     """The draft's slots are counted from the first it has; positions stay the target's."""
     info = batch.spec_info
     assert isinstance(info, SpecInfo)
@@ -181,19 +183,21 @@ def _extend_batch(batch: ForwardBatch, followed: list[_Followed]) -> ForwardBatc
         context_lens=tuple(row.position - info.rows[row.row].draft_start for row in followed),
         token_ids=torch.tensor([token for row in followed for token in row.next_tokens]),
         positions=torch.cat([torch.arange(row.position, row.position + len(row.features)) for row in followed]),
-        page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed))
+        page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed),
+        spec_info=CarriedKeys())
 
 
-def _ends(batch: ForwardBatch) -> Tensor:
+def row_ends(batch: ForwardBatch) -> Tensor:
     """[R] int64, each row's last token."""
     return torch.tensor(batch.query_lens).cumsum(0) - 1
 
 
-def _round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, width: int) -> ForwardBatch:
+def _round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd) -> ForwardBatch:
     """A row's branches at the slot after its last; each step sets tokens and positions. Only chains carry keys: the
     branches of a tree change places between steps."""
+    width = ends.log_p.shape[1]
     return ForwardBatch(
         mode=ForwardMode.DRAFT, request_keys=rows.request_keys, query_lens=(width,) * rows.num_rows,
         context_lens=tuple(slots), token_ids=None, positions=positions.repeat_interleave(width),
         page_tables=rows.page_tables, slot_ids=rows.slot_ids, sampling=(None,) * rows.num_rows,
-        spec_info=rows.spec_info if width == 1 else None)
+        spec_info=CarriedKeys.chosen_by(ends.keys) if width == 1 else None)

@@ -118,19 +118,11 @@ def architecture_of(raw: RawConfig) -> str:
 
 def text_config(raw: RawConfig) -> RawConfig:
     """The config of the text model: of a wrapper, its `text_config` with the few fields the wrapper keeps for it.
-
-    Raises:
-        ConfigError: the checkpoint is quantised.
     """
     values = raw.as_dict()
     if "text_config" in raw:
         kept = {name: values[name] for name in _WRAPPER_FIELDS if name in values}
         raw = RawConfig({**raw.section("text_config").as_dict(), **kept}, where="config.json: text_config")
-    for name in ("quantization_config", "compression_config"):
-        if name in raw:
-            method = raw.section(name).as_dict().get("quant_method", "unknown")
-            raise raw.fail(name, f"names a quantised checkpoint (method {method!r}); only bfloat16, float16 and "
-                                 "float32 weights are supported")
     return raw
 
 

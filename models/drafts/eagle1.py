@@ -77,6 +77,11 @@ class Eagle1:
         return token_ids
 
 
+def build(*, files: DraftFiles) -> tuple[Eagle1]:
+    """Raises ConfigError for variants that are not implemented and drafts of another target."""
+    return (Eagle1(files=files),)
+
+
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     """The target's last layer.
 

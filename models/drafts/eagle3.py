@@ -111,6 +111,11 @@ class _Attention:
         return self._output(heads.reshape(len(x), -1))
 
 
+def build(*, files: DraftFiles) -> tuple[Eagle3]:
+    """Raises ConfigError for variants that are not implemented and drafts of another target."""
+    return (Eagle3(files=files),)
+
+
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     """The target layers whose outputs the draft reads.
 

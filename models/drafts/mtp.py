@@ -35,26 +35,37 @@ class MtpNames:
     norm: str
 
 
-class Mtp:
-    """A `DraftModel`."""
+class MtpShared:
+    """What the layers of a draft share: the target's embedding, final norm and head, and the positions."""
 
-    def __init__(self, *, files: DraftFiles, layer: LayerSpec, names: MtpNames) -> None:
+    def __init__(self, files: DraftFiles) -> None:
+        weights, target = files.weights, files.target
+        self.vocab_size, hidden = target.facts.vocab_size, target.facts.hidden_size
+        self.rotary = Rotary(spec=target.spec.rope, dtype=getattr(torch, target.facts.dtype), device=weights.device)
+        self.embedding = weights.tensor(EMBEDDING, self.vocab_size, hidden)
+        self.target_norm = target.spec.norm.build(weights, "target_norm", hidden)
+        self.head = weights.linear("lm_head", rows=(self.vocab_size,), in_features=hidden)
+
+
+class Mtp:
+    """A `DraftModel`: one layer, or with `layer_id` one of several that each take a step."""
+
+    def __init__(self, *, files: DraftFiles, shared: MtpShared, layer: LayerSpec, names: MtpNames,
+                 layer_id: int = 0) -> None:
         weights, target = files.weights, files.target
         self._last_layer = target.facts.num_layers - 1
         self._mixer = layer.mixer
+        self._layer_id = layer_id
         self._dtype = getattr(torch, target.facts.dtype)
         hidden, norm = target.facts.hidden_size, target.spec.norm
-        self._rotary = Rotary(spec=target.spec.rope, dtype=self._dtype, device=weights.device)
-        self._embedding = weights.tensor(EMBEDDING, target.facts.vocab_size, hidden)
-        self._target_norm = norm.build(weights, "target_norm", hidden)
+        self._shared = shared
         self._embedding_norm = norm.build(weights, names.embedding_norm, hidden)
         self._hidden_norm = norm.build(weights, names.hidden_norm, hidden)
         self._fuse = weights.linear(names.fuse, rows=(hidden,), in_features=2 * hidden)
-        self._layer = DecoderLayer(spec=layer, decoder=target.spec, layer_id=0, start_layer=0, rotary=self._rotary,
-                                   weights=weights.at("layers.0"))
+        self._layer = DecoderLayer(spec=layer, decoder=target.spec, layer_id=layer_id, start_layer=layer_id,
+                                   rotary=shared.rotary, weights=weights.at(f"layers.{layer_id}"))
         self._norm = norm.build(weights, names.norm, hidden)
-        self.vocab_size = target.facts.vocab_size
-        self._head = weights.linear("lm_head", rows=(self.vocab_size,), in_features=hidden)
+        self.vocab_size = shared.vocab_size
 
     @property
     def capture_layers(self) -> frozenset[int]:
@@ -66,16 +77,16 @@ class Mtp:
         return geometry
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        return self._mixer.cache_specs(layer_id=0, page_size=page_size, dtype=self._dtype)
+        return self._mixer.cache_specs(layer_id=self._layer_id, page_size=page_size, dtype=self._dtype)
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
         """See `DraftModel.features`."""
-        return self._target_norm.forward(aux_hidden[self._last_layer][tokens])
+        return self._shared.target_norm.forward(aux_hidden[self._last_layer][tokens])
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
-        embedded = self._embedding_norm.forward(embed(batch.token_ids, self._embedding))
+        embedded = self._embedding_norm.forward(embed(batch.token_ids, self._shared.embedding))
         x = self._fuse(torch.cat([embedded, self._hidden_norm.forward(hidden)], -1))
         carried = batch.spec_info if isinstance(batch.spec_info, CarriedKeys) else CarriedKeys()
         stage_pass = StagePass(batch=batch, context=context, selected_keys=carried.selected)
@@ -85,7 +96,7 @@ class Mtp:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.logits`."""
-        return self._head.logits(hidden)
+        return self._shared.head.logits(hidden)
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
         """See `DraftModel.target_ids`."""

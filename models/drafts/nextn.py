@@ -1,8 +1,9 @@
-"""NextN: the draft of DeepSeek-V3, V3.2, GLM-5 and GLM4-MoE, a layer behind the target's last in the same files.
+"""NextN: the draft of DeepSeek-V3, V3.2, GLM-5 and GLM4-MoE, layers behind the target's last in the same files.
 
-It is one of the target's sparse layers. With DSA it has an indexer of its own, whatever the layers before it share, and
-selects keys wherever none are carried to it; under `index_share_for_mtp_iteration` the steps of a round carry them. The
-files repeat embedding and head beside it; the target's are used.
+There may be several, one for each token that is drafted ahead. Each is one of the target's sparse layers. With DSA it
+has an indexer of its own, whatever the layers before it share, and selects keys wherever none are carried to it; under
+`index_share_for_mtp_iteration` the steps of a round of one layer carry them. The files repeat embedding and head beside
+each; the target's are used.
 """
 
 import re
@@ -11,15 +12,14 @@ import torch
 
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of
+from models.blocks.mla import MlaSpec
 from models.blocks.spec import LayerSpec
-from models.drafts.mtp import Mtp, MtpNames, check_target
+from models.drafts.mtp import Mtp, MtpNames, MtpShared, check_target
 from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
 from models.registry import read_decoder
 from runtime.errors import ConfigError
 
-_NAMES = MtpNames(embedding_norm="layers.0.enorm", hidden_norm="layers.0.hnorm", fuse="layers.0.eh_proj",
-                  norm="layers.0.shared_head.norm")
 _KEY = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _COPIES = ("embed_tokens.", "shared_head.head.")
 _ALONE = "NextN"  # how the architecture of a folder ends that holds the draft alone, as its layer 0
@@ -28,17 +28,30 @@ ARCHITECTURES = tuple(name + ending for name in ("DeepseekV3ForCausalLM", "Deeps
                       for ending in ("", _ALONE))
 
 
-def build(*, files: DraftFiles) -> Mtp:
-    return Mtp(files=files, layer=_layer_spec(files.target), names=_NAMES)
+def build(*, files: DraftFiles) -> tuple[Mtp, ...]:
+    """The layers by the step they take."""
+    layer, shared = _layer_spec(files.target), MtpShared(files)
+    return tuple(Mtp(files=files, shared=shared, layer=layer, names=_names(layer_id), layer_id=layer_id)
+                 for layer_id in range(num_layers(files.raw)))
+
+
+def _names(layer_id: int) -> MtpNames:
+    own = f"layers.{layer_id}."
+    return MtpNames(embedding_norm=f"{own}enorm", hidden_norm=f"{own}hnorm", fuse=f"{own}eh_proj",
+                    norm=f"{own}shared_head.norm")
+
+
+def num_layers(raw: RawConfig) -> int:
+    return raw.integer("num_nextn_predict_layers", 0)
 
 
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     """The target's last layer.
 
     Raises:
-        ConfigError: another number of draft layers than one, or a layer that is not like those of this target.
+        ConfigError: no draft layers, or layers that are not like those of this target.
     """
-    raw.require("num_nextn_predict_layers", only=1, default=0)
+    num_layers(raw)
     check_target(raw, target)
     described, expected = read_decoder(target.facts.architecture, raw), target.spec
     theirs, ours = described.draft_layer, _layer_spec(target)
@@ -52,18 +65,26 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     return frozenset({target.facts.num_layers - 1})
 
 
-def cache_specs(_raw: RawConfig, target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
-    return _layer_spec(target).mixer.cache_specs(layer_id=0, page_size=page_size,
-                                                 dtype=getattr(torch, target.facts.dtype))
+def cache_specs(raw: RawConfig, target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
+    mixer, dtype = _layer_spec(target).mixer, getattr(torch, target.facts.dtype)
+    return tuple(spec for layer_id in range(num_layers(raw))
+                 for spec in mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype))
+
+
+def num_shared_keys(raw: RawConfig, target: ModelDescription) -> int:
+    if num_layers(raw) > 1:
+        return 0  # every layer chooses its own
+    mixer = _layer_spec(target).mixer
+    return mixer.max_selected if isinstance(mixer, MlaSpec) and mixer.takes_carried else 0
 
 
 def own_name(raw: RawConfig, key: str) -> str | None:
-    """The draft's layer is `layers.0` to itself."""
-    found = _KEY.fullmatch(key)
-    layer_id = 0 if architecture_of(raw).endswith(_ALONE) else raw.integer("num_hidden_layers")
-    if found is None or int(found[1]) != layer_id or found[2].startswith(_COPIES):
+    """The draft counts its own layers from 0."""
+    found, count = _KEY.fullmatch(key), num_layers(raw)
+    first = 0 if architecture_of(raw).endswith(_ALONE) else raw.integer("num_hidden_layers")
+    if found is None or found[2].startswith(_COPIES) or not 0 <= int(found[1]) - first < count:
         return None
-    return f"layers.0.{found[2]}"
+    return f"layers.{int(found[1]) - first}.{found[2]}"
 
 
 def _layer_spec(target: ModelDescription) -> LayerSpec:

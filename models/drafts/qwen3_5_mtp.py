@@ -9,7 +9,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.spec import LayerSpec
-from models.drafts.mtp import Mtp, MtpNames, check_target
+from models.drafts.mtp import Mtp, MtpNames, MtpShared, check_target
 from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
@@ -17,9 +17,9 @@ from runtime.errors import ConfigError
 _NAMES = MtpNames(embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden", fuse="fc", norm="norm")
 
 
-def build(*, files: DraftFiles) -> Mtp:
+def build(*, files: DraftFiles) -> tuple[Mtp]:
     """Raises ConfigError for targets without a full-attention layer."""
-    return Mtp(files=files, layer=_layer_spec(files.target), names=_NAMES)
+    return (Mtp(files=files, shared=MtpShared(files), layer=_layer_spec(files.target), names=_NAMES),)
 
 
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:

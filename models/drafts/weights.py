@@ -10,7 +10,7 @@ import torch
 from engine.core.numerics import HOST, Numerics
 from models.blocks.config import RawConfig
 from models.blocks.weights import RandomWeights, Weights, WeightSource
-from models.checkpoint import TensorEntry, read_tensor
+from models.checkpoint import WeightEntry, read_tensor
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD
 from models.loader import ModelDescription, target_entry
 from models.weights_digest import WeightsDigest
@@ -30,7 +30,7 @@ class DraftWeights:
     """A `WeightSource` over a draft's entries; `embed_tokens`, `lm_head` and (as `target_norm`) the final norm fall
     back on the target's."""
 
-    def __init__(self, entries: dict[str, TensorEntry] | None, target: ModelDescription, digest: WeightsDigest,
+    def __init__(self, entries: dict[str, WeightEntry] | None, target: ModelDescription, digest: WeightsDigest,
                  target_digest: WeightsDigest) -> None:
         """Without entries the draft's weights are random."""
         self._entries = entries

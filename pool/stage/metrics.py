@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry, travelling
 from engine.pipeline.stages import StageExecutor
-from engine.speculative.eagle import EagleDrafter
+from engine.speculative.drafter import PoolDrafter
 from protos import worker_pb2 as pb
 from runtime.clock import Clock
 from runtime.errors import BatonError
@@ -94,7 +94,7 @@ class StageCounts:
     forwards: Callable[[], Mapping[str, int]] = dict
 
 
-def stage_counts(executor: StageExecutor, drafter: EagleDrafter | None) -> StageCounts:
+def stage_counts(executor: StageExecutor, drafter: PoolDrafter | None) -> StageCounts:
     """Of the executor's plans and forwards, and of the drafter's plans if there is one."""
     return StageCounts(lambda: {"target": executor.num_plans, **(drafter.num_plans if drafter is not None else {})},
                        lambda: executor.num_forwards)

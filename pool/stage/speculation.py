@@ -14,15 +14,17 @@ from engine.pipeline.stages import LayerObserver
 from engine.speculative.config import SpeculationConfig
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs
-from engine.speculative.draft_handoff import HandedEnds
+from engine.speculative.draft_handoff import HandedChains, HandedEnds
 from engine.speculative.draft_model import DraftModel
-from engine.speculative.drafter import Drafter
+from engine.speculative.drafter import Drafter, PoolDrafter
 from engine.speculative.eagle import EagleDrafter, PromptDrafter
+from engine.speculative.layerwise import LayerwiseDrafter
 from engine.speculative.round_graphs import RoundGraphs
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import ModelDescription
 from models.weights_digest import WeightsDigest
 from pool.stage.config import WorkerConfig
+from runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,15 @@ class SpeculationPlan:
         """The draft's caches and its end of the prompt as further layers of the last stage, if they travel."""
         if not self.handed:
             return ()
-        cache = self.draft.cache_specs(page_size)
-        topk = min(self.config.topk, self.draft.vocab_size)
-        end = (CacheSpec(0, CacheKind.TOPK_P, (topk,), "float32", 4),
-               CacheSpec(0, CacheKind.TOPK_INDEX, (topk,), "int64", 8),
-               CacheSpec(0, CacheKind.DRAFT_HIDDEN, (self.draft.hidden_size,), cache[0].dtype, cache[0].item_bytes))
+        cache, is_layerwise = self.draft.cache_specs(page_size), self.draft.num_layers > 1
+        first = self.draft.num_layers if is_layerwise else min(self.config.topk, self.draft.vocab_size)
+        end = [CacheSpec(0, CacheKind.TOPK_P, (first,), "float32", 4),
+               CacheSpec(0, CacheKind.TOPK_INDEX, (first,), "int64", 8)]
+        if not is_layerwise:  # whose chains are handed over whole
+            end.append(CacheSpec(0, CacheKind.DRAFT_HIDDEN, (self.draft.hidden_size,), cache[0].dtype,
+                                 cache[0].item_bytes))
+        if self.draft.num_shared_keys and self.config.topk == 1:
+            end.append(CacheSpec(0, CacheKind.DRAFT_KEYS, (self.draft.num_shared_keys,), "int32", 4))
         return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True) for spec in (*cache, *end))
 
     @property
@@ -86,30 +92,59 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
     if config.draft is None:
         return None
     flags = SpeculationConfig(config.draft, config.spec_topk, config.spec_steps, config.spec_draft_tokens)
-    return SpeculationPlan(flags, read_draft(config.draft, target), config.spec_prompt)
+    draft = read_draft(config.draft, target)
+    if draft.num_layers > 1:
+        flags = _layerwise(flags, draft.num_layers)
+    return SpeculationPlan(flags, draft, config.spec_prompt)
+
+
+def _layerwise(flags: SpeculationConfig, num_layers: int) -> SpeculationConfig:
+    """A draft with a layer for each step makes chains of as many tokens as it has layers, or fewer.
+
+    Raises:
+        ConfigError: trees were asked for.
+    """
+    if flags.topk > 1:
+        raise ConfigError(f"spec_topk {flags.topk} makes trees; this draft has {num_layers} layers, one for each step, "
+                          f"which make chains: spec_topk must be 1", field="spec_topk")
+    steps = min(flags.steps, num_layers)
+    return replace(flags, steps=steps, num_draft_tokens=steps)
 
 
 def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
                   capture: CaptureDraft = lambda model, attention: CapturedDraft(),
-                  target_digest: WeightsDigest | None = None, digest: WeightsDigest | None = None) -> EagleDrafter:
+                  target_digest: WeightsDigest | None = None, digest: WeightsDigest | None = None) -> PoolDrafter:
     """Loads the draft; the digests take up what is read of the target and of the draft. Its cache is that of the
     stage's extra layers, or its own of as many pages as the target's."""
-    model = plan.draft.load(numerics=backends.numerics, device=backends.device, digest=digest,
-                            target_digest=target_digest)
+    layers = plan.draft.load_layers(numerics=backends.numerics, device=backends.device, digest=digest,
+                                    target_digest=target_digest)
     geometry, device = pools.geometry, backends.device
     own: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
-    for spec in model.cache_specs(geometry.page_size):
+    for spec in plan.draft.cache_specs(geometry.page_size):
         own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
             torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype), device=device))
-    attention = backends.of_draft(model.attention_geometry(geometry.page_size), own)
-    ends = HandedEnds(*(pools.of_kind(kind)[plan.first_layer] for kind in
-                        (CacheKind.TOPK_P, CacheKind.TOPK_INDEX, CacheKind.DRAFT_HIDDEN))) if plan.handed else None
-    captured = capture(model, attention)
-    return EagleDrafter(model=model, attention=attention, topk=plan.config.topk, steps=plan.config.steps, handed=ends,
-                        graphs=captured.follows, rounds=captured.rounds)
+    attention = backends.of_draft(layers[0].attention_geometry(geometry.page_size), own)
+    if len(layers) > 1:
+        chains = _handed_chains(pools, plan.first_layer) if plan.handed else None
+        return LayerwiseDrafter(layers=layers, attention=attention, handed=chains)
+    ends = _handed_ends(pools, plan.first_layer) if plan.handed else None
+    captured = capture(layers[0], attention)
+    return EagleDrafter(model=layers[0], attention=attention, topk=plan.config.topk, steps=plan.config.steps,
+                        handed=ends, graphs=captured.follows, rounds=captured.rounds)
 
 
-def prompt_drafter(plan: SpeculationPlan, drafter: EagleDrafter, observer: LayerObserver | None) -> Drafter:
+def _handed_chains(pools: StagePools, layer_id: int) -> HandedChains:
+    log_p, tokens = (pools.of_kind(kind)[layer_id] for kind in (CacheKind.TOPK_P, CacheKind.TOPK_INDEX))
+    return HandedChains(log_p, tokens)
+
+
+def _handed_ends(pools: StagePools, layer_id: int) -> HandedEnds:
+    first = _handed_chains(pools, layer_id)
+    hidden, keys = pools.of_kind(CacheKind.DRAFT_HIDDEN), pools.of_kind(CacheKind.DRAFT_KEYS)
+    return HandedEnds(first.topk_p, first.topk_index, hidden[layer_id], keys[layer_id] if keys else None)
+
+
+def prompt_drafter(plan: SpeculationPlan, drafter: PoolDrafter, observer: LayerObserver | None) -> Drafter:
     """For prefill pools: `observer` is called for the draft's layers as for any others."""
     layers = sorted({plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)})
 

@@ -14,8 +14,7 @@ from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.pipeline.stages import LayerObserver, StageExecutor
-from engine.speculative.drafter import Drafter
-from engine.speculative.eagle import EagleDrafter
+from engine.speculative.drafter import Drafter, PoolDrafter
 from models.decoder import EMBEDDING
 from models.loader import ModelDescription, read_model
 from models.weights_digest import PoolWeights, StageWeights, WeightsDigest
@@ -161,7 +160,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     graphs = None if observer is not None else build_graphs(
         config, plan.description, model, runs_on, speculation.config if speculation is not None else None)
     executor = build_executor(model, runs_on, backends.device, observer, graphs)
-    drafter: EagleDrafter | None = None
+    drafter: PoolDrafter | None = None
     reader: Drafter | None = None
     if speculation is not None and config.rank == config.world_size - 1:
         capture = partial(build_draft_graphs, config, runs_on.capturable if speculates else None, speculation)

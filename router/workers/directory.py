@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import grpc
+
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
@@ -22,12 +24,13 @@ from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.client import ChannelOptions, open_channel
-from runtime.clock import SystemClock
+from runtime.clock import Clock, SystemClock
 from runtime.digests import may_pair, named_difference
 from runtime.metrics import RouterMetrics
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
 T = TypeVar("T")
+Connect = Callable[[WorkerRole, str], grpc.aio.Channel]
 
 START_MARGIN = 1.5  # a start takes longer under load, and its end is noticed later
 
@@ -68,15 +71,18 @@ class Directory:
     """Workers of one model. Build inside a running event loop; `run` watches until it is cancelled."""
 
     def __init__(self, options: DirectoryOptions, facts: ModelLimits, metrics: RouterMetrics,
-                 rng: random.Random) -> None:
+                 rng: random.Random, clock: Clock | None = None, connect: Connect | None = None) -> None:
+        """`connect` opens the channels to workers; by default over the network, as `options` say."""
         self._options = options
+        self._clock = clock or SystemClock()
+        self._connect = connect or self._open_channel
         self._facts = facts
         self._metrics = metrics
         self._rng = rng
         self._turns = dict.fromkeys(WorkerRole, 0)
         self._index = PrefixIndex()
         self._changed = asyncio.Event()
-        self._severed = SeveredPairs(SystemClock())
+        self._severed = SeveredPairs(self._clock)
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
                    for role, targets in ((WorkerRole.PREFILL, options.prefill), (WorkerRole.DECODE, options.decode))}
         self._worker_set = WorkerSet(sources, self._worker, self._watch)
@@ -98,9 +104,11 @@ class Directory:
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
-        channel = open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
-                               security=self._options.security.to(PeerRole(role.value)))
-        return Worker(role, address, channel, self._on_change, index=self._index)
+        return Worker(role, address, self._connect(role, address), self._on_change, self._clock, self._index)
+
+    def _open_channel(self, role: WorkerRole, address: str) -> grpc.aio.Channel:
+        return open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
+                            security=self._options.security.to(PeerRole(role.value)))
 
     def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
         return watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng)

@@ -35,6 +35,7 @@ ALLOWED = {
     "demo": ("engine", "models", "runtime"),
     "bench": ("baton", "demo", "engine", "models", "pool", "protos", "router", "runtime", "testing", "transfer",
               "tests.support"),
+    "sim": ("baton", "engine", "pool", "prefill", "protos", "router", "runtime"),
     "testing": ("engine", "transfer", "protos", "runtime"),
     "tools": ("baton", "pool", "protos", "router", "runtime", "tests"),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Every family's tiny checkpoint served end to end: prefill in two stages, decode in three."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.support.cluster.clusters import running_cluster
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query, make_questions, shown
 from tests.support.models.checkpoints import FAMILY_NAMES, make_checkpoint
+from tests.support.models.quantised import meant_by, write_quantised
 
 QUESTIONS = make_questions(4, seed=31, max_prompt=150, max_tokens=12)
 
@@ -18,6 +20,16 @@ QUESTIONS = make_questions(4, seed=31, max_prompt=150, max_tokens=12)
 async def test_served_like_one_process(tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("families"), family)
     expected = on_the_wire(Reference(checkpoint).answers(QUESTIONS))
+    async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=3) as client:
+        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
+                                             for question in QUESTIONS))
+        assert [shown(completion) for completion in completions] == expected
+
+
+@pytest.mark.parametrize(("layout", "family"), [("fp8 blocks", "deepseek_v32"), ("gptq reordered", "qwen3_5_text")])
+async def test_quantised_is_served_like_what_it_means(tmp_path: Path, layout: str, family: str) -> None:
+    checkpoint = write_quantised(make_checkpoint(tmp_path, family), tmp_path / "model", layout)
+    expected = on_the_wire(Reference(meant_by(checkpoint)).answers(QUESTIONS))
     async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=3) as client:
         completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
                                              for question in QUESTIONS))

@@ -21,7 +21,7 @@ from engine.core.state_rows import Snapshot, StateRow
 from engine.pipeline import frames, records
 from engine.pipeline.channel import Packet, PacketKind
 from engine.pipeline.frames import TensorRoute
-from models.checkpoint import open_checkpoint
+from models.checkpoint import open_tensors
 from pool.pipeline.stage_channel import StageAddress
 from pool.request.conversion import request_from_proto
 from pool.stage.config import WorkerConfig
@@ -191,8 +191,8 @@ def _safetensors(numbers: random.Random) -> bytes:
 
 def _read_safetensors(data: bytes) -> object:
     (_FOLDER / "model.safetensors").write_bytes(data)
-    found = open_checkpoint(_FOLDER)
-    for entry in found.entries.values():
+    found = open_tensors(_FOLDER)
+    for entry in found.values():
         assert 0 <= entry.offset <= entry.offset + entry.num_bytes <= len(data), entry
         assert all(extent >= 0 for extent in entry.shape), entry
     return found
@@ -209,7 +209,7 @@ def _read_index(data: bytes) -> object:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(_safetensors(random.Random(0)))
     (_FOLDER / "index" / "model.safetensors.index.json").write_bytes(data)
-    return open_checkpoint(_FOLDER / "index")
+    return open_tensors(_FOLDER / "index")
 
 
 def _toml(numbers: random.Random) -> bytes:

@@ -4,9 +4,12 @@ The files are sparse: right headers, right sizes, and zeros that take no disk.
 """
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 NUM_LAYERS, NUM_SHARDS, HIDDEN, WIDTH = 16, 4, 2048, 8192
 CONFIG = {
@@ -40,21 +43,27 @@ print(memory_kib("VmHWM") - before)
 """
 
 
-def write_sparse_checkpoint(folder: Path) -> int:
-    """Returns its size in bytes."""
-    shapes = {"model.embed_tokens": (1000, HIDDEN), "lm_head": (1000, HIDDEN), "model.norm": (HIDDEN,)}
+def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
+    """Its matrices are in bf16, or FP8 in blocks of 128. Returns its size in bytes."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (1000, HIDDEN), "lm_head": (1000, HIDDEN),
+                                          "model.norm": (HIDDEN,)}
     for layer_id in range(NUM_LAYERS):
         shapes |= {f"model.layers.{layer_id}.{name}": shape for name, shape in MATRICES.items()}
         shapes |= {f"model.layers.{layer_id}.{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
+    dtypes = dict.fromkeys(shapes, ("BF16", 2))
+    if is_quantised:
+        for name, (rows, columns) in ((name, shape) for name, shape in [*shapes.items()] if name.endswith("_proj")):
+            dtypes[name], dtypes[f"{name}.weight_scale_inv"] = ("F8_E4M3", 1), ("F32", 4)
+            shapes[f"{name}.weight_scale_inv"] = (rows // 128, columns // 128)
     names = sorted(shapes)
     weight_map: dict[str, str] = {}
     total = 0
     for shard in range(NUM_SHARDS):
         header, offset = {}, 0
         for name in names[shard::NUM_SHARDS]:
-            num_bytes = 2 * shapes[name][0] * (shapes[name][1] if len(shapes[name]) == 2 else 1)
-            header[f"{name}.weight"] = {"dtype": "BF16", "shape": shapes[name],
-                                        "data_offsets": [offset, offset + num_bytes]}
+            num_bytes = dtypes[name][1] * math.prod(shapes[name])
+            header[name if name.endswith("_inv") else f"{name}.weight"] = {
+                "dtype": dtypes[name][0], "shape": shapes[name], "data_offsets": [offset, offset + num_bytes]}
             offset += num_bytes
         encoded = json.dumps(header).encode()
         file = folder / f"model-{shard}.safetensors"
@@ -64,12 +73,14 @@ def write_sparse_checkpoint(folder: Path) -> int:
         weight_map |= dict.fromkeys(header, file.name)
         total += offset
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}} if is_quantised else {}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **fp8}))
     return total
 
 
-def test_peak_memory_of_a_middle_stage(tmp_path: Path) -> None:
-    assert write_sparse_checkpoint(tmp_path) > 2e9
+@pytest.mark.parametrize("is_quantised", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_peak_memory_of_a_middle_stage(tmp_path: Path, *, is_quantised: bool) -> None:
+    assert write_sparse_checkpoint(tmp_path, is_quantised=is_quantised) > (1e9 if is_quantised else 2e9)
     measured = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True,
                               check=True, timeout=280)
     assert 4 * LAYER_BYTES < int(measured.stdout) * 1024 < 1.2 * 4 * LAYER_BYTES

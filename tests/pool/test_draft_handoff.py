@@ -56,9 +56,9 @@ def answer(checkpoint: Path) -> list[int]:
 def seen(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> list[VerifiedStep]:
     """Every verification of the decode pool. Its draft is always right."""
     steps: list[VerifiedStep] = []
-    load, truth = DraftDescription.load, [*ASKED.prompt_token_ids, *answer]
-    monkeypatch.setattr(DraftDescription, "load", lambda self, **where: KnowingModel(
-        load(self, **where), truth))
+    load, truth = DraftDescription.load_layers, [*ASKED.prompt_token_ids, *answer]
+    monkeypatch.setattr(DraftDescription, "load_layers", lambda self, **where: [
+        KnowingModel(layer, truth) for layer in load(self, **where)])
     monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: steps.append(step))
     return steps
 

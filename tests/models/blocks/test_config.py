@@ -112,7 +112,6 @@ def test_hybrid_layer_kinds_by_interval_and_by_list() -> None:
     ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
     ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"rope_scaling": "linear"}, "rope_scaling"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
 ])
 def test_bad_field_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field.removesuffix("s")) as caught:

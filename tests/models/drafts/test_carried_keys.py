@@ -160,20 +160,19 @@ def test_s2_7_a_round_that_fails_leaves_nothing_carried(draft: Maker) -> None:
 def test_s2_10_a_seed_row_may_be_short_and_counts_keys_not_slots(draft: Maker) -> None:
     """Rows with fewer keys are filled up with -1; the same prompts on other pages begin with the same row."""
     description = draft(index_share_for_mtp_iteration=True)
-    seeds = CarriedKeys(torch.tensor([[4, 9, 11], [0, 1, -1], [0, -1, -1]], dtype=torch.int32))
-    taken = seeds.of_tokens(torch.tensor([2, 0])).selected
+    seeds = torch.tensor([[0, -1, -1], [4, 9, 11]], dtype=torch.int32)
+    taken = CarriedKeys.chosen_by(seeds).selected
     assert taken is not None
-    assert taken.tolist() == [[0, -1, -1], [4, 9, 11]]
+    assert taken.tolist() == seeds.tolist()
     assert Bench.of(description).propose(topk=1) == Bench.of(description).propose(topk=1, pages=([9, 4, 6], [8, 2]))
 
 
 def test_s2_10_one_row_without_a_key_and_the_whole_round_chooses_anew(draft: Maker) -> None:
-    seeds = CarriedKeys(torch.tensor([[4, 9, 11], [-1, -1, -1]], dtype=torch.int32))
-    assert seeds.of_tokens(torch.tensor([0, 1])).selected is None
-    assert CarriedKeys().of_tokens(torch.tensor([0])).selected is None
+    assert CarriedKeys.chosen_by(torch.tensor([[4, 9, 11], [-1, -1, -1]], dtype=torch.int32)).selected is None
+    assert CarriedKeys.chosen_by(None).selected is None
     bench = Bench.of(draft(index_share_for_mtp_iteration=True))
     bench.propose(topk=1)
-    carried = CarriedKeys(torch.full((2, 8), -1, dtype=torch.int32)).of_tokens(torch.tensor([0, 1]))
+    carried = CarriedKeys.chosen_by(torch.full((2, 8), -1, dtype=torch.int32))
     batch = round_batch()
     batch.spec_info = carried
     bench.steps.plan(batch)

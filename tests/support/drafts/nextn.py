@@ -18,17 +18,19 @@ from tests.support.drafts.tree_oracle import Cached, TreeOracle
 
 @dataclass
 class NextNOracle(TreeOracle):
-    """`cached` are the (latent, rotated key part, index key) of the slots so far. fp64 throughout."""
+    """`cached` are the (latent, rotated key part, index key) of the slots so far; `layer_id` of several layers. fp64
+    throughout."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     layers: tuple[int, ...]
+    layer_id: int = 0
 
     @classmethod
-    def of(cls, folder: Path) -> "NextNOracle":
+    def of(cls, folder: Path, layer_id: int = 0) -> "NextNOracle":
         config = json.loads((folder / "config.json").read_text())
         tensors = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-        return cls(config, tensors, layers=(config["num_hidden_layers"] - 1,))
+        return cls(config, tensors, layers=(config["num_hidden_layers"] - 1,), layer_id=layer_id)
 
     def first_hidden(self, feature: Tensor) -> Tensor:
         return _normed(feature.double(), self.tensors["model.norm.weight"], self.config["rms_norm_eps"])
@@ -123,7 +125,7 @@ class NextNOracle(TreeOracle):
                            -1).flatten(-2)
 
     def _own(self, name: str, part: str = "weight") -> Tensor:
-        key = f"model.layers.{self.config['num_hidden_layers']}.{name}"
+        key = f"model.layers.{self.config['num_hidden_layers'] + self.layer_id}.{name}"
         return self.tensors[f"{key}.{part}" if part else key]
 
     def _linear(self, name: str, x: Tensor) -> Tensor:

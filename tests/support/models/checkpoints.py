@@ -97,27 +97,31 @@ def make_checkpoint(folder: Path, name: str, *, dtype: torch.dtype = torch.float
 
 
 def add_nextn(source: Path, path: Path, **fields: object) -> Path:
-    """Write checkpoint `source` to `path` with a NextN layer behind the last one, under its public names, and `fields`
-    in its config.
+    """Write checkpoint `source` to `path` with NextN layers behind the last one, under their public names, and `fields`
+    in its config: one, or as many as `num_nextn_predict_layers` says.
 
-    transformers knows no such layer; this one has the shapes of the last layer with experts and all its own parts.
+    transformers knows no such layer; these have the shapes of the last layer with experts and all its own parts.
     """
     path.mkdir()
     config = json.loads((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")
     dtype = tensors["model.norm.weight"].dtype
-    own, hidden = f"model.layers.{config['num_hidden_layers']}.", config["hidden_size"]
-    shapes = {own + key.removeprefix(like): tensor.shape for like in [_last_whole_layer(tensors)]
-              for key, tensor in tensors.items() if key.startswith(like)}
-    shapes |= {f"{own}{part}.weight": torch.Size([hidden]) for part in ("enorm", "hnorm", "shared_head.norm")}
-    shapes[f"{own}eh_proj.weight"] = torch.Size([hidden, 2 * hidden])
+    num_layers = fields.setdefault("num_nextn_predict_layers", 1)
+    assert isinstance(num_layers, int)
+    hidden, like = config["hidden_size"], _last_whole_layer(tensors)
+    parts = {key.removeprefix(like): tensor.shape for key, tensor in tensors.items() if key.startswith(like)}
+    parts |= {f"{part}.weight": torch.Size([hidden]) for part in ("enorm", "hnorm", "shared_head.norm")}
+    parts["eh_proj.weight"] = torch.Size([hidden, 2 * hidden])
     generator = torch.Generator().manual_seed(5)
-    for key, shape in shapes.items():
-        tensors[key] = _spread(key, torch.randn(shape, generator=generator), is_zero_centred=False).to(dtype)
-    for copy in ("embed_tokens", "shared_head.head"):  # which a reader ignores
-        tensors[f"{own}{copy}.weight"] = torch.full((config["vocab_size"], hidden), float("nan"), dtype=dtype)
+    for layer_id in range(config["num_hidden_layers"], config["num_hidden_layers"] + num_layers):
+        own = f"model.layers.{layer_id}."
+        for part, shape in parts.items():
+            tensors[own + part] = _spread(own + part, torch.randn(shape, generator=generator),
+                                          is_zero_centred=False).to(dtype)
+        for copy in ("embed_tokens", "shared_head.head"):  # which a reader ignores
+            tensors[f"{own}{copy}.weight"] = torch.full((config["vocab_size"], hidden), float("nan"), dtype=dtype)
     save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1, **fields}))
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
     return path
 
 

@@ -1,0 +1,101 @@
+"""Clients: each sends its request when it comes, reads the answer, and goes on at another router where one is lost."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.load import Outcome
+from baton.workload import Planned
+from protos import generation_pb2, types_pb2
+from router.request.validate import AdmissibleRequest
+from runtime.errors import BatonError, InternalError, UnavailableError
+from sim.router import RouterProcess
+from sim.worker import VOCAB_SIZE
+
+BLOCK_TOKENS = 512  # of a trace's blocks
+MAX_ROUTERS = 3  # that a client tries
+
+
+@dataclass
+class _Reader:
+    """What a client has of its answer. Times are the loop's."""
+
+    num_tokens: int = 0
+    first_s: float | None = None
+    last_s: float = 0.0
+    compatibility: str = ""
+    num_finishes: int = 0
+    num_cached: int = 0
+
+    async def take(self, response: generation_pb2.GenerateResponse) -> None:
+        if response.HasField("finish"):
+            self.num_finishes += 1
+            self.num_cached = response.finish.usage.cached_tokens
+        elif response.chunk.token_ids:
+            self.last_s = asyncio.get_running_loop().time()
+            self.first_s = self.last_s if self.first_s is None else self.first_s
+            self.num_tokens += len(response.chunk.token_ids)
+            self.compatibility = response.chunk.compatibility or self.compatibility
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One request as its client saw it, and the tokens of its prompt that were not computed."""
+
+    outcome: Outcome
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Clients:
+    """`ask` sends one request; all of them choose routers by one seed."""
+
+    def __init__(self, routers: Sequence[RouterProcess], rng: random.Random) -> None:
+        self._routers = routers
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        self.answered: list[Answered] = []
+
+    async def ask(self, index: int, planned: Planned) -> None:
+        """Now. The outcome is noted when it has ended, however it does."""
+        began_s, reader, error = self._loop.time(), _Reader(), ""
+        engine = types_pb2.EngineRequest(
+            request_id=f"r{index}", prompt_token_ids=prompt_of(index, planned), max_tokens=planned.output_tokens,
+            sampling=types_pb2.SamplingParams(seed=index))
+        try:
+            await self._resumed(engine, reader)
+        except BatonError as failure:
+            error = failure.reason
+        if reader.num_finishes != (not error) or (not error and reader.num_tokens != planned.output_tokens):
+            raise InternalError(f"request {index} ended {reader.num_finishes} times with {reader.num_tokens} tokens, "
+                                f"{error or 'without an error'}")
+        times = () if reader.first_s is None else (reader.first_s - began_s, reader.last_s - began_s)
+        self.answered.append(Answered(
+            Outcome(times[0] if times else None, times, reader.num_tokens, None, error or None, planned.at_s),
+            planned.prompt_tokens, reader.num_cached))
+
+    async def _resumed(self, engine: types_pb2.EngineRequest, reader: _Reader) -> None:
+        for attempt in range(1, MAX_ROUTERS + 1):
+            alive = [router for router in self._routers if router.is_up]
+            if not alive:
+                raise UnavailableError("no router is up")
+            router = self._rng.choice(alive)
+            resumed = ((1,) * reader.num_tokens,) if reader.num_tokens else ()
+            request = AdmissibleRequest(engine, (), wants_text=False, resumed=resumed,
+                                        resumed_from=(reader.compatibility,) if resumed else ())
+            try:
+                await router.answer(request, reader.take)
+                return
+            except UnavailableError:
+                if router.is_up or attempt == MAX_ROUTERS:
+                    raise
+
+
+def prompt_of(index: int, planned: Planned) -> list[int]:
+    """Token ids: those of a trace's blocks are the same wherever the block is, all others occur once."""
+    prompt: list[int] = []
+    for block in planned.blocks:
+        prompt += [block + 1] * BLOCK_TOKENS
+    own = VOCAB_SIZE - 1 - index
+    return [*prompt[:planned.prompt_tokens], *[own] * (planned.prompt_tokens - len(prompt))]

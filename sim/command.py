@@ -1,0 +1,108 @@
+"""`baton simulate`: what a fleet makes of a load."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.load import Slo
+from baton.load_plot import check_can_plot
+from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan, read_trace
+from router.workers.policy import Policy
+from runtime.errors import BatonError, ConfigError
+from sim.costs import Costs
+from sim.faults import Mishap
+from sim.fleet import FleetConfig, simulate
+from sim.report import draw, figures_of, lines_of
+from sim.router import RouterOptions
+
+_UNITS = {"ms": 1e-3, "s": 1.0}
+_LENGTHS = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def parse_slo(text: str) -> Slo:
+    """From "ttft=2s,tpot=50ms". Raises ConfigError."""
+    limits = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        unit = "ms" if value.endswith("ms") else "s"
+        try:
+            limits[name.strip()] = float(value.removesuffix(unit)) * _UNITS[unit]
+        except ValueError:
+            limits[""] = 0.0
+    if limits.keys() != {"ttft", "tpot"} or min(limits.values()) <= 0:
+        raise ConfigError(f"--slo must be like ttft=2s,tpot=50ms, got {text!r}", field="slo")
+    return Slo(limits["ttft"], limits["tpot"])
+
+
+@app.command()
+def command(
+    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
+    routers: Annotated[int, typer.Option(min=1, help="Number of routers before them.")] = 1,
+    costs: Annotated[Path | None, typer.Option(help="What workers take, as bench.calibrate writes it; default: a dense "
+                                                    "70B model on eight H100 per worker, roughly.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Times, lengths and common blocks of this JSONL file.")] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Replay a trace this much faster.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second, without a trace.")] = 4.0,
+    arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON,
+    burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8,
+    prompt_tokens: Annotated[str, typer.Option(help=_LENGTHS)] = "exponential:4000",
+    output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "exponential:300",
+    policy: Annotated[Policy, typer.Option(help="How routers choose workers.")] = Policy.PREFIX_CACHE,
+    watch_interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two reports of a worker.")] = 0.25,
+    fault: Annotated[list[str] | None, typer.Option(
+        help="Like kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, restart:decode@100 or "
+             "lose:router-1@60; repeat.")] = None,
+    slo: Annotated[str, typer.Option(help="What a good request keeps.")] = "ttft=2s,tpot=50ms",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
+) -> None:
+    """Simulate a fleet: the router's own code, and models of workers and links, in virtual time."""
+    with _one_line_errors():
+        if plot is not None:
+            check_can_plot(plot)
+        limits = parse_slo(slo)
+        if trace is not None:
+            load = read_trace(trace, speed=speed)[:requests]
+        else:
+            shape = Shape(Lengths.parse(prompt_tokens, field="prompt_tokens"),
+                          Lengths.parse(output_tokens, field="output_tokens"))
+            load = plan(requests or 1000, Arrivals(arrival, rate, burst), shape, seed=seed)
+        config = FleetConfig(prefill, decode, routers, Costs() if costs is None else Costs.read(costs),
+                             RouterOptions(policy, watch_interval), tuple(map(Mishap.parse, fault or ())), seed)
+        run = simulate(config, fitting(load, config.costs.model.max_context_tokens))
+        figures = figures_of(run, config, limits)
+        print(json.dumps(figures) if as_json else "\n".join(lines_of(figures)))
+        if plot is not None:
+            draw(run, config, limits, plot)
+
+
+def fitting(load: Sequence[Planned], max_context_tokens: int) -> list[Planned]:
+    """What is longer than the context is cut, as `baton load` does."""
+    cut = []
+    for item in load:
+        output = min(item.output_tokens, max_context_tokens - 1)
+        cut.append(replace(item, prompt_tokens=min(item.prompt_tokens, max_context_tokens - output),
+                           output_tokens=output))
+    return cut
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except BatonError as error:
+        print(f"baton simulate: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

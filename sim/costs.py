@@ -1,0 +1,103 @@
+"""What workers and their network take for what they do: the file that `python -m bench.calibrate` writes.
+
+    {"model": {...}, "prefill": {...}, "decode": {...}, "network": {...}}
+
+All times are seconds, all sizes bytes. The defaults are a dense model of 70 billion parameters on nodes of eight H100
+at the rates that public benchmarks show, rounded; they are no measurement.
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from runtime.errors import ConfigError
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelCosts(_Part):
+    """`state_bytes` is the recurrent state of a request."""
+
+    page_size: int = Field(default=64, ge=1)
+    max_context_tokens: int = Field(default=131_072, ge=2)
+    num_layers: int = Field(default=80, ge=1)
+    token_bytes: int = Field(default=327_680, ge=0)
+    state_bytes: int = Field(default=0, ge=0)
+
+
+class PrefillCosts(_Part):
+    """A chunk takes `step_s`, `token_s` for each of its tokens, and `pair_s` for each pair of one of its tokens and one
+    that this attends to. A pool of several stages has as many chunks under way, each of which takes that for all
+    stages together. With `num_snapshots` a prompt goes on only from where a state was kept."""
+
+    step_s: float = Field(default=0.008, ge=0)
+    token_s: float = Field(default=7e-5, ge=0)
+    pair_s: float = Field(default=1e-9, ge=0)
+    stages: int = Field(default=1, ge=1)
+    chunk_tokens: int = Field(default=2048, ge=1)
+    grid: int = Field(default=64, ge=1)
+    num_pages: int = Field(default=16_384, ge=1)
+    num_slots: int = Field(default=0, ge=0)
+    max_running: int = Field(default=64, ge=1)
+    max_queued: int = Field(default=512, ge=1)
+    start_s: float = Field(default=60.0, ge=0)
+
+    def chunk_s(self, tokens: int, pairs: float) -> float:
+        return self.step_s + self.token_s * tokens + self.pair_s * pairs
+
+
+class DecodeCosts(_Part):
+    """All rows of a pool get their next token within `step_s`, `row_s` for each of them and `context_s` for each token
+    they attend to. `tokens_per_step`: with drafts, the mean of those accepted and the one drawn. `replay_s` for each
+    token that a request which was set back, or moves here, computes again."""
+
+    step_s: float = Field(default=0.014, ge=0)
+    row_s: float = Field(default=5e-5, ge=0)
+    context_s: float = Field(default=1.2e-8, ge=0)
+    replay_s: float = Field(default=7e-5, ge=0)
+    tokens_per_step: float = Field(default=1.0, ge=1)
+    num_pages: int = Field(default=16_384, ge=1)
+    num_slots: int = Field(default=0, ge=0)
+    max_running: int = Field(default=256, ge=1)
+    max_held: int = Field(default=256, ge=1)
+    growth_tokens: int = Field(default=64, ge=0)
+    start_s: float = Field(default=60.0, ge=0)
+
+    def round_s(self, rows: int, context_tokens: float) -> float:
+        """Rows beyond those computed at a time take turns."""
+        turns = max(1.0, rows / self.max_running)
+        return self.step_s * turns + self.row_s * rows + self.context_s * context_tokens
+
+
+class NetworkCosts(_Part):
+    """`latency_s` one way, of a message; bandwidth of a worker's interface each way."""
+
+    latency_s: float = Field(default=5e-4, ge=0)
+    bytes_per_s: float = Field(default=5e10, gt=0)
+
+
+class Costs(_Part):
+    """All of it."""
+
+    model: ModelCosts = ModelCosts()
+    prefill: PrefillCosts = PrefillCosts()
+    decode: DecodeCosts = DecodeCosts()
+    network: NetworkCosts = NetworkCosts()
+
+    @classmethod
+    def read(cls, path: Path) -> "Costs":
+        """Raises ConfigError naming the field."""
+        try:
+            return cls.model_validate_json(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the costs {path}: {error}", field="costs") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{path}: {place}: {first['msg']}", field="costs") from None
+
+    def handoff_bytes(self, num_tokens: int) -> float:
+        """Of a prompt."""
+        return self.model.token_bytes * num_tokens + self.model.state_bytes

@@ -1,0 +1,202 @@
+"""A decode worker: reserves, lets prompts land, and draws as `sim.decode_pool` says. Tokens are sent when the request
+ends here, with the time that the last of them takes; what a router sees of the steps before that is left out."""
+
+import asyncio
+from dataclasses import dataclass
+
+from pool.prefix.journal import PointJournal
+from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
+from runtime.clock import Clock
+from runtime.errors import BatonError, DrainingError
+from sim.costs import Costs
+from sim.decode_pool import DecodePool, DrawnRow
+from sim.links import Arrival, Arrivals, Interface
+from sim.network import Method, SimulatedCall
+from sim.worker import SimulatedWorker
+
+TOKEN = 1  # every one
+
+
+@dataclass(eq=False)
+class _DecodeStay:
+    """One request here, from its call to the end of that."""
+
+    call: SimulatedCall
+    row: DrawnRow
+    session_id: str
+    num_offers: int = 0
+    num_bytes: float = 0.0
+    has_landed: bool = False
+    first_token_s: float | None = None
+    is_committed: bool = False
+
+    @property
+    def epoch(self) -> int:
+        return self.num_offers - 1
+
+
+class DecodeWorker(SimulatedWorker):
+    """Serves `Decode.Generate` and `Worker.Watch`."""
+
+    role = "decode"
+
+    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, clock: Clock) -> None:
+        self.interface = Interface(costs.network.bytes_per_s)
+        self.num_landed_bytes = 0.0
+        self._arrivals = arrivals
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._num_stays = 0
+        self._timer: asyncio.TimerHandle | None = None
+        super().__init__(address, costs)
+
+    @property
+    def start_s(self) -> float:
+        return self.costs.decode.start_s
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._stays)
+
+    def check(self) -> None:
+        self.pool.check()
+
+    def drain(self) -> None:
+        super().drain()
+        for stay in tuple(self._stays.values()):
+            self._send_drawn(stay)
+            stay.call.end(DrainingError("the decode worker drains"))
+            self._release(stay)
+
+    def die(self) -> None:
+        for stay in self._stays.values():
+            self._send_drawn(stay)
+        super().die()
+
+    def slow_down(self, slowness: float) -> None:
+        super().slow_down(slowness)
+        self.pool.slowness = slowness
+
+    def _begin(self) -> PointJournal:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self.slowness)
+        self._stays: dict[int, _DecodeStay] = {}
+        return PointJournal()
+
+    def _methods(self) -> dict[str, Method]:
+        return {"/baton.v1.Decode/Generate": self._generate}
+
+    def _described(self) -> worker_pb2.WorkerInfo:
+        mine = self.costs.decode
+        return worker_pb2.WorkerInfo(pages_total=mine.num_pages, slots_total=mine.num_slots,
+                                     max_running_requests=mine.max_held, max_batch_requests=mine.max_running)
+
+    def _reported(self) -> worker_pb2.WorkerLoad:
+        return worker_pb2.WorkerLoad(
+            queued_requests=self.pool.num_waiting, running_requests=self.pool.num_held - self.pool.num_waiting,
+            pages_free=self.pool.pages_free(self._clock.now()), slots_free=self.pool.slots_free,
+            open_sessions=sum(not stay.is_committed for stay in self._stays.values()),
+            output_tokens=self.pool.num_drawn)
+
+    def _generate(self, call: SimulatedCall) -> None:
+        def opened(message: decode_pb2.DecodeRequest) -> None:
+            stay = self._reserve(call, message.open)
+            if stay is not None:
+                call.on_message = lambda later: self._received(stay, later)
+                call.on_gone = lambda: self._release(stay)
+
+        call.on_message = opened
+
+    def _reserve(self, call: SimulatedCall, opening: decode_pb2.DecodeOpen) -> _DecodeStay | None:
+        self._num_stays += 1
+        request, num_again = opening.request, len(opening.replayed_token_ids)
+        num_prompt = len(request.prompt_token_ids)
+        row = DrawnRow(self._num_stays, num_prompt + num_again, request.max_tokens - 1 - num_again, request.priority,
+                  again=num_again)
+        try:
+            if self._is_draining:
+                raise DrainingError("the decode worker drains")
+            self.pool.reserve(row)
+        except BatonError as error:
+            call.end(error)
+            return None
+        stay = _DecodeStay(call, row, f"{self.incarnation}/{row.key}", num_bytes=self.costs.handoff_bytes(num_prompt))
+        self._stays[row.key] = stay
+        self._offered(stay)
+        return stay
+
+    def _received(self, stay: _DecodeStay, message: decode_pb2.DecodeRequest) -> None:
+        if stay.is_committed:
+            return
+        match message.WhichOneof("input"):
+            case "new_source":
+                self._offered(stay)
+            case "first_token":
+                stay.first_token_s = self._clock.now()
+                self._commit_if_complete(stay)
+
+    def _offered(self, stay: _DecodeStay) -> None:
+        """By a prefill worker: what it sends is awaited."""
+        self._arrivals.pop((stay.session_id, stay.epoch), None)
+        stay.num_offers += 1
+        stay.has_landed = False
+        self._arrivals[stay.session_id, stay.epoch] = Arrival(self.interface, lambda: self._landed(stay))
+        terms = transfer_pb2.DestinationTerms(session_id=stay.session_id, epoch=stay.epoch)
+        stay.call.send(decode_pb2.DecodeResponse(destination=terms))
+
+    def _landed(self, stay: _DecodeStay) -> None:
+        self.num_landed_bytes += stay.num_bytes
+        stay.has_landed = True
+        self._commit_if_complete(stay)
+
+    def _commit_if_complete(self, stay: _DecodeStay) -> None:
+        if not stay.has_landed or stay.first_token_s is None or stay.row.key not in self._stays:
+            return
+        now = self._clock.now()
+        stay.is_committed = True
+        self._arrivals.pop((stay.session_id, stay.epoch), None)
+        stay.call.send(decode_pb2.DecodeResponse(committed=decode_pb2.DecodeCommitted(
+            transfer_exposed_s=now - stay.first_token_s, num_bytes=round(stay.num_bytes))))
+        if stay.row.left <= 0:
+            self._finish(stay)
+            self.pool.release(stay.row, now)
+        else:
+            self.pool.join(stay.row, now)
+        self._plan()
+
+    def _advance(self) -> None:
+        for row in self.pool.advance(self._clock.now()):
+            self._finish(self._stays[row.key])
+        self._plan()
+
+    def _plan(self) -> None:
+        """Look again when the pool's span ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self.pool.span is not None:
+            self._timer = self._loop.call_at(self.pool.span.ends_s, self._advance)
+
+    def _finish(self, stay: _DecodeStay) -> None:
+        self._send_drawn(stay)
+        row, now = stay.row, self._clock.now()
+        first_s = now if row.first_step_s is None else row.first_step_s
+        stay.call.send(decode_pb2.DecodeResponse(finished=decode_pb2.DecodeFinished(
+            reason=types_pb2.FINISH_REASON_LENGTH, queue_s=max(0.0, first_s - row.joined_s), decode_s=now - first_s,
+            num_preemptions=row.num_preemptions)))
+        stay.call.end()
+        del self._stays[row.key]
+
+    def _send_drawn(self, stay: _DecodeStay) -> None:
+        count = self.pool.drawn(stay.row, self._clock.now())
+        if count:
+            stay.call.send(decode_pb2.DecodeResponse(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)))
+
+    def _release(self, stay: _DecodeStay) -> None:
+        if self._stays.pop(stay.row.key, None) is None:
+            return
+        self._arrivals.pop((stay.session_id, stay.epoch), None)
+        self.pool.release(stay.row, self._clock.now())
+        if self.server.is_up:
+            self._plan()

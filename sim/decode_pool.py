@@ -1,0 +1,262 @@
+"""The requests that a decode pool draws for, and when each gets its tokens. Pure; seconds are the caller's.
+
+Rows go through rounds: in each, every row gets its next token (with drafts, its next few). As long as the same rows
+run, rounds need not be gone through one by one: they form a *span*, which ends when the first row has all its tokens,
+when pages run out, or, if the rows are to change, with the round under way. Rules of memory are those of
+`decode.scheduler`: a request is admitted with room to grow; when pages run out, the least urgent and youngest is set
+back; it comes back, and is computed again, before anything new is admitted.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from runtime.errors import CapacityError, InternalError
+from sim.costs import DecodeCosts
+
+
+@dataclass(eq=False)
+class DrawnRow:
+    """One request. `context` tokens are computed, prompt included, `left` are to be drawn; `again` are to be computed
+    once more before that. `unsent` of those drawn its owner has not taken."""
+
+    key: int
+    context: int
+    left: int
+    priority: int = 0
+    again: int = 0
+    unsent: int = 0
+    num_pages: int = 0
+    joined_s: float = 0.0
+    first_step_s: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Less is sooner."""
+        return self.priority, self.key
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of the same rows: the first takes `first_s`, each `growth_s` more than the one before it."""
+
+    began_s: float
+    num_rounds: int
+    first_s: float
+    growth_s: float
+
+    def after_s(self, num_rounds: int) -> float:
+        """When so many of them are over."""
+        return self.began_s + num_rounds * self.first_s + self.growth_s * num_rounds * (num_rounds - 1) / 2
+
+    @property
+    def ends_s(self) -> float:
+        return self.after_s(self.num_rounds)
+
+    def rounds_by(self, now_s: float) -> int:
+        """How many are over; the root of `after_s`."""
+        passed_s = now_s - self.began_s
+        if passed_s <= 0:
+            return 0
+        if self.growth_s < 1e-9 * self.first_s:
+            found = passed_s / self.first_s
+        else:
+            middle = self.first_s / self.growth_s - 0.5
+            found = math.sqrt(middle * middle + 2 * passed_s / self.growth_s) - middle
+        return min(int(found + 1e-9), self.num_rounds)
+
+
+@dataclass
+class DecodePool:
+    """`advance` must be called when `span` ends; what it returns has ended."""
+
+    costs: DecodeCosts
+    page_size: int
+    slowness: float = 1.0
+    span: Rounds | None = None
+    busy_s: float = 0.0
+    num_drawn: int = 0
+    num_preemptions: int = 0
+    _held: dict[int, DrawnRow] = field(default_factory=dict)  # all of them, by key
+    _running: list[DrawnRow] = field(default_factory=list)
+    _joining: list[DrawnRow] = field(default_factory=list)
+    _waiting: list[DrawnRow] = field(default_factory=list)  # set back
+    _pages_used: int = 0
+
+    def reserve(self, row: DrawnRow) -> None:
+        """Memory for a request. Raises CapacityError."""
+        if self._waiting:
+            raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
+        if len(self._held) >= self.costs.max_held:
+            raise CapacityError(f"{len(self._held)} requests hold memory, the limit is {self.costs.max_held}",
+                                resource="held requests")
+        if self.costs.num_slots and self.slots_free < 1:
+            raise CapacityError("every slot is taken", resource="slots")
+        num_pages = self._pages_of(row)
+        if num_pages > self.costs.num_pages - self._pages_used:
+            raise CapacityError(f"{num_pages} pages are needed", resource="pages")
+        self._take(row, num_pages)
+        self._held[row.key] = row
+
+    def join(self, row: DrawnRow, now_s: float) -> None:
+        """Its prompt has landed."""
+        row.joined_s = now_s
+        self._joining.append(row)
+        self._change(now_s)
+
+    def release(self, row: DrawnRow, now_s: float) -> None:
+        """Its request is over. Its memory is free with the end of the round. Idempotent."""
+        if self._held.pop(row.key, None) is None:
+            return
+        if row in self._running:
+            self._change(now_s)
+            return
+        self._give_back(row)
+        for rows in (self._joining, self._waiting):
+            if row in rows:
+                rows.remove(row)
+        self._change(now_s)
+
+    def advance(self, now_s: float) -> list[DrawnRow]:
+        """The span is over. Returns the rows that have all their tokens, and are gone."""
+        if self.span is not None:
+            self._draw(self.span)
+            self.span = None
+        done = [row for row in self._running if row.left <= 0 and row.key in self._held]
+        gone = [row for row in self._running if row.left <= 0 or row.key not in self._held]
+        for row in gone:
+            self._give_back(row)
+            self._held.pop(row.key, None)
+        self._running = [row for row in self._running if row.left > 0 and row.key in self._held]
+        self._begin(now_s)
+        return done
+
+    def drawn(self, row: DrawnRow, now_s: float) -> int:
+        """Tokens of a row that its owner has not taken, those of rounds within the span included. Takes them."""
+        within = min(self._tokens(self.span.rounds_by(now_s)), row.left) if self.span and row in self._running else 0
+        taken = row.unsent + within
+        row.unsent = -within
+        return taken
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def slots_free(self) -> int:
+        return max(0, self.costs.num_slots - len(self._held) + len(self._waiting))
+
+    def pages_free(self, now_s: float) -> int:
+        """As the pool would report it in the middle of a span."""
+        within = 0
+        if self.span is not None:
+            rounds = self.span.rounds_by(now_s)
+            within = sum(self._growth(row, rounds) for row in self._running)
+        return max(0, self.costs.num_pages - self._pages_used - within)
+
+    def check(self) -> None:
+        """Raises InternalError where pages are held by nobody."""
+        held = sum(row.num_pages for row in {*self._held.values(), *self._running})
+        if held != self._pages_used:
+            raise InternalError(f"{self._pages_used} pages are used, requests hold {held}")
+
+    def _begin(self, now_s: float) -> None:
+        """The next span, if there is anything to draw."""
+        again_s = self._readmit() * self.costs.replay_s * self.slowness
+        self._running += self._joining
+        self._joining = []
+        while (rounds := self._rounds()) == 0:
+            self._set_back(max(self._running, key=lambda row: row.turn))
+        if not rounds:
+            return
+        again_s += sum(row.again for row in self._running) * self.costs.replay_s * self.slowness
+        for row in self._running:
+            row.again = 0
+            row.first_step_s = now_s if row.first_step_s is None else row.first_step_s
+        count, context = len(self._running), sum(row.context for row in self._running)
+        first_s = self.costs.round_s(count, context) * self.slowness
+        growth_s = self.costs.context_s * count * self.costs.tokens_per_step * self.slowness
+        self.span = Rounds(now_s + again_s, rounds, first_s, growth_s)
+        self.busy_s += again_s
+
+    def _change(self, now_s: float) -> None:
+        """The rows are to change: with the end of the round under way."""
+        if self.span is None:
+            self._begin(now_s)
+            return
+        rounds = min(self.span.rounds_by(now_s) + 1, self.span.num_rounds)
+        self.span = Rounds(self.span.began_s, rounds, self.span.first_s, self.span.growth_s)
+
+    def _draw(self, span: Rounds) -> None:
+        tokens = self._tokens(span.num_rounds)
+        self.busy_s += span.ends_s - span.began_s
+        for row in self._running:
+            self._take(row, self._growth(row, span.num_rounds))
+            count = min(tokens, row.left)
+            row.context += count
+            row.left -= count
+            row.unsent += count
+            self.num_drawn += count
+
+    def _rounds(self) -> int | None:
+        """Until the first row has its tokens or pages run out; None without rows, 0 where there is no page for one."""
+        if not self._running:
+            return None
+        fewest = min(row.left for row in self._running)
+        rounds = max(1, math.ceil(fewest / self.costs.tokens_per_step))
+        free = self.costs.num_pages - self._pages_used
+        if sum(self._growth(row, rounds) for row in self._running) <= free:
+            return rounds
+        low, high = 0, rounds  # it fits for `low` and not for `high`
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = sum(self._growth(row, middle) for row in self._running) <= free
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def _readmit(self) -> int:
+        """Those set back, as far as memory goes. Returns the tokens that they compute again."""
+        tokens = 0
+        self._waiting.sort(key=lambda row: row.turn)
+        while self._waiting:
+            row = self._waiting[0]
+            num_pages = self._pages_of(row)
+            if num_pages > self.costs.num_pages - self._pages_used:
+                break
+            self._take(row, num_pages)
+            self._running.append(self._waiting.pop(0))
+            tokens += row.context
+        return tokens
+
+    def _set_back(self, row: DrawnRow) -> None:
+        self._give_back(row)
+        self._running.remove(row)
+        self._waiting.append(row)
+        row.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _tokens(self, num_rounds: int) -> int:
+        """Of one row in so many rounds."""
+        return math.floor(num_rounds * self.costs.tokens_per_step + 1e-9)
+
+    def _pages_of(self, row: DrawnRow) -> int:
+        """With some growth, but no more than the request may come to."""
+        tokens = row.context + min(self.costs.growth_tokens, max(row.left, 0))
+        return -(-tokens // self.page_size)
+
+    def _growth(self, row: DrawnRow, num_rounds: int) -> int:
+        """Pages that a row takes within so many rounds."""
+        tokens = row.context + min(self._tokens(num_rounds), row.left)
+        return max(0, -(-tokens // self.page_size) - row.num_pages)
+
+    def _take(self, row: DrawnRow, num_pages: int) -> None:
+        row.num_pages += num_pages
+        self._pages_used += num_pages
+
+    def _give_back(self, row: DrawnRow) -> None:
+        self._pages_used -= row.num_pages
+        row.num_pages = 0

@@ -1,0 +1,177 @@
+"""A whole fleet and its load in virtual time."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.load import Outcome
+from baton.workload import Planned
+from router.request.worker_stream import task_group
+from router.text.model_facts import ModelLimits
+from runtime.errors import InternalError
+from sim.clients import Answered, Clients
+from sim.costs import Costs
+from sim.decode import DecodeWorker
+from sim.faults import Mishap, check_target, unleash
+from sim.links import Arrivals
+from sim.prefill import PrefillWorker
+from sim.router import RouterOptions, RouterProcess
+from sim.time import LoopClock, run_virtually
+from sim.worker import ARCHITECTURE, VOCAB_SIZE, SimulatedWorker
+
+WARM_UP_S = 2.0  # from the start of all processes to the first request
+COOL_DOWN_S = 5.0  # from the last request's end until nothing may be left of any
+NUM_SAMPLES = 240  # of a run
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """What is simulated. The same values give the same run."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_routers: int = 1
+    costs: Costs = field(default_factory=Costs)
+    router: RouterOptions = field(default_factory=RouterOptions)
+    faults: tuple[Mishap, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """A fleet at one moment; sums over its processes. `at_s` counts from when the first request could come."""
+
+    at_s: float
+    waiting: int  # requests in routers
+    queued_tokens: int  # in prefill workers
+    running: int  # requests in decode pools
+    pages_used: float  # the share of decode pools' pages
+    prefill_busy_s: float  # so far
+    decode_busy_s: float
+
+
+@dataclass(frozen=True)
+class FleetRun:
+    """What came of it. `wall_s` is what it took on this machine; `pick_s` is how long a router took to choose a worker,
+    on the average, in time of this machine."""
+
+    answered: list[Answered]
+    samples: list[FleetState]
+    duration_s: float
+    wall_s: float
+    num_preemptions: int
+    num_picks: int
+    pick_s: float
+    moved_bytes: float
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """In order of their ends."""
+        return [each.outcome for each in self.answered]
+
+
+def simulate(config: FleetConfig, load: Sequence[Planned]) -> FleetRun:
+    """Every request of the load to its end.
+
+    Raises:
+        ConfigError: a fault names what is not there.
+        InternalError: something does not add up: a request that ended twice or never, memory that nobody holds.
+    """
+
+    async def play() -> FleetRun:
+        return await Fleet(config).play(load)
+
+    return run_virtually(play())
+
+
+class Fleet:
+    """Build inside a running event loop; `play` may be called once."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._clock = LoopClock(self._loop)
+        self._began_s = time.perf_counter()
+        costs, arrivals = config.costs, Arrivals()
+        self._prefill = [PrefillWorker(f"prefill-{index}:1", costs, arrivals, self._clock)
+                         for index in range(config.num_prefill)]
+        self._decode = [DecodeWorker(f"decode-{index}:1", costs, arrivals, self._clock)
+                        for index in range(config.num_decode)]
+        self._workers: list[SimulatedWorker] = [*self._prefill, *self._decode]
+        facts = ModelLimits("simulated", ARCHITECTURE, VOCAB_SIZE, costs.model.max_context_tokens,
+                            costs.model.num_layers, ())
+        servers = {role: [worker.server for worker in self._workers if worker.role == role]
+                   for role in ("prefill", "decode")}
+        self._routers = {
+            f"router-{index}": RouterProcess.build(config.router, servers, costs.network.latency_s, self._clock,
+                                                   random.Random(f"{config.seed}/router/{index}"), facts)
+            for index in range(config.num_routers)}
+        self._clients = Clients(list(self._routers.values()), random.Random(f"{config.seed}/clients"))
+        self._faults = config.faults
+        self._samples: list[FleetState] = []
+
+    async def play(self, load: Sequence[Planned]) -> FleetRun:
+        """As `simulate`."""
+        by_name = {worker.address.partition(":")[0]: worker for worker in self._workers}
+        for fault in self._faults:
+            check_target(fault, by_name, self._routers)
+        async with task_group() as beside:
+            for router in self._routers.values():
+                router.start(beside)
+            await asyncio.sleep(WARM_UP_S)
+            start_s = self._loop.time()
+            others = [beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
+                      *(beside.create_task(unleash(fault, by_name, self._routers)) for fault in self._faults)]
+            await self._answered(load, start_s)
+            duration_s = self._loop.time() - start_s
+            for task in others:
+                task.cancel()
+            await asyncio.sleep(COOL_DOWN_S)
+            self._check(len(load))
+            for router in self._routers.values():
+                router.die()
+        return self._run(duration_s)
+
+    async def _answered(self, load: Sequence[Planned], start_s: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            for index, planned in enumerate(load):
+                await asyncio.sleep(start_s + planned.at_s - self._loop.time())
+                group.create_task(self._clients.ask(index, planned))
+
+    async def _look(self, start_s: float, interval_s: float) -> None:
+        """Take samples until cancelled."""
+        while True:
+            pages = sum(worker.costs.decode.num_pages for worker in self._decode)
+            now = self._clock.now()
+            self._samples.append(FleetState(
+                now - start_s, sum(router.services.admission.num_waiting for router in self._routers.values()),
+                sum(worker.queued_tokens for worker in self._prefill),
+                sum(worker.pool.num_held for worker in self._decode),
+                1 - sum(worker.pool.pages_free(now) for worker in self._decode) / pages,
+                sum(worker.busy_s for worker in self._prefill), sum(worker.pool.busy_s for worker in self._decode)))
+            await asyncio.sleep(max(interval_s, 1e-3))
+
+    def _check(self, num_requests: int) -> None:
+        """Raises InternalError if something does not add up."""
+        if len(self._clients.answered) != num_requests:
+            raise InternalError(f"{num_requests} requests came, {len(self._clients.answered)} ended")
+        for worker in self._workers:
+            if worker.num_requests:
+                raise InternalError(f"{worker.address} holds {worker.num_requests} requests after their ends")
+            worker.check()
+        for name, router in self._routers.items():
+            booked = sum(worker.num_booked for worker in router.services.directory.workers)
+            if router.is_up and booked:
+                raise InternalError(f"{name} has {booked} requests booked after their ends")
+        sent = sum(each.interface.num_bytes - each.interface.num_vain_bytes for each in self._prefill)
+        landed = sum(each.num_landed_bytes for each in self._decode)
+        if abs(sent - landed) > 1e-6 * sent:
+            raise InternalError(f"{sent:.0f} bytes left prefill workers, {landed:.0f} landed")
+
+    def _run(self, duration_s: float) -> FleetRun:
+        picks = [router.picks() for router in self._routers.values()]
+        num_picks, picked_s = sum(count for count, _ in picks), sum(seconds for _, seconds in picks)
+        return FleetRun(self._clients.answered, self._samples, duration_s, time.perf_counter() - self._began_s,
+                   sum(worker.pool.num_preemptions for worker in self._decode), num_picks,
+                   picked_s / max(num_picks, 1), sum(each.interface.num_bytes for each in self._prefill))

@@ -1,0 +1,231 @@
+"""A prefill worker: the scheduler and the prefix cache of the real one, over a pipeline that takes time and no more."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.request import DrawnToken, Request
+from engine.core.rows import Row
+from engine.memory.leases import PageAllocator, SlotAllocator
+from engine.pipeline.stages import StepResult
+from pool.prefix.journal import PointJournal
+from pool.prefix.tree import ResumeRule
+from pool.request.entry import Failed
+from prefill.prompts import Event, FirstToken, PrefillLimits, Started
+from prefill.scheduler import PrefillScheduler
+from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
+from runtime.clock import Clock
+from runtime.digests import block_names
+from runtime.errors import BatonError, DrainingError
+from sim.costs import Costs
+from sim.links import Arrivals, Interface, Sending
+from sim.network import Method, SimulatedCall
+from sim.worker import COMPATIBILITY, SimulatedWorker
+
+FIRST_TOKEN = 1  # of every answer, whoever draws it
+_NO_TOKENS = torch.empty(0)
+
+
+def batch_of_lengths(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
+    """What a scheduler reads of a batch. Its tokens are left out: nothing computes them."""
+    return ForwardBatch(
+        mode=mode, request_keys=tuple(row.key for row in rows), query_lens=tuple(len(row.token_ids) for row in rows),
+        context_lens=tuple(row.context_len for row in rows), token_ids=_NO_TOKENS, positions=_NO_TOKENS,
+        page_tables=_NO_TOKENS, slot_ids=_NO_TOKENS, sampling=tuple(row.sampling for row in rows))
+
+
+@dataclass(eq=False)
+class _PrefillStay:
+    """One request here, from its call to the end of that."""
+
+    call: SimulatedCall
+    key: int = 0
+    num_tokens: int = 0
+    computed: float = 0.0  # tokens whose bytes can leave
+    transfer: Sending | None = None
+
+
+class PrefillWorker(SimulatedWorker):
+    """Serves `Prefill.Run` and `Worker.Watch`."""
+
+    role = "prefill"
+
+    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, clock: Clock) -> None:
+        self.interface = Interface(costs.network.bytes_per_s)
+        self._arrivals = arrivals
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        super().__init__(address, costs)
+
+    @property
+    def start_s(self) -> float:
+        return self.costs.prefill.start_s
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._stays)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts that it has and has not computed."""
+        return self._scheduler.load().queued_tokens
+
+    def check(self) -> None:
+        self._scheduler.on_idle()
+
+    def drain(self) -> None:
+        super().drain()
+        for stay in tuple(self._stays.values()):
+            stay.call.end(DrainingError("the prefill worker drains"))
+            self._release(stay)
+
+    def die(self) -> None:
+        super().die()
+        self._num_starts += 1  # what its pipeline was about to give is nobody's
+
+    def _begin(self) -> PointJournal:
+        model, mine = self.costs.model, self.costs.prefill
+        limits = PrefillLimits(model.page_size, mine.chunk_tokens, mine.grid, mine.max_running, mine.max_queued)
+        self._scheduler = PrefillScheduler(
+            PageAllocator(mine.num_pages + 1), SlotAllocator(mine.num_slots + 1 if mine.num_slots else 0), limits,
+            self._clock, ResumeRule(model.page_size, mine.grid, has_states=mine.num_slots > 0), batch_of_lengths)
+        self._stays: dict[int, _PrefillStay] = {}
+        self._stage_free_s = [0.0] * mine.stages
+        self._num_in_flight = 0
+        return self._scheduler.cache.journal
+
+    def _methods(self) -> dict[str, Method]:
+        return {"/baton.v1.Prefill/Run": self._run}
+
+    def _described(self) -> worker_pb2.WorkerInfo:
+        mine = self.costs.prefill
+        return worker_pb2.WorkerInfo(pages_total=mine.num_pages, slots_total=mine.num_slots,
+                                     max_running_requests=mine.max_running, max_batch_requests=mine.max_running,
+                                     max_queued_requests=mine.max_queued)
+
+    def _reported(self) -> worker_pb2.WorkerLoad:
+        load = self._scheduler.load()
+        return worker_pb2.WorkerLoad(
+            queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
+            running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
+
+    async def _flush(self) -> int:
+        return self._scheduler.cache.clear()
+
+    def _run(self, call: SimulatedCall) -> None:
+        stay = _PrefillStay(call)
+
+        def received(message: prefill_pb2.RunRequest) -> None:
+            if message.HasField("request"):
+                self._submit(stay, message.request)
+            else:
+                self._send_to(stay, message.destination)
+
+        def committed() -> None:
+            call.end()
+            self._release(stay)
+
+        call.on_message, call.on_half_close, call.on_gone = received, committed, lambda: self._release(stay)
+
+    def _submit(self, stay: _PrefillStay, message: types_pb2.EngineRequest) -> None:
+        stay.num_tokens = len(message.prompt_token_ids)
+        request = Request(message.request_id, (0,) * stay.num_tokens, message.max_tokens, priority=message.priority)
+        names = block_names(message.prompt_token_ids, self.costs.model.page_size, compatibility=COMPATIBILITY)
+        try:
+            if self._is_draining:
+                raise DrainingError("the prefill worker drains")
+            stay.key = self._scheduler.submit(request, lambda event: self._happened(stay, event), blocks=names)
+        except BatonError as error:
+            stay.call.end(error)
+            return
+        self._stays[stay.key] = stay
+        self._launch()
+
+    def _happened(self, stay: _PrefillStay, event: Event) -> None:
+        match event:
+            case Started():
+                stay.computed = event.num_cached
+                terms = transfer_pb2.SourceTerms(compatibility=COMPATIBILITY, num_tokens=stay.num_tokens,
+                                                 page_size=self.costs.model.page_size)
+                stay.call.send(prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(
+                    terms=terms, queue_s=event.queue_s, cached_tokens=event.num_cached)))
+            case FirstToken():
+                stay.call.send(prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
+                    token=types_pb2.TokenChunk(token_ids=[FIRST_TOKEN]), prefill_s=event.prefill_s)))
+            case Failed(error):
+                stay.call.end(error)
+                self._release(stay)
+
+    def _send_to(self, stay: _PrefillStay, destination: transfer_pb2.DestinationTerms) -> None:
+        """The decode pool has reserved: bytes leave, beginning with those of what is computed."""
+        arrival = self._arrivals.get((destination.session_id, destination.epoch))
+        if arrival is None:  # it has ended meanwhile
+            return
+        num_bytes = self.costs.handoff_bytes(stay.num_tokens)
+
+        def arrived() -> None:
+            arrival.landed()
+            stay.call.send(prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent(num_bytes=round(num_bytes))))
+
+        stay.transfer = Sending(self.interface, arrival.interface, num_bytes, arrived)
+        stay.transfer.release(num_bytes * stay.computed / stay.num_tokens)
+
+    def _release(self, stay: _PrefillStay) -> None:
+        if stay.transfer is not None:
+            stay.transfer.cancel()
+        if self._stays.pop(stay.key, None) is not None:
+            self._scheduler.release(stay.key)
+            if self.server.is_up:
+                self._launch()
+
+    def _launch(self) -> None:
+        """Chunks, as long as a stage waits for one."""
+        while self._num_in_flight < self.costs.prefill.stages:
+            batch = self._scheduler.next_batch()
+            if batch is None:
+                return
+            self._num_in_flight += 1
+            began_s, ends_s = self._passes(batch)
+            self._loop.call_at((began_s + ends_s) / 2, self._half_computed, batch, self._num_starts)
+            self._loop.call_at(ends_s, self._computed, batch, self._num_starts)
+
+    def _passes(self, batch: ForwardBatch) -> tuple[float, float]:
+        """When a chunk begins on the first stage and leaves the last."""
+        mine, lengths = self.costs.prefill, list(zip(batch.query_lens, batch.context_lens, strict=True))
+        pairs = sum(count * (context + (count + 1) / 2) for count, context in lengths)
+        stage_s = mine.chunk_s(sum(batch.query_lens), pairs) * self.slowness / mine.stages
+        self.busy_s += stage_s
+        at_s = began_s = max(self._clock.now(), self._stage_free_s[0])
+        for stage, free_s in enumerate(self._stage_free_s):
+            at_s = self._stage_free_s[stage] = max(at_s, free_s) + stage_s
+        return began_s, at_s
+
+    def _half_computed(self, batch: ForwardBatch, start: int) -> None:
+        """The layers of a chunk leave as they are computed, on the average half a chunk before its end; but the last
+        cannot."""
+        if start == self._num_starts:
+            share = 1 - 1 / self.costs.model.num_layers
+            for key, count, context in zip(batch.request_keys, batch.query_lens, batch.context_lens, strict=True):
+                self._can_leave(key, context + count * share)
+
+    def _computed(self, batch: ForwardBatch, start: int) -> None:
+        if start != self._num_starts:
+            return
+        self._num_in_flight -= 1
+        self.num_tokens += sum(batch.query_lens)
+        for key, count, context in zip(batch.request_keys, batch.query_lens, batch.context_lens, strict=True):
+            self._can_leave(key, context + count)
+        drawn = [DrawnToken(FIRST_TOKEN) for sampling in batch.sampling if sampling is not None]
+        self._scheduler.on_result(batch, StepResult(0, drawn))
+        self._launch()
+
+    def _can_leave(self, key: int, num_tokens: float) -> None:
+        stay = self._stays.get(key)
+        if stay is None:
+            return
+        more, stay.computed = num_tokens - stay.computed, num_tokens
+        if stay.transfer is not None:
+            stay.transfer.release(self.costs.handoff_bytes(stay.num_tokens) * more / stay.num_tokens)

@@ -1,0 +1,99 @@
+"""A router process: what `router.app` builds, over the simulated network."""
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from router.request.admission import Admission, AdmissionLimits
+from router.request.answer import Emit, Output
+from router.request.flow import RequestFlow, Services
+from router.request.service_times import Outlook, Timeline
+from router.request.validate import AdmissibleRequest
+from router.request.worker_stream import FlowLimits
+from router.text.model_facts import ModelLimits
+from router.workers.directory import Directory, DirectoryOptions
+from router.workers.policy import Policy
+from runtime.clock import Clock
+from runtime.errors import UnavailableError
+from runtime.metrics import RouterMetrics
+from sim.network import Channel, Server
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """As the settings of `router.config` of the same names."""
+
+    policy: Policy = Policy.PREFIX_CACHE
+    watch_interval_s: float = 0.25
+    max_waiting: int = 1024
+    max_wait_s: float = 60.0
+    max_request_s: float = 3600.0
+
+
+@dataclass(eq=False)
+class RouterProcess:
+    """Build inside a running event loop. It dies at most once."""
+
+    options: RouterOptions
+    registry: CollectorRegistry
+    metrics: RouterMetrics
+    services: Services
+    clock: Clock
+    _tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)  # the oldest first
+    is_up: bool = True
+
+    @classmethod
+    def build(cls, options: RouterOptions, servers: Mapping[str, Sequence[Server]], latency_s: float,
+              clock: Clock, rng: random.Random, facts: ModelLimits) -> "RouterProcess":
+        """Before `servers`, by role."""
+        registry = CollectorRegistry()
+        metrics = RouterMetrics.create(registry)
+        known = {server.address: server for several in servers.values() for server in several}
+        prefill, decode = (tuple(server.address for server in servers[role]) for role in ("prefill", "decode"))
+        directory = Directory(
+            DirectoryOptions(prefill, decode, options.policy, options.watch_interval_s,
+                             longest_comeback_s=options.max_wait_s),
+            facts, metrics, rng, clock, lambda role, address: Channel(known[address], latency_s))
+        outlook = Outlook(clock)
+        flow_limits = FlowLimits(capacity_wait_s=options.max_wait_s)
+        limits = AdmissionLimits(options.max_waiting, options.max_wait_s, flow_limits.peer_wait_s)
+        services = Services(Admission(directory, limits, metrics, outlook), directory, flow_limits, metrics, outlook)
+        return cls(options, registry, metrics, services, clock)
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """What it does beside answering; an error of that ends the group."""
+        for work in (self.services.directory.run(), self.services.admission.run()):
+            self._note(group.create_task(work))
+
+    async def answer(self, request: AdmissibleRequest, emit: Emit) -> None:
+        """To its end. Raises as `RequestFlow.run` does, and UnavailableError where this process dies first."""
+        if not self.is_up:
+            raise UnavailableError("the router is gone")
+        output = Output(request.engine, (), None)
+        flow = RequestFlow(request, output, emit, Timeline(self.clock, self.metrics), self.services,
+                           self.options.max_request_s)
+        task = self._note(asyncio.get_running_loop().create_task(flow.run()))
+        try:
+            await task
+        except asyncio.CancelledError:
+            raise UnavailableError("the router was lost") from None
+
+    def die(self) -> None:
+        """At once, with all that it serves."""
+        self.is_up = False
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def picks(self) -> tuple[int, float]:
+        """How often it chose a worker, and how many seconds of this machine that took."""
+        count, seconds = (self.registry.get_sample_value(f"baton_router_pick_seconds_{part}") or 0
+                          for part in ("count", "sum"))
+        return round(count), seconds
+
+    def _note(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task

@@ -1,0 +1,217 @@
+"""Quantised checkpoints load as what their formats say they mean, bit for bit, and each stage reads its own part."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from models.blocks.config import RawConfig
+from models.checkpoint import read_tensor
+from models.drafts.loader import read_draft
+from models.loader import read_model
+from models.quantised_formats import open_checkpoint
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import plan_stage
+from runtime.errors import ConfigError, IncompatiblePeerError
+from runtime.model_folder import loaded_bytes
+from tests.models.conftest import CheckpointMaker
+from tests.models.test_weights_digest import flip, read_stages, tensor_bytes
+from tests.support.models.checkpoints import add_nextn
+from tests.support.models.quantised import LAYOUTS, meant_by, write_quantised
+from tests.support.models.single_stage import StageDriver
+from transfer.plan.compatibility import check_compatible
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def written(folder: Path, layout: str, **tensors: Tensor) -> Path:
+    """A folder with these tensors and a config that says nothing but the layout."""
+    chosen = LAYOUTS[layout]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / chosen.file).write_text(json.dumps(chosen.config))
+    return folder
+
+
+def opened(folder: Path, layout: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, *,
+           item: tuple[int, int] | None = None) -> Tensor:
+    chosen = LAYOUTS[layout]
+    section = {"quantization_config": chosen.config} if chosen.file == "config.json" else {}
+    entry = open_checkpoint(folder, RawConfig(section)).entries[name]
+    assert entry.shape == (shape if item is None else (item[1], *shape))
+    out = torch.empty(shape, dtype=dtype)
+    read_tensor(entry, out, name=name, digest=None, item=None if item is None else item[0])
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_weight_of_several_pieces_is_what_its_format_means(layout: str, tmp_path: Path) -> None:
+    """More than a million numbers, and no number of rows or columns that blocks of 128 or pieces divide."""
+    weight = torch.randn(1032, 1032, generator=torch.Generator().manual_seed(1))
+    parts, meant = LAYOUTS[layout].code(weight)
+    folder = written(tmp_path, layout, **{f"a.{ending}": part.contiguous() for ending, part in parts.items()})
+    assert torch.equal(opened(folder, layout, "a.weight", (1032, 1032), torch.float32), meant)
+    assert torch.equal(opened(folder, layout, "a.weight", (1032, 1032), torch.bfloat16), meant.bfloat16())
+    assert (meant - weight).abs().max() < 0.6, "codes are near what was coded"
+
+
+def test_blocks_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(1))
+    parts, _ = LAYOUTS["fp8 blocks of 128"].code(weight)
+    theirs: Any = Fp8Dequantize(None)  # type: ignore[no-untyped-call]
+    expected = theirs.convert({name: [part] for name, part in parts.items()})["weight"]
+    folder = written(tmp_path, "fp8 blocks of 128", **{f"a.{ending}": part for ending, part in parts.items()})
+    assert torch.equal(opened(folder, "fp8 blocks of 128", "a.weight", (384, 256), torch.bfloat16), expected)
+
+
+def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
+    each = [LAYOUTS["fp8 blocks"].code(torch.randn(40, 24, generator=torch.Generator().manual_seed(index)))
+            for index in range(3)]
+    folder = written(tmp_path, "fp8 blocks", **{
+        "experts.down_proj": torch.stack([parts["weight"].view(torch.uint8) for parts, _ in each]).view(
+            torch.float8_e4m3fn),
+        "experts.down_proj_scale_inv": torch.stack([parts["weight_scale_inv"] for parts, _ in each])})
+    for index, (_, meant) in enumerate(each):
+        found = opened(folder, "fp8 blocks", "experts.down_proj", (40, 24), torch.float32, item=(index, 3))
+        assert torch.equal(found, meant)
+
+
+@pytest.mark.parametrize(("layout", "family"), [
+    ("fp8 blocks", "deepseek_v32"), ("fp8 tensors", "glm4_moe"), ("fp8 channels", "qwen3_moe"),
+    ("modelopt", "llama"), ("int8 channels", "qwen3"), ("int4 packed with zeros", "qwen3_5"), ("awq", "qwen2"),
+    ("gptq reordered", "glm_moe_dsa"),
+])
+def test_a_model_is_the_one_its_weights_mean(layout: str, family: str, checkpoint: CheckpointMaker,
+                                             tmp_path: Path) -> None:
+    folder = write_quantised(checkpoint(family), tmp_path / "model", layout)
+    expected = StageDriver(read_model(meant_by(folder))).prefill({0: PROMPT})
+    assert torch.equal(StageDriver(read_model(folder), cuts=(1, 3)).prefill({0: PROMPT}), expected)
+    assert not torch.equal(StageDriver(read_model(checkpoint(family))).prefill({0: PROMPT}), expected)
+
+
+def test_a_stage_reads_its_own_part_once(checkpoint: CheckpointMaker, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_quantised(checkpoint("deepseek_v32"), tmp_path / "model", "fp8 blocks")
+    model, reads = read_model(folder), []
+    original = os.preadv
+
+    def recording(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = original(descriptor, buffers, offset)
+        reads.append((offset, offset + count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", recording)
+    model.load_stage(LayerRange(2, 3), numerics=Numerics.EXACT)
+    own = [place for name, place in tensor_bytes(folder / "model.safetensors").items() if ".layers.2." in name]
+    assert sum(end - start for start, end in reads) == sum(end - start for start, end in own)
+    assert all(any(start <= first and last <= end for start, end in own) for first, last in reads)
+
+
+def test_every_part_counts_and_splits_do_not(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "gptq")
+    whole = read_stages(folder, 1)
+    assert [read_stages(folder, size) for size in (2, 3)] == [whole] * 2
+    places = tensor_bytes(folder / "model.safetensors")
+    for ending in ("qweight", "scales", "qzeros"):
+        start, _ = places[f"model.layers.1.mlp.up_proj.{ending}"]
+        flip(folder / "model.safetensors", start)
+        assert read_stages(folder, 2) != whole, ending
+        flip(folder / "model.safetensors", start)
+    assert read_stages(folder, 2) == whole
+
+
+def test_pools_of_quantised_and_of_plain_weights_do_not_pair(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    """Even where they would compute the same: that is known of these two only because a test wrote them."""
+    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "fp8 blocks")
+    again = write_quantised(checkpoint("llama"), tmp_path / "again", "fp8 blocks")
+    mine, same, theirs = (plan_stage(WorkerConfig(model=path, num_pages=8)).compatibility(read_stages(path, size))
+                          for path, size in ((folder, 2), (again, 1), (meant_by(folder), 1)))
+    check_compatible(mine, same.digest, same.text)
+    with pytest.raises(IncompatiblePeerError, match="differ in weights"):
+        check_compatible(mine, theirs.digest, theirs.text)
+
+
+def test_a_draft_in_the_same_files_is_dequantised_too(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = write_quantised(add_nextn(checkpoint("deepseek_v32"), tmp_path / "plain"), tmp_path / "model",
+                             "fp8 blocks")
+    drafts = [read_draft(path, read_model(path)) for path in (folder, meant_by(folder))]
+    assert drafts[0].weight_bytes == drafts[1].weight_bytes
+    for name, entry in (drafts[0].entries or {}).items():
+        found, expected = torch.empty(entry.shape), torch.empty(entry.shape)
+        read_tensor(entry, found, name=name, digest=None)
+        read_tensor((drafts[1].entries or {})[name], expected, name=name, digest=None)
+        assert torch.equal(found, expected), name
+    drafts[0].load(numerics=Numerics.EXACT)
+
+
+@pytest.mark.parametrize("layout", ["fp8 blocks", "int4 packed"])
+def test_what_is_counted_is_the_final_form(layout: str, checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = write_quantised(checkpoint("llama", dtype=torch.bfloat16), tmp_path / "model", layout)
+    layers = LayerRange(1, 3)
+    assert read_model(folder).weight_bytes(layers) == read_model(meant_by(folder)).weight_bytes(layers)
+    assert loaded_bytes(meant_by(folder)) < loaded_bytes(folder) < 1.25 * loaded_bytes(meant_by(folder)), "with scales"
+
+
+CT, GPTQ, FP8 = (LAYOUTS[name].config for name in ("int8 channels", "gptq", "fp8 blocks"))
+
+
+def with_weights(**fields: object) -> dict[str, Any]:
+    group = CT["config_groups"]["group_0"]
+    return {**CT, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **fields}}}}
+
+
+@pytest.mark.parametrize(("section", "field", "complaint"), [
+    ({"quant_method": "mxfp4"}, "quant_method", "'mxfp4' is not supported; known are awq, compressed-tensors"),
+    ({}, "quant_method", "quantization_config: quant_method is missing"),
+    ({**FP8, "weight_block_size": [128]}, "weight_block_size", "rows and columns of a block"),
+    ({**FP8, "fmt": "e5m2"}, "fmt", "'e5m2' is not supported"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo", "'NVFP4' is not supported; known are FP8"),
+    ({"quant_method": "awq", "version": "gemv"}, "version", "'gemv' is not supported, only 'gemm'"),
+    ({**GPTQ, "bits": 3}, "bits", "3 are not supported"),
+    ({**GPTQ, "group_size": 0}, "group_size", "-1 for whole rows"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format", "'marlin'"),
+    ({**CT, "format": "nvfp4-pack-quantized"}, "format", "nvfp4-pack-quantized"),
+    ({**CT, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config", "is not supported"),
+    ({**CT, "config_groups": {}}, "config_groups", "has 0 ways"),
+    (with_weights(strategy="token"), "strategy", "'token' is not supported"),
+    (with_weights(num_bits=4), "format", "4 bits is not supported"),
+])
+def test_an_unsupported_format_is_refused_by_name(broken: Path, section: dict[str, Any], field: str,
+                                                  complaint: str) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_model(broken)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("change", "complaint"), [
+    ({"weight_scale_inv": None}, "up_proj.weight is F8_E4M3 and has no model.layers.0.mlp.up_proj.weight_scale_inv"),
+    ({"weight_scale_inv": torch.ones(2, 2)}, r"scales of shape \[2, 2\] for a weight of \[96, 64\] in blocks of 16 x"),
+    ({"weight_scale_inv": torch.ones(6, 4, dtype=torch.int32)}, "scales are I32, not one of F32"),
+])
+def test_parts_that_do_not_fit_are_named(checkpoint: CheckpointMaker, tmp_path: Path,
+                                         change: dict[str, Tensor | None], complaint: str) -> None:
+    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "fp8 blocks")
+    tensors: dict[str, Tensor | None] = dict(load_file(folder / "model.safetensors"))
+    tensors |= {f"model.layers.0.mlp.up_proj.{ending}": part for ending, part in change.items()}
+    save_file({name: part for name, part in tensors.items() if part is not None}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_model(folder)
+    assert caught.value.field == "quantization_config"
+
+
+def test_a_group_without_a_scale_is_refused(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "gptq")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.g_idx"][3] = 4
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="groups from 0 to 4; it has scales for 4"):
+        read_model(folder).load_stage(LayerRange(0, 1), numerics=Numerics.EXACT)

@@ -1,0 +1,56 @@
+"""The command as its page shows it, and what it says of flags that make no sense."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sim.command import app, parse_slo
+
+PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+TRACE = ('{"timestamp": 0, "input_length": 900, "output_length": 4, "hash_ids": [1, 2]}\n'
+         '{"timestamp": 4000, "input_length": 1500, "output_length": 8, "hash_ids": [1, 3, 4]}\n')
+
+
+def test_the_lines_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trace.jsonl").write_text(TRACE)
+    lines = re.findall(r"^baton simulate (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert len(lines) == 3
+    said = []
+    for line in lines:
+        done = CliRunner().invoke(app, [*shlex.split(line), "--plot", "run.png"])
+        assert done.exit_code == 0, done.output
+        assert Path("run.png").stat().st_size
+        said.append(done.stdout)
+    assert "20 requests in " in said[0]
+    assert " 0 failed" in said[1]
+    figures = json.loads(said[2])
+    assert figures["policy"] == "least_load"
+    assert figures["cached_share"] == 512 / 2400
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    (["--slo", "ttft=2"], "--slo must be like ttft=2s,tpot=50ms"), (["--slo", "ttft=2s,tpot=fast"], "--slo must be"),
+    (["--fault", "kill"], "a fault is like"), (["--fault", "kill:decode-9@1"], "there is no decode-9"),
+    (["--trace", "missing.jsonl"], "missing.jsonl"), (["--costs", "missing.json"], "missing.json")])
+def test_mistakes_are_one_line(arguments: list[str], text: str) -> None:
+    done = CliRunner().invoke(app, ["--requests", "1", *arguments])
+    assert done.exit_code == 2
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_cost_that_cannot_be_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"decode": {"step_s": -1}}')
+    done = CliRunner().invoke(app, ["--costs", str(path)])
+    assert done.exit_code == 2
+    assert "decode.step_s" in done.stderr
+
+
+def test_limits_have_units() -> None:
+    assert parse_slo("ttft=2s,tpot=50ms") == parse_slo("tpot=0.05,ttft=2000ms")

@@ -1,0 +1,113 @@
+"""Whole fleets: times reckoned by hand, faults that cost no request, the same run from the same seed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from baton.load import Slo
+from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan
+from router.workers.policy import Policy
+from runtime.errors import ConfigError
+from sim.costs import Costs, DecodeCosts, ModelCosts, NetworkCosts, PrefillCosts
+from sim.faults import Mishap
+from sim.fleet import FleetConfig, FleetRun, simulate
+from sim.report import figures_of, lines_of
+from sim.router import RouterOptions
+
+LATENCY_S = 0.001
+COSTS = Costs(
+    model=ModelCosts(page_size=16, max_context_tokens=4096, num_layers=10, token_bytes=1000),
+    prefill=PrefillCosts(step_s=0.1, token_s=0.001, pair_s=0, chunk_tokens=1000, grid=16, num_pages=1000, start_s=3),
+    decode=DecodeCosts(step_s=0.02, row_s=0, context_s=0, num_pages=1000, start_s=3),
+    network=NetworkCosts(latency_s=LATENCY_S, bytes_per_s=1e15))
+FLEET = FleetConfig(costs=COSTS)
+SHAPE = Shape(Lengths.parse("uniform:16-900"), Lengths.parse("uniform:1-40"))
+
+
+def load_of(count: int, rate: float, process: Process = Process.POISSON) -> list[Planned]:
+    return plan(count, Arrivals(process, rate), SHAPE, seed=1)
+
+
+def errors(run: FleetRun) -> list[str]:
+    return [outcome.error for outcome in run.outcomes if outcome.error is not None]
+
+
+def test_one_request_takes_what_its_parts_take() -> None:
+    """To the prefill worker and back is twice the latency; 500 tokens are one chunk of 0.1 + 0.5 s. The first token
+    goes on to decode, which draws ten more in 0.2 s and sends them: two latencies after the client had the first."""
+    outcome, = simulate(FLEET, [Planned(0.0, 500, 11)]).outcomes
+    assert outcome.ttft_s == pytest.approx(2 * LATENCY_S + 0.6)
+    assert outcome.tpot_s == pytest.approx((2 * LATENCY_S + 0.2) / 10)
+
+
+def test_a_slow_link_shows_behind_the_first_token() -> None:
+    """500,000 bytes at 1,000,000 a second begin to leave in the middle of the chunk, 0.3 s before its end: they arrive
+    0.2 s after it, when decode already has the first token."""
+    slow = COSTS.model_copy(update={"network": NetworkCosts(latency_s=LATENCY_S, bytes_per_s=1e6)})
+    outcome, = simulate(replace(FLEET, costs=slow), [Planned(0.0, 500, 11)]).outcomes
+    assert outcome.ttft_s == pytest.approx(2 * LATENCY_S + 0.6)
+    assert outcome.e2e_s == pytest.approx(LATENCY_S + 0.6 + 0.2 + 0.2 + LATENCY_S)
+
+
+def test_what_an_earlier_prompt_left_is_not_computed() -> None:
+    """Both begin with one block of 512 tokens, and 480 of 500 tokens are whole pages in front of the last token: 0.1 s
+    and 20 tokens' time are left. The worker has reported what it holds long before."""
+    run = simulate(replace(FLEET, num_prefill=2), [Planned(0.0, 500, 2, (7,)), Planned(5.0, 500, 2, (7,))])
+    assert [each.cached_tokens for each in run.answered] == [0, 496]
+    assert run.outcomes[1].ttft_s == pytest.approx(2 * LATENCY_S + 0.1 + 0.004)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    config = replace(FLEET, num_prefill=2, num_decode=3, num_routers=2, faults=(Mishap.parse("kill:decode-1@2+1"),),
+                     router=RouterOptions(Policy.POWER_OF_TWO))
+    first, second, other = (simulate(replace(config, seed=seed), load_of(30, 8.0)) for seed in (0, 0, 1))
+    assert first.outcomes == second.outcomes
+    assert first.samples == second.samples
+    assert other.outcomes != first.outcomes
+
+
+@pytest.mark.parametrize("fault", ["kill:decode-0@3", "kill:prefill-1@3", "restart:decode@2", "restart:prefill@2",
+                                   "cut:decode-1@3+4", "cut:prefill-0@3+4", "slow:decode-0@1+5x4", "lose:router-0@3"])
+def test_a_fault_costs_no_request(fault: str) -> None:
+    """With two of everything. That nothing is left of any request is checked by every run."""
+    load = load_of(30, 6.0)
+    config = replace(FLEET, num_prefill=2, num_decode=2, num_routers=2, faults=(Mishap.parse(fault),))
+    calm, stormy = (simulate(each, load) for each in (replace(config, faults=()), config))
+    assert errors(stormy) == []
+    assert stormy.outcomes != calm.outcomes
+
+
+def test_pages_that_run_out_cost_time_and_no_request() -> None:
+    tight = COSTS.model_copy(update={"decode": DecodeCosts(step_s=0.02, row_s=0, context_s=0, num_pages=120,
+                                                           growth_tokens=0, start_s=3)})
+    load = [Planned(0.01 * index, 500, 400) for index in range(6)]
+    run = simulate(replace(FLEET, num_prefill=6, costs=tight), load)
+    assert errors(run) == []
+    assert run.num_preemptions > 0
+
+
+def test_more_workers_do_not_make_it_slower() -> None:
+    """At a rate that keeps one prefill worker three times too busy."""
+    load = load_of(40, 6.0)
+    waits = [figures_of(run, config, Slo(2, 0.05))["ttft_s_p90"]
+             for config in (replace(FLEET, num_prefill=count, num_decode=2) for count in (1, 2, 6))
+             for run in [simulate(config, load)]]
+    first, second, third = (float(str(value)) for value in waits)
+    assert first > 2 * second > 2 * third
+
+
+def test_a_fault_must_name_what_is_there() -> None:
+    with pytest.raises(ConfigError, match="decode-7"):
+        simulate(replace(FLEET, faults=(Mishap.parse("kill:decode-7@1"),)), [Planned(0.0, 16, 1)])
+    for text in ("kill decode-0", "burn:decode-0@1", "cut:decode-0@1", "slow:decode-0@1+2x0"):
+        with pytest.raises(ConfigError):
+            Mishap.parse(text)
+
+
+def test_figures_are_plain_values() -> None:
+    run = simulate(FLEET, load_of(5, 2.0))
+    figures = figures_of(run, FLEET, Slo(2, 0.05))
+    assert json.loads(json.dumps(figures)) == figures
+    assert figures["requests"] == 5
+    assert lines_of(figures)
