@@ -20,6 +20,7 @@ from router.request.worker_stream import FlowLimits
 from router.text.model_facts import load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
+from router.workers.prefix_index import PrefixIndex
 from runtime.announce import Announcement, write_announcement
 from runtime.clock import SystemClock
 from runtime.config import describe
@@ -35,6 +36,7 @@ from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
+ENDLESS_METHODS = ORCA_METHODS | {f"/{VLLM_SERVICE}/SubscribeKvEvents"}
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
                         outlook)
     services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
     server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
-                        security=security, background_methods=ORCA_METHODS, also_served=(ORCA_SERVICE,),
+                        security=security, background_methods=ENDLESS_METHODS, also_served=(ORCA_SERVICE,),
                         tracing=tracing)
     request_limits = RequestLimits(config.max_request_s, config.client_stall_s,
                                    PriorityLimits.parse(config.priority_limits), config.salt_by_client)
@@ -83,7 +85,7 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
     orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),
                                                                server.grpc)
     if config.vllm_engine:
-        _add_vllm_engine(server, generation, config.model)
+        _add_vllm_engine(server, generation, config.model, directory.index)
     exposition = None
     if config.metrics_port is not None:
         exposition = Exposition.start(registry, port=config.metrics_port, host=config.metrics_host)
@@ -114,13 +116,15 @@ def _server_options(config: RouterConfig) -> ServerOptions:
     return ServerOptions(write_s=config.client_stall_s, **{name: getattr(config, name) for name in names})
 
 
-def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_dir: Path) -> None:
+def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_dir: Path, index: PrefixIndex) -> None:
     """Raises ConfigError when its stubs are not installed."""
     try:
         from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+        from router.api.kv_events import CacheEvents
         from router.api.vllm_engine import VllmEngineService
     except ImportError as error:
         raise ConfigError(f"vllm_engine needs the package smg-grpc-proto: pip install 'baton[vllm]' ({error})",
                           field="vllm_engine") from error
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineService(generation, model_dir), server.grpc)
+    index.listener = events = CacheEvents(index.is_held)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineService(generation, model_dir, events), server.grpc)

@@ -78,6 +78,7 @@ METHODS: Mapping[str, Access] = {
 SERVICES: Mapping[str, Access] = {
     "vllm.grpc.engine.VllmEngine": Access.CLIENT,
     "vllm.grpc.engine.VllmEngine/FlushCache": Access.WATCHER,
+    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Access.WATCHER,  # it tells tokens of everybody's prompts
     "grpc.channelz.v1.Channelz": Access.WATCHER,
     "grpc.health.v1.Health": Access.OPEN,
     "grpc.reflection.v1alpha.ServerReflection": Access.OPEN,

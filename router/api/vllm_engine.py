@@ -22,6 +22,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from protos import generation_pb2 as pb
 from router.api.generation import GenerationService
+from router.api.kv_events import CacheEvents
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
 from router.text.tokenise import read_json
 from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
@@ -37,8 +38,9 @@ TOKENIZER_CHUNK_BYTES = 1 << 20
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
     """Beside `generation`, over the same requests."""
 
-    def __init__(self, generation: GenerationService, model_dir: Path) -> None:
+    def __init__(self, generation: GenerationService, model_dir: Path, events: CacheEvents) -> None:
         self._generation = generation
+        self._events = events
         self._model_dir = model_dir.absolute()  # gateways take a relative name for one of a hub
         self._started_s = time.monotonic()
         self._last_received_s = 0.0
@@ -112,9 +114,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 self._zipped = await asyncio.to_thread(_zipped, self._model_dir)
             return self._zipped
 
-    async def SubscribeKvEvents(self, request: Message, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
-        _refuse("SubscribeKvEvents", "caches are known by digests of prompts here, not by their tokens")
-        yield common_pb2.KvEventBatch()
+    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest,
+                                context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
+        with self._events.subscribe(request.start_sequence_number) as subscription:
+            while True:
+                for batch in await subscription.news():
+                    yield batch
 
     async def Embed(self, request: Message, context: Context) -> vllm.EmbedResponse:
         _refuse("Embed", "this server generates")

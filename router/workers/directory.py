@@ -80,7 +80,7 @@ class Directory:
         self._metrics = metrics
         self._rng = rng
         self._turns = dict.fromkeys(WorkerRole, 0)
-        self._index = PrefixIndex()
+        self.index = PrefixIndex()
         self._changed = asyncio.Event()
         self._severed = SeveredPairs(self._clock)
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
@@ -104,7 +104,7 @@ class Directory:
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
-        return Worker(role, address, self._connect(role, address), self._on_change, self._clock, self._index)
+        return Worker(role, address, self._connect(role, address), self._on_change, self._clock, self.index)
 
     def _open_channel(self, role: WorkerRole, address: str) -> grpc.aio.Channel:
         return open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
@@ -298,6 +298,9 @@ class Directory:
         role = chosen.worker.role
         self._metrics.decisions.labels(self._policies[role].value, "chosen").inc()
         self._turns[role] += 1
+        if self.index.listener is not None and role is WorkerRole.PREFILL:
+            standing = chosen.worker.standing
+            self.index.listener.placed(prompt, standing.page_size, standing.compatibility)
         return chosen.worker.book(prompt.num_tokens, context_tokens, chosen.num_held)
 
     def _choose(self, workers: Sequence[Worker], prompt: RoutedPrompt,
@@ -323,7 +326,7 @@ class Directory:
         """Tokens of the prompt that workers have in their prefix caches, by address."""
         kinds = {(worker.standing.page_size, worker.standing.compatibility) for worker in workers}
         return {address: depth * page_size for page_size, compatibility in kinds
-                for address, depth in self._index.depths(prompt.block_names(page_size, compatibility)).items()}
+                for address, depth in self.index.depths(prompt.block_names(page_size, compatibility)).items()}
 
     def _fitting(self, role: WorkerRole, compatibility: str, context_tokens: int = 0) -> list[Worker]:
         return [worker for worker in self._usable(role, context_tokens)
@@ -358,6 +361,7 @@ class Directory:
         if worker.info is not None:
             status.incarnation = worker.info.incarnation
             status.stages.extend(worker.info.stages)
+            status.tensor_size = worker.info.tensor_size
             status.pages_total = worker.info.pages_total
             status.slots_total = worker.info.slots_total
         return status

@@ -7,6 +7,7 @@ worker must be watched anew.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
 from protos import types_pb2, worker_pb2
 from runtime.digests import NAME_BYTES, block_names
@@ -42,10 +43,27 @@ def prompt_of(request: types_pb2.EngineRequest) -> RoutedPrompt:
     return RoutedPrompt(request.prompt_token_ids, request.cache_salt, uses_cache and not is_scored)
 
 
+class IndexListener(Protocol):
+    """Follows what the workers of a router have, all of them together."""
+
+    def placed(self, prompt: RoutedPrompt, page_size: int, compatibility: str) -> None:
+        """A prompt was given to a worker whose blocks have so many tokens."""
+        ...
+
+    def stored(self, name: bytes) -> None:
+        """Some worker has this resume point."""
+        ...
+
+    def removed(self, name: bytes) -> None:
+        """None has it any more."""
+        ...
+
+
 class PrefixIndex:
     """Of all workers of a router, by address."""
 
     def __init__(self) -> None:
+        self.listener: IndexListener | None = None
         self._holders: dict[bytes, int] = {}  # per name a bit for each worker
         self._held: dict[str, set[bytes]] = {}
         self._bits: dict[str, int] = {}
@@ -66,7 +84,10 @@ class PrefixIndex:
         held, bit = self._held.setdefault(worker, set()), self._bit(worker)
         for name in _names(report.stored):
             held.add(name)
-            self._holders[name] = self._holders.get(name, 0) | bit
+            before = self._holders.get(name, 0)
+            self._holders[name] = before | bit
+            if not before and self.listener is not None:
+                self.listener.stored(name)
         for name in _names(report.removed):
             held.discard(name)
             self._remove(name, bit)
@@ -83,6 +104,10 @@ class PrefixIndex:
         for name in self._held.pop(worker, ()):
             self._remove(name, bit)
         self._num_reports.pop(worker, None)
+
+    def is_held(self, name: bytes) -> bool:
+        """Whether some worker has this resume point."""
+        return name in self._holders
 
     def depths(self, names: Sequence[bytes]) -> dict[str, int]:
         """How many of these blocks, in order from a prompt's first, each worker need not compute: those up to its
@@ -110,8 +135,8 @@ class PrefixIndex:
         rest = self._holders.get(name, 0) & ~bit
         if rest:
             self._holders[name] = rest
-        else:
-            self._holders.pop(name, None)
+        elif self._holders.pop(name, None) is not None and self.listener is not None:
+            self.listener.removed(name)
 
 
 def _names(joined: bytes) -> Iterator[bytes]:

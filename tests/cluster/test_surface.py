@@ -390,3 +390,21 @@ async def test_vllm_control_calls(outsider: Outsider) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Embed(vllm.EmbedRequest(), timeout=60)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_vllm_gateways_follow_what_is_cached(outsider: Outsider) -> None:
+    stub, prompt = vllm_grpc.VllmEngineStub(outsider.channel), list(range(5, 135))
+    told: dict[int, list[int]] = {}
+    async with asyncio.timeout(120):
+        batches = aiter(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()))
+        assert (await anext(batches)).snapshot.count == 1
+        await ask(outsider, {"tokenIds": {"ids": prompt}})
+        while not {tuple(prompt[:64]), tuple(prompt[64:128])} <= {tuple(ids) for ids in told.values()}:
+            for event in (await anext(batches)).events:
+                told |= {block.block_hash: list(block.token_ids) for block in event.stored.blocks}
+        flushed = await stub.FlushCache(common_pb2.FlushCacheRequest())
+        assert flushed.success, flushed.message
+        while told:
+            for event in (await anext(batches)).events:
+                for key in event.removed.block_hashes:
+                    told.pop(key, None)

@@ -114,7 +114,7 @@ async def load(client: AsyncBatonClient, *, clients: int, prompt: int, tokens: i
 
 async def shop_troubles(shop: RunningCluster, watch: Watch) -> None:
     # Two answers do not fit: beside more, a router admits only what pools have room for at the pace they showed.
-    async with load(shop.client, clients=6, prompt=60, tokens=500):
+    async with load(shop.client, clients=6, prompt=60, tokens=440):
         await watch.until_fired("shop", "BatonPreempting", "BatonPipelineIdle", "BatonDraftsRejected")
         killing = asyncio.create_task(_kill_now_and_then(shop))
         await watch.until_fired("shop", "BatonProcessDown", "BatonRoleDown")
@@ -202,7 +202,7 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
         tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3_5_text")
     draft = save_draft(tmp_path / "draft", layers=(0, 1, 3))
-    flags = ("--draft", str(draft), "--no-spec-adaptive", "--num-pages", "14", "--max-running", "6")
+    flags = ("--draft", str(draft), "--no-spec-adaptive", "--num-pages", "12", "--max-running", "6")
     began = time.time()
     async with (prometheus(tmp_path, _rules(), port=port, interval_s=INTERVAL_S) as server,
                 running_cluster(checkpoint, decode_pp=2, decode_partition="1,3", worker_flags=flags) as shop,

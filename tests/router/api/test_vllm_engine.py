@@ -10,6 +10,7 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from router.api import vllm_engine
+from router.api.kv_events import CacheEvents
 from router.api.vllm_engine import VllmEngineService
 from router.api.vllm_translate import request_from_vllm
 from runtime.errors import InvalidRequestError
@@ -34,7 +35,7 @@ async def test_the_tokenizer_is_packed_once_and_off_the_event_loop(tmp_path: Pat
 
     monkeypatch.setattr(vllm_engine, "_zipped", watched)
     nobody: Any = None
-    service = VllmEngineService(nobody, write_model_dir(tmp_path))
+    service = VllmEngineService(nobody, write_model_dir(tmp_path), CacheEvents(lambda name: False))
 
     async def read() -> bytes:
         return b"".join([part.data async for part in service.GetTokenizer(common_pb2.GetTokenizerRequest(), nobody)])
