@@ -88,16 +88,17 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     where the model has any.
     """
     place = config.placement
-    description = read_model(config.model).of_rank(place.tensor)
-    facts = description.facts
+    whole = read_model(config.model)
+    description, facts = whole.of_rank(place.tensor), whole.facts
     ranges = _layers_of_stages(config, facts.num_layers)
     specs = description.cache_specs(config.page_size)
-    speculation = plan_speculation(config, description) if speculates or config.spec_prompt else None
+    speculation = plan_speculation(config, whole) if speculates or config.spec_prompt else None
     extra: tuple[CacheSpec, ...] = ()
     scratch: tuple[CacheSpec, ...] = ()
     if speculation is not None:
         if speculates:
-            extra, scratch = speculation.own_specs(specs, config.page_size), speculation.scratch_specs(specs)
+            extra = speculation.own_specs(specs, config.page_size)
+            scratch = speculation.scratch_specs(tuple(spec.of_rank(place.tensor) for spec in specs))
         handed = speculation.handed_specs(config.page_size)
         specs, ranges[-1] = (*specs, *handed), LayerRange(
             ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed}))
