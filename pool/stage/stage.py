@@ -24,7 +24,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
-from pool.stage.pool_size import PoolNeeds, PoolSize, plan_pool_size
+from pool.stage.pool_size import Memory, PoolNeeds, PoolSize, memory_of, plan_pool_size
 from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
@@ -80,12 +80,12 @@ class StagePlan:
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False,
-               keeps_prompts: bool = False) -> StagePlan:
+               keeps_prompts: bool = False, memory: Memory = memory_of) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
     `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
     look at the draft only to hand over its cache of the prompt. Those that keep prompts have slots for states of these,
-    where the model has any.
+    where the model has any. `memory` is that of the machine or device that the stage is for.
     """
     place = config.placement
     whole = read_model(config.model)
