@@ -398,7 +398,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=prompts, start=st.lists(st.sampled_from((0, 1)), min_size=1, max_size=4), tail=st.integers(0, 5),
           priority=st.integers(-1, 1), caches=st.booleans())
-    def submit(self, start: list[int], tail: int, priority: int, caches: bool) -> object:  # noqa: FBT001
+    def submit(self, *, start: list[int], tail: int, priority: int, caches: bool) -> object:
         tokens = [token for block in start for token in (block,) * PAGE] + [9] * tail
         if len(tokens) > (self.rig.scheduler.pages.num_total) * PAGE or self.rig.scheduler.load().queued_requests > 8:
             return None
@@ -410,7 +410,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.in_flight.append(batch)
 
     @rule(fails=st.sampled_from((False, False, False, True)))
-    def answer(self, fails: bool) -> None:  # noqa: FBT001
+    def answer(self, *, fails: bool) -> None:
         if self.in_flight:
             self.rig.answer(self.in_flight.pop(0), StepFailed("no") if fails else None)
 
