@@ -385,6 +385,22 @@ def test_a_slot_for_a_request_is_taken_from_the_states() -> None:
     assert rig.scheduler.load().slots_free == 4
 
 
+def test_a_slot_is_never_taken_from_the_state_that_its_request_goes_on_from() -> None:
+    """Its pages would go with it."""
+    rig = Rig(num_slots=5, max_running=3)
+    rig.compute(*range(20))
+    rig.compute(*range(100, 120))
+    assert len(rig.scheduler.slots.ledger.kept_ids()) == 2
+    running = [rig.submit(*range(start, start + 20), caches=False) for start in (300, 400)]
+    rig.run(*running)
+    again = rig.submit(*range(20))
+    rig.run(again)
+    assert again.started.num_cached == 16
+    for prompt in (*running, again):
+        rig.scheduler.release(prompt.key)
+    rig.check()
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random histories of a small pool: prompts over few tokens come and go, batches fail, up to two are in flight."""
 
