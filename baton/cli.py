@@ -120,6 +120,8 @@ def up(
     decode: Annotated[int, typer.Option(help="Number of decode pools.")] = 1,
     prefill_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each prefill pool.")] = 1,
     decode_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each decode pool.")] = 1,
+    prefill_tp: Annotated[int, typer.Option(help="Ranks (processes) that share each prefill stage.")] = 1,
+    decode_tp: Annotated[int, typer.Option(help="Ranks (processes) that share each decode stage.")] = 1,
     prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5".')] = "",
     decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
     routers: Annotated[int, typer.Option(help="Number of routers before them; those after the first take free "
@@ -152,7 +154,8 @@ def up(
                     *_flag("--draft", None if draft is None else str(draft)), *_flag("--otel-endpoint", otel_endpoint)]
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_partition=prefill_partition, decode_partition=decode_partition, routers=routers, listen=listen,
+        prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_partition=prefill_partition,
+        decode_partition=decode_partition, routers=routers, listen=listen,
         memory_mb=memory_mb, max_context=max_context, http=http, worker_flags=tuple(worker_flags),
         router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
         config_file=config, one_core_each=device in (None, "cpu"),

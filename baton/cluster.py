@@ -59,12 +59,13 @@ class _Pool:
     shape: PoolShape
     index: int
 
-    def name(self, stage: int) -> str:
-        return f"{self.shape.role}-{self.index}" + (f".{stage}" if self.shape.num_stages > 1 else "")
+    def name(self, rank: int) -> str:
+        """Of a process of the pool, counted stage by stage."""
+        return f"{self.shape.role}-{self.index}" + (f".{rank}" if self.shape.pool_size > 1 else "")
 
     @property
     def names(self) -> list[str]:
-        return [self.name(stage) for stage in range(self.shape.num_stages)]
+        return [self.name(rank) for rank in range(self.shape.pool_size)]
 
 
 def _usable_cores() -> list[int]:
@@ -198,8 +199,8 @@ class LocalCluster:
         for pool in self._pools:
             self._launch_stage(pool, 0)
         for pool in self._pools:
-            for stage in range(1, pool.shape.num_stages):
-                self._launch_stage(pool, stage)
+            for rank in range(1, pool.shape.pool_size):
+                self._launch_stage(pool, rank)
         for name in self._router_names:
             self._launch_router(name)
         for process in self.processes.values():
@@ -233,13 +234,14 @@ class LocalCluster:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
 
-    def _launch_stage(self, pool: _Pool, stage: int) -> None:
+    def _launch_stage(self, pool: _Pool, rank: int) -> None:
         shape, leader = pool.shape, self._announcement_path(pool.name(0))
-        flags = ["--rank", str(stage), "--world-size", str(shape.num_stages), *shape.flags,
+        flags = ["--rank", str(rank), "--world-size", str(shape.pool_size), *shape.flags,
                  *self._memory_flags[shape.role]]
-        flags += ["--leader", f"file://{leader}"] if stage else []
+        flags += ["--tp", str(shape.num_ranks)] if shape.num_ranks > 1 else []
+        flags += ["--leader", f"file://{leader}"] if rank else []
         flags += ["--partition", shape.partition] if shape.partition else []
-        self._launch(pool.name(stage), shape.role, flags, leads=stage == 0)
+        self._launch(pool.name(rank), shape.role, flags, leads=rank == 0)
 
     def _announcement_path(self, name: str) -> Path:
         return Path(self._folder.name) / f"{name}.json"

@@ -31,6 +31,8 @@ class ClusterConfig:
     decode: int = 1
     prefill_pp: int = 1
     decode_pp: int = 1
+    prefill_tp: int = 1
+    decode_tp: int = 1
     prefill_partition: str = ""
     decode_partition: str = ""
     routers: int = 1
@@ -56,13 +58,14 @@ class ClusterConfig:
         given = (("--memory-mb", self.memory_mb), ("--max-context", self.max_context))
         words = (word for flag, value in given if value is not None for word in (flag, str(value)))
         flags = (*self.worker_flags, *words)
-        return (PoolShape("prefill", self.prefill, self.prefill_pp, self.prefill_partition, flags),
-                PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags))
+        return (PoolShape("prefill", self.prefill, self.prefill_pp, self.prefill_partition, flags,
+                          self.prefill_tp),
+                PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags, self.decode_tp))
 
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""
         parse_address(self.listen or DEFAULT_TARGET, field="listen")
-        for name in ("prefill", "decode", "prefill_pp", "decode_pp", "routers"):
+        for name in ("prefill", "decode", "prefill_pp", "decode_pp", "prefill_tp", "decode_tp", "routers"):
             count: int = getattr(self, name)
             if not 1 <= count <= _MAX_PROCESSES:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",

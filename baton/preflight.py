@@ -24,18 +24,24 @@ LEAST_CACHE_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The pools of one role: how many, of how many stages, split how ("" for evenly), and the flags each process gets
-    beside."""
+    """The pools of one role: how many, of how many stages, split how ("" for evenly), the flags each process gets
+    beside, and how many ranks share a stage."""
 
     role: str
     count: int
     num_stages: int
     partition: str
     flags: tuple[str, ...]
+    num_ranks: int = 1
+
+    @property
+    def pool_size(self) -> int:
+        """Processes of one pool."""
+        return self.num_stages * self.num_ranks
 
     @property
     def num_processes(self) -> int:
-        return self.count * self.num_stages
+        return self.count * self.pool_size
 
 
 def check_partition(shape: PoolShape, model: Path) -> None:

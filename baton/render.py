@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 
 from rich.box import SIMPLE_HEAD
@@ -72,7 +72,7 @@ def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None)
     for heading in ("runs", "queued", "pages\nfree", "slots\nfree", "open", *rate_heading):
         table.add_column(heading, justify="right")
     for worker in status.workers:
-        cells: list[str | Text] = [worker.role, Text(f"{worker.address}\n{_picture(worker.stages)}"), _state(worker),
+        cells: list[str | Text] = [worker.role, Text(f"{worker.address}\n{_picture(worker)}"), _state(worker),
                  str(worker.running_requests), str(worker.queued_requests),
                  f"{_free(worker.pages_free, worker.pages_total)}\n{_bar(worker.pages_free, worker.pages_total)}",
                  _free(worker.slots_free, worker.slots_total), str(worker.open_sessions)]
@@ -90,9 +90,10 @@ def _state(worker: WorkerStatus) -> Text:
     return Text("serving", "green")
 
 
-def _picture(stages: Sequence[str]) -> str:
-    """The layers of each stage, from the first to the last."""
-    return "├" + "┼".join(f" {layers} " for layers in stages) + "┤" if stages else ""
+def _picture(worker: WorkerStatus) -> str:
+    """The layers of each stage, from the first to the last, and how many ranks share each."""
+    stages = "├" + "┼".join(f" {layers} " for layers in worker.stages) + "┤" if worker.stages else ""
+    return f"{stages} x {worker.tensor_size} ranks" if worker.tensor_size > 1 else stages
 
 
 def _free(free: int, total: int) -> str:

@@ -217,6 +217,7 @@ class WorkerStatus:
     busy_s: float = 0.0  # how long its engine has been within its present step
     prompt_tokens: int = 0  # computed since its start
     output_tokens: int = 0  # drawn since its start
+    tensor_size: int = 1  # ranks (processes) that share each stage
 
 
 @dataclass(frozen=True)

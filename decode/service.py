@@ -87,7 +87,7 @@ class DecodeStay:
         # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
         # long that may take follows from the request's deadline.
         self._session = ReceiveSession(
-            secrets.token_hex(8), num_stages=len(parts.plan.ranges), clock=SystemClock(),
+            secrets.token_hex(8), num_stages=parts.leader.group.size, clock=SystemClock(),
             deadlines=SessionDeadlines.within(patience_s))
         self._is_open = False
         self._with_draft = False  # whether the draft's state lands, too

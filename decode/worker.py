@@ -45,7 +45,7 @@ class DecodeRole:
         return DecodeLeading(DecodeScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
             scratch=SlotAllocator(stage.plan.num_scratch, name="states of trees"),
-            limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.world_size,
+            limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.placement.pipeline_size,
                                 max_running=config.max_running, max_held=stage.plan.max_held,
                                 max_context_tokens=stage.plan.max_context_tokens,
                                 chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,

@@ -7,7 +7,7 @@ then the bytes. Nothing is mapped: a tensor's bytes are read straight into the m
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from engine.core.layer_range import Part
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 
@@ -69,12 +70,17 @@ class TensorEntry:
     def stored(self) -> "tuple[TensorEntry, ...]":
         return (self,)
 
-    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
+    @property
+    def plain_dtype(self) -> torch.dtype:
         """Raises ConfigError for a dtype only quantised checkpoints have."""
         if self.dtype not in _PLAIN:
             raise ConfigError(f"{self.file.name} holds {self.dtype} weights that its config says nothing about; "
                               f"without a quantization_config only BF16, F16 and F32 are supported", field="model")
-        stored = _PLAIN[self.dtype]
+        return _PLAIN[self.dtype]
+
+    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
+        """Raises ConfigError for a dtype only quantised checkpoints have."""
+        stored = self.plain_dtype
         in_place = stored == out.dtype and out.device.type == "cpu"
         target = out if in_place else torch.empty(out.shape, dtype=stored)
         _read_exactly(self.file, self.offset + (item or 0) * target.nbytes, target, hashed)
@@ -127,6 +133,42 @@ def read_tensor(entry: WeightEntry, out: Tensor, *, name: str, digest: WeightsDi
     entry.read(out, hashed, item=item)
     if digest is not None and hashed is not None:
         digest.add(name, entry.kind, hashed.digest(), item=item)
+
+
+def read_rows(entry: WeightEntry, out: Tensor, rows: Sequence[Part], columns: Part | None, *, name: str,
+              digest: WeightsDigest | None, item: int | None = None) -> None:
+    """Likewise copy these rows of a tensor, one interval behind the other, and of each the `columns` (None: all). All
+    bytes are read and digested, whatever is kept: a few rows at a time of a weight that is stored as it is.
+
+    Raises:
+        ConfigError: as `read_tensor`.
+    """
+    hashed = None if digest is None else xxhash.xxh3_128()
+    for start, read in _in_pieces(entry, out.dtype, hashed, item):
+        at = 0
+        for part in rows:
+            first, last = max(start, part.start), min(start + len(read), part.stop)
+            if first < last:
+                place, taken = at + first - part.start, read[first - start:last - start]
+                out[place:place + last - first].copy_(
+                    taken if columns is None else taken[..., columns.start:columns.stop])
+            at += len(part)
+    if digest is not None and hashed is not None:
+        digest.add(name, entry.kind, hashed.digest(), item=item)
+
+
+def _in_pieces(entry: WeightEntry, dtype: torch.dtype, hashed: "xxhash.xxh3_128 | None",
+               item: int | None) -> Iterator[tuple[int, Tensor]]:
+    """All rows, each piece with the number of its first."""
+    shape = entry.shape if item is None else entry.shape[1:]
+    if not isinstance(entry, TensorEntry):
+        whole = torch.empty(shape, dtype=dtype)
+        entry.read(whole, hashed, item=item)
+        yield 0, whole
+        return
+    at_once = max(1, _READ_BYTES // max(1, math.prod(shape[1:]) * entry.plain_dtype.itemsize))
+    for start in range(0, shape[0], at_once):
+        yield start, entry.rows(start, min(at_once, shape[0] - start), hashed, item=item)
 
 
 def same_content(a: WeightEntry, b: WeightEntry) -> bool:

@@ -68,13 +68,14 @@ class DecoderStage:
         self._is_last = layer_range.end == spec.num_layers
         self._takes_selection = spec.layers[layer_range.start].mixer.shares_selection
         self._hands_on_selection = not self._is_last and spec.layers[layer_range.end].mixer.shares_selection
-        embedding_shape = (spec.vocab_size, spec.hidden_size)
+        self._vocabulary, self._ranks = spec.vocabulary, weights.ranks
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:
             name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
-            self._head = weights.linear(name, rows=(spec.vocab_size,), in_features=spec.hidden_size)
+            self._head = weights.linear(name, rows=(spec.vocabulary,), in_features=spec.hidden_size)
         if self._is_first:
-            own = None if self._is_last and spec.tied_head else weights.tensor(EMBEDDING, *embedding_shape)
+            own = None if self._is_last and spec.tied_head else weights.tensor(
+                EMBEDDING, len(spec.vocabulary), spec.hidden_size, rows=spec.vocabulary)
             self._embed = self._head.weight_rows if own is None else partial(embed, table=own)
         rotary = Rotary(spec=spec.rope, dtype=getattr(torch, facts.dtype), device=weights.device)
         self.layers = [DecoderLayer(spec=spec.layers[layer_id], decoder=spec, layer_id=layer_id,
@@ -116,7 +117,24 @@ class DecoderStage:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
-        return StageOutput(logits=self._head.logits(self._norm.forward(rows)), aux_hidden=captured)
+        return StageOutput(logits=self._all_logits(self._head.logits(self._norm.forward(rows))), aux_hidden=captured)
+
+    def _all_logits(self, logits: Tensor) -> Tensor | None:
+        """logits: [rows, part of vocab]. Returns [rows, vocab] where tokens are drawn, None on the other ranks."""
+        if self._ranks is None:
+            return logits
+        parts = self._ranks.collect(logits)
+        return None if parts is None else torch.cat(parts, dim=1)
+
+    def _embedded(self, token_ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """token_ids: [T]. Returns [T, hidden]; each token's row comes from the rank that has it."""
+        if self._ranks is None:
+            return embed(token_ids)
+        part, each = self._vocabulary, -(-self._vocabulary.total // self._ranks.own.size)
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < part.total:
+            raise IndexError(f"index out of range: a token of {part.total} in the vocabulary")
+        rows = self._ranks.gather(embed((token_ids - part.start).clamp(0, len(part) - 1)))
+        return torch.stack(rows)[token_ids // each, torch.arange(len(token_ids))]
 
     def _wanted(self, batch: ForwardBatch) -> Tensor | None:
         """Indices of the tokens whose logits the last stage gives; None where it gives all, as in decode steps."""
@@ -148,4 +166,4 @@ class DecoderStage:
             return hidden
         if batch.token_ids is None:
             raise InternalError(f"stage {self._layer_range} needs token ids")
-        return self._embed(batch.token_ids)
+        return self._embedded(batch.token_ids, self._embed)

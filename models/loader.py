@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
-from engine.contracts.model import ModelFacts
-from engine.core.layer_range import LayerRange
+from engine.contracts.model import ModelFacts, Ranks
+from engine.core.layer_range import LayerRange, Part, TensorRank
 from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.blocks.spec import DecoderSpec
-from models.blocks.weights import RandomWeights, Weights, WeightSource
-from models.checkpoint import Checkpoint, WeightEntry, read_tensor, same_content
+from models.blocks.weights import PartSource, RandomWeights, Weights
+from models.checkpoint import Checkpoint, WeightEntry, read_rows, read_tensor, same_content
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
 from models.quantised_formats import open_checkpoint
 from models.registry import read_decoder
@@ -37,6 +37,7 @@ from runtime.model_folder import check_model_folder
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 _NOT_OURS = re.compile(r"^(model\.)?(mtp|visual|vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_NOTHING = torch.empty(0)
 _REVISION_IGNORES = ("transformers_version", "_name_or_path")
 
 
@@ -69,9 +70,18 @@ class ModelDescription:
         """Whether any layer does; see `FeedForwardSpec.counts_on_host`."""
         return any(layer.feed_forward.counts_on_host for layer in self.spec.layers)
 
+    def of_rank(self, rank: TensorRank) -> "ModelDescription":
+        """The same to one rank of those that share a stage: its layers have its part of the heads, experts and columns.
+        What is cached is described whole all the same (`CacheSpec.of_rank`).
+
+        Raises:
+            ConfigError: the model cannot be divided so.
+        """
+        return self if rank.size == 1 else replace(self, spec=self.spec.of_rank(rank))
+
     def weight_bytes(self, layers: LayerRange) -> int:
-        """What `load_stage` of these layers holds at least, in the dtype that the model runs in; 0 where weights are
-        random."""
+        """What all ranks of a stage of these layers hold together at least, in the dtype that the model runs in; 0
+        where weights are random."""
         if self.checkpoint is None:
             return 0
         item_bytes = _torch_dtype(self.facts.dtype).itemsize
@@ -80,8 +90,9 @@ class ModelDescription:
 
     def load_stage(self, layers: LayerRange, *, numerics: Numerics,
                    capture_layers: frozenset[int] = frozenset(), device: torch.device = HOST,
-                   digest: WeightsDigest | None = None) -> DecoderStage:
-        """Build one stage with its weights in memory of its own, on `device`.
+                   digest: WeightsDigest | None = None, ranks: Ranks | None = None) -> DecoderStage:
+        """Build one stage, or this rank's part of it, with its weights in memory of its own, on `device`. `ranks`:
+        those of the stage, where it has several; this description is then that of the rank (`of_rank`).
 
         `capture_layers`: global ids of layers whose outputs travel in `StageOutput.aux_hidden`. `digest` takes up every
         byte that is read.
@@ -98,14 +109,16 @@ class ModelDescription:
             raise ConfigError(f"no layers {unknown} to capture in a model with {self.facts.num_layers}",
                               field="capture_layers")
         if self.checkpoint is None:
-            return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device), layers, capture_layers)
+            return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device, ranks), layers,
+                                     capture_layers)
         source = _StageWeights(self.checkpoint, self.spec, layers, digest)
-        stage = self._build_stage(self._weights(source, numerics, device), layers, capture_layers)
+        stage = self._build_stage(self._weights(source, numerics, device, ranks), layers, capture_layers)
         source.finish()
         return stage
 
-    def _weights(self, source: WeightSource, numerics: Numerics, device: torch.device) -> Weights:
-        return Weights(source, prefix="", dtype=_torch_dtype(self.facts.dtype), numerics=numerics, device=device)
+    def _weights(self, source: PartSource, numerics: Numerics, device: torch.device, ranks: Ranks | None) -> Weights:
+        return Weights(source, prefix="", dtype=_torch_dtype(self.facts.dtype), numerics=numerics, device=device,
+                       parts=source, ranks=ranks)
 
     def _build_stage(self, weights: Weights, layers: LayerRange, capture_layers: frozenset[int]) -> DecoderStage:
         return DecoderStage(facts=self.facts, spec=self.spec, layer_range=layers, weights=weights,
@@ -186,6 +199,30 @@ class _StageWeights:
             self._misshapen.add(f"{name} is {list(entry.shape)}, the config says {list(expected)}")
             return
         read_tensor(entry, out, name=name, digest=self._digest, item=None if item is None else item[0])
+
+    def read_rows(self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None) -> None:
+        """See `PartSource.read_rows`."""
+        entry = self._entries.get(name)
+        if entry is None:
+            self._missing.add(name)
+            return
+        self._taken.add(name)
+        expected = [rows[0].total, *out.shape[1:]]
+        if columns is not None:
+            expected[-1] = columns.total
+        if list(entry.shape) != expected:
+            self._misshapen.add(f"{name} is {list(entry.shape)}, the config says {expected}")
+            return
+        read_rows(entry, out, rows, columns, name=name, digest=self._digest)
+
+    def skip(self, name: str, item: int | None = None) -> None:
+        """See `PartSource.skip`."""
+        entry = self._entries.get(name)
+        if entry is None:
+            self._missing.add(name)
+            return
+        self._taken.add(name)
+        read_rows(entry, _NOTHING, (), None, name=name, digest=self._digest, item=item)
 
     def finish(self) -> None:
         """Raise one ConfigError about everything that did not fit."""

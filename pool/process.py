@@ -168,7 +168,9 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
                       keeps_prompts=role.keeps_prompts)
     # The leader reports for its pool: the other stages have the same, for their layers.
     level = logging.DEBUG if config.rank else logging.INFO
-    logger.log(level, "%s stage %d of %d: %s, %s numerics", role.name, config.rank, config.world_size,
+    place = config.placement
+    logger.log(level, "%s stage %d of %d%s: %s, %s numerics", role.name, place.pipeline_rank, place.pipeline_size,
+               f", rank {place.tensor.rank} of {place.tensor.size}" if place.tensor.size > 1 else "",
                describe_pools(plan.geometry), config.numerics)
     if plan.size.notice and config.rank == 0:
         logger.warning(plan.size.notice)
@@ -248,7 +250,7 @@ async def _follow(process: _Process, reports: JoinReports) -> None:
 
 async def _follow_leader(process: _Process, config: WorkerConfig, reports: JoinReports) -> None:
     stage = process.stage
-    meters = StageMeters(StageMetrics.create(process.registry), config.rank, stage.counts)
+    meters = StageMeters(StageMetrics.create(process.registry), config.placement.pipeline_rank, stage.counts)
     server = _server(process, (PIPELINE_SERVICE,))
     channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
                                 on_sent=meters.on_frame)

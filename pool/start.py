@@ -35,10 +35,21 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
     return code
 
 
+def check_ranks(config: WorkerConfig) -> None:
+    """Raises ConfigError for what stages of several ranks do not offer."""
+    if config.placement.tensor.size == 1:
+        return
+    if config.device != "cpu":
+        raise ConfigError(f"--tp {config.tp} is for device cpu: between devices there is no exchange yet", field="tp")
+    if config.draft is not None:
+        raise ConfigError(f"--tp {config.tp} does not go together with --draft yet", field="tp")
+
+
 def _check(config: WorkerConfig) -> None:
     if config.rank >= config.world_size:
         raise ConfigError(f"rank {config.rank} is outside 0..{config.world_size - 1}", field="rank")
     if config.rank > 0 and not config.leader:
-        raise ConfigError("a stage other than 0 needs --leader HOST:PORT (or MASTER_ADDR and MASTER_PORT)",
+        raise ConfigError("a process other than 0 needs --leader HOST:PORT (or MASTER_ADDR and MASTER_PORT)",
                           field="leader")
+    check_ranks(config)
     config.binding.check()

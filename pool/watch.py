@@ -39,7 +39,8 @@ def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation
         pages_total=plan.geometry.num_pages - 1, slots_total=max(0, plan.geometry.num_slots - 1),
         max_running_requests=plan.max_held, max_batch_requests=config.max_running,
         max_queued_requests=config.max_queued,
-        stages=[str(layers) for layers in plan.ranges], tokenizer_digest=tokenizer_digest(config.model))
+        stages=[str(layers) for layers in plan.ranges], tensor_size=config.tp,
+        tokenizer_digest=tokenizer_digest(config.model))
 
 
 def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.WorkerInfo:

@@ -207,7 +207,7 @@ class PrefillStay:
             self._parts.meters.handshake_failed(error)
             raise
         self._with_draft = destination.with_draft
-        session = SendSession(destination.session_id, epoch=destination.epoch, num_stages=len(self._parts.plan.ranges),
+        session = SendSession(destination.session_id, epoch=destination.epoch, num_stages=self._parts.leader.group.size,
                               clock=SystemClock())
         if self._has_first_token:
             session.computed()

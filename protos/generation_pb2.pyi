@@ -188,7 +188,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("role", "address", "serving", "reason", "incarnation", "stages", "queued_requests", "running_requests", "pages_total", "pages_free", "slots_total", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens")
+    __slots__ = ("role", "address", "serving", "reason", "incarnation", "stages", "queued_requests", "running_requests", "pages_total", "pages_free", "slots_total", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "tensor_size")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class WorkerStatus(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_SIZE_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     serving: bool
@@ -221,7 +222,8 @@ class WorkerStatus(_message.Message):
     busy_s: float
     prompt_tokens: int
     output_tokens: int
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., incarnation: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    tensor_size: int
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., incarnation: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tensor_size: _Optional[int] = ...) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
     __slots__ = ("model", "waiting_requests", "running_requests", "workers")

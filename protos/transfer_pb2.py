@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\"]\n\rStageEndpoint\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x11\n\tend_layer\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"\xc9\x01\n\x0bSourceTerms\x12\x15\n\rcompatibility\x18\x01 \x01(\t\x12\x1a\n\x12\x63ompatibility_text\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x05 \x01(\r\x12\x10\n\x08page_ids\x18\x06 \x03(\r\x12\x0f\n\x07slot_id\x18\x07 \x01(\r\x12\'\n\x06stages\x18\x08 \x03(\x0b\x32\x17.baton.v1.StageEndpoint\"\xbc\x01\n\x10\x44\x65stinationTerms\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08tag_base\x18\x03 \x01(\x06\x12\x10\n\x08page_ids\x18\x04 \x03(\r\x12\x0f\n\x07slot_id\x18\x05 \x01(\r\x12\'\n\x06stages\x18\x06 \x03(\x0b\x32\x17.baton.v1.StageEndpoint\x12\x13\n\x0bplan_digest\x18\x07 \x01(\t\x12\x12\n\nwith_draft\x18\x08 \x01(\x08\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\"\x87\x01\n\rStageEndpoint\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x11\n\tend_layer\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x13\n\x0btensor_rank\x18\x05 \x01(\r\x12\x13\n\x0btensor_size\x18\x06 \x01(\r\"\xc9\x01\n\x0bSourceTerms\x12\x15\n\rcompatibility\x18\x01 \x01(\t\x12\x1a\n\x12\x63ompatibility_text\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x05 \x01(\r\x12\x10\n\x08page_ids\x18\x06 \x03(\r\x12\x0f\n\x07slot_id\x18\x07 \x01(\r\x12\'\n\x06stages\x18\x08 \x03(\x0b\x32\x17.baton.v1.StageEndpoint\"\xbc\x01\n\x10\x44\x65stinationTerms\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08tag_base\x18\x03 \x01(\x06\x12\x10\n\x08page_ids\x18\x04 \x03(\r\x12\x0f\n\x07slot_id\x18\x05 \x01(\r\x12\'\n\x06stages\x18\x06 \x03(\x0b\x32\x17.baton.v1.StageEndpoint\x12\x13\n\x0bplan_digest\x18\x07 \x01(\t\x12\x12\n\nwith_draft\x18\x08 \x01(\x08\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,10 +32,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.transfer_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\010baton.v1P\001Z\020baton/v1;batonv1\242\002\003BTN\252\002\010Baton.V1\312\002\010Baton\\V1\352\002\tBaton::V1'
-  _globals['_STAGEENDPOINT']._serialized_start=37
-  _globals['_STAGEENDPOINT']._serialized_end=130
-  _globals['_SOURCETERMS']._serialized_start=133
-  _globals['_SOURCETERMS']._serialized_end=334
-  _globals['_DESTINATIONTERMS']._serialized_start=337
-  _globals['_DESTINATIONTERMS']._serialized_end=525
+  _globals['_STAGEENDPOINT']._serialized_start=38
+  _globals['_STAGEENDPOINT']._serialized_end=173
+  _globals['_SOURCETERMS']._serialized_start=176
+  _globals['_SOURCETERMS']._serialized_end=377
+  _globals['_DESTINATIONTERMS']._serialized_start=380
+  _globals['_DESTINATIONTERMS']._serialized_end=568
 # @@protoc_insertion_point(module_scope)

@@ -7,16 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StageEndpoint(_message.Message):
-    __slots__ = ("first_layer", "end_layer", "address", "incarnation")
+    __slots__ = ("first_layer", "end_layer", "address", "incarnation", "tensor_rank", "tensor_size")
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     END_LAYER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_RANK_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_SIZE_FIELD_NUMBER: _ClassVar[int]
     first_layer: int
     end_layer: int
     address: bytes
     incarnation: str
-    def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., address: _Optional[bytes] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    tensor_rank: int
+    tensor_size: int
+    def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., address: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., tensor_rank: _Optional[int] = ..., tensor_size: _Optional[int] = ...) -> None: ...
 
 class SourceTerms(_message.Message):
     __slots__ = ("compatibility", "compatibility_text", "page_size", "num_tokens", "chunk_tokens", "page_ids", "slot_id", "stages")

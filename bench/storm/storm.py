@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from baton.client import AsyncBatonClient
@@ -76,9 +77,9 @@ class Storm:
         first_s = min([fault.at_s for fault in self.faults], default=self.end_s - self.start_s)
         return Pace(self.requests).mean(self.start_s, self.start_s + first_s)
 
-    @property
+    @cached_property
     def recoveries_s(self) -> list[float]:
-        """Of each fault."""
+        """Of each fault, when it is over."""
         return recoveries(Pace(self.requests), self.faults, self.start_s, self.end_s)
 
     @property

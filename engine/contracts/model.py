@@ -1,6 +1,6 @@
 """What the engine needs of a model stage. `models/` satisfies it; the engine never imports `models/`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from engine.contracts.attention import AttentionBackend
 from engine.contracts.latent import LatentAttentionBackend
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import LayerRange, TensorRank
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,23 @@ class ForwardContext:
     recurrent: RecurrentBackend
     on_layer_done: Callable[[int], None] | None = None
     latent_attention: LatentAttentionBackend | None = None
+
+
+class Ranks(Protocol):
+    """The ranks that share a stage, to one of them. All call the same methods in the same order; a call that cannot
+    be answered, because a rank is lost or could not go on, raises."""
+
+    @property
+    def own(self) -> TensorRank: ...
+
+    def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """part: [n, ...] with n the same on every rank, or counts[r] on rank r. Returns all ranks' parts by rank, this
+        one's included."""
+        ...
+
+    def collect(self, part: Tensor) -> list[Tensor] | None:
+        """part: [n, ...], n the same on every rank. Returns all parts on the first rank, None on the others."""
+        ...
 
 
 class StageModel(Protocol):

@@ -1,4 +1,5 @@
-"""Which layers a pipeline stage owns. Layer ids are global everywhere; only pools subtract `start`, inside."""
+"""Which layers a pipeline stage owns, and which part of each a rank of it has. Layer ids are global everywhere; only
+pools subtract `start`, inside."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,24 +36,95 @@ class LayerRange:
         return LayerRange(start, max(start, min(self.end, other.end)))
 
 
+EIGHTHS, EIGHTHS_GRID = 8, 16  # of a sum, and terms of which these are equal in every type (`engine.kernels.host`)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Half-open interval `start` to `stop` of `total` things of a kind: heads, columns, tokens of the vocabulary."""
+
+    start: int
+    stop: int
+    total: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self) == self.total
+
+    def times(self, count: int) -> "Part":
+        """The same of things of which each of these has `count`."""
+        return Part(self.start * count, self.stop * count, self.total * count)
+
+    @classmethod
+    def whole(cls, total: int) -> "Part":
+        return cls(0, total, total)
+
+
+@dataclass(frozen=True)
+class TensorRank:
+    """Which of the ranks that share a stage. The ranks have the same layers, and of each layer equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, total: int, what: str) -> Part:
+        """This rank's of `total` things. Raises ConfigError when they cannot be divided equally."""
+        if total % self.size:
+            raise ConfigError(f"--tp {self.size} does not divide the {total} {what}", field="tp")
+        each = total // self.size
+        return Part(self.rank * each, (self.rank + 1) * each, total)
+
+    def terms(self, total: int, what: str) -> Part:
+        """Likewise of the terms of sums over the ranks. Raises ConfigError, also where a rank would not have whole
+        eighths of a sum."""
+        if self.size > 1 and (total % EIGHTHS_GRID or EIGHTHS % self.size):
+            raise ConfigError(f"--tp {self.size}: sums over {total} {what} have no equal eighths for the ranks, which "
+                              f"--tp 2, 4 or 8 have of multiples of {EIGHTHS_GRID}", field="tp")
+        return self.part(total, what)
+
+    def shared_part(self, total: int, what: str) -> Part:
+        """Likewise; where there are fewer things than ranks, neighbours have the same one."""
+        if total >= self.size or not total or self.size % total:
+            return self.part(total, what)
+        own = self.rank * total // self.size
+        return Part(own, own + 1, total)
+
+
+ONLY_RANK = TensorRank()  # of a stage that is one process
+
+
 @dataclass(frozen=True)
 class Placement:
-    """A process's place in its pool: one index and size per axis. Only the pipeline axis is wider than 1 so far."""
+    """A process's place in its pool: which stage, and which rank of it. Processes are numbered stage by stage."""
 
     pipeline_rank: int = 0
     pipeline_size: int = 1
-    data_rank: int = 0
-    data_size: int = 1
-    tensor_rank: int = 0
-    tensor_size: int = 1
+    tensor: TensorRank = ONLY_RANK
 
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_rank == 0
+    @classmethod
+    def of(cls, rank: int, world_size: int, tensor_size: int) -> "Placement":
+        """Of process `rank` of `world_size`. Raises ConfigError when the stages would not have `tensor_size` each."""
+        if world_size % tensor_size:
+            raise ConfigError(f"{world_size} processes (--world-size) are no stages of {tensor_size} ranks (--tp)",
+                              field="tp")
+        return cls(rank // tensor_size, world_size // tensor_size, TensorRank(rank % tensor_size, tensor_size))
+
+    def __str__(self) -> str:
+        """For people: "stage 1", or "rank 0 of stage 1" where it has several."""
+        stage = f"stage {self.pipeline_rank}"
+        return stage if self.tensor.size == 1 else f"rank {self.tensor.rank} of {stage}"
 
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether it is the process of its pool that draws tokens."""
+        return self.is_last_stage and self.tensor.rank == 0
 
 
 def get_pp_indices(num_layers: int, rank: int, size: int, partition: str | None = None) -> LayerRange:

@@ -120,7 +120,7 @@ def _slots(specs: Sequence[CacheSpec], num_requests: int) -> int:
 
 def describe_pools(geometry: PoolGeometry) -> str:
     """What a stage allocates, for its log: counts without the null records, bytes with them."""
-    (cost,) = stage_costs(geometry.specs, [geometry.layers])
+    (cost,) = stage_costs(geometry.local_specs(), [geometry.layers])
     num_bytes = geometry.num_pages * cost.page_bytes + geometry.num_slots * cost.slot_bytes
     pages = f"{geometry.num_pages - 1} pages of {geometry.page_size} tokens and {cost.page_bytes} bytes"
     slots = f"{max(0, geometry.num_slots - 1)} state slots of {cost.slot_bytes} bytes"

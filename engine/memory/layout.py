@@ -6,11 +6,11 @@ with consecutive indices are adjacent in memory, so a run of pages is one stretc
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import ONLY_RANK, LayerRange, Part, TensorRank
 
 NULL_INDEX = 0  # the record of every pool that is never leased: target of padded table entries and of padded rows
 
@@ -53,6 +53,10 @@ class CacheSpec:
     A spec that does not travel is memory that is never read, kept so that all layers of a pool look alike: index keys
     of a layer that shares its selection. It is no part of a handoff, so pools with it and pools without it fit
     together. What is of a draft travels only between pools that both have it.
+
+    Ranks of a stage divide a record along `split_axis`, None where each has all of it. The axis is made of `blocks`
+    (their lengths), of which each is divided for itself: heads, or a convolution's channels of q, k and v. With
+    `may_repeat` neighbours have the same where there are fewer than ranks.
     """
 
     layer_id: int
@@ -62,24 +66,79 @@ class CacheSpec:
     item_bytes: int  # of one element
     travels: bool = True
     of_draft: bool = False
+    split_axis: int | None = None
+    blocks: tuple[int, ...] = ()
+    may_repeat: bool = False
 
     @property
     def record_bytes(self) -> int:
         return math.prod(self.record_shape) * self.item_bytes
 
+    def parts(self, rank: TensorRank) -> tuple[Part, ...]:
+        """What the rank has of each block."""
+        divide = rank.shared_part if self.may_repeat else rank.part
+        return tuple(divide(length, f"{self.kind} of layer {self.layer_id}") for length in self.blocks)
+
+    def of_rank(self, rank: TensorRank) -> "CacheSpec":
+        """What one rank of a stage keeps."""
+        if self.split_axis is None or rank.size == 1:
+            return self
+        shape, parts = list(self.record_shape), self.parts(rank)
+        shape[self.split_axis] = sum(map(len, parts))
+        return replace(self, record_shape=tuple(shape), blocks=tuple(map(len, parts)))
+
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Everything a stage caches. `specs` covers the whole model; a stage keeps those of its `layers`."""
+    """Everything a stage caches. `specs` covers the whole model; a stage keeps those of its `layers`, and a rank of it
+    its parts of them."""
 
     page_size: int
     num_pages: int
     num_slots: int
     layers: LayerRange
     specs: tuple[CacheSpec, ...]
+    tensor: TensorRank = ONLY_RANK
 
     def local_specs(self) -> tuple[CacheSpec, ...]:
-        return tuple(spec for spec in self.specs if spec.layer_id in self.layers)
+        return tuple(spec.of_rank(self.tensor) for spec in self.specs if spec.layer_id in self.layers)
+
+
+class Stretch(NamedTuple):
+    """Bytes of one record that move together: where they are in the source's and in the destination's."""
+
+    source_start: int
+    dest_start: int
+    num_bytes: int
+
+
+def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[Stretch, ...] | None:
+    """What a source's rank delivers of each record to a destination's, in the order of the source's bytes; None for the
+    whole record. One of the two numbers of ranks divides the other. Each byte has one writer: of ranks with the same
+    bytes the first of those that deliver to this destination."""
+    if source.size == dest.size:
+        return None if source.rank == dest.rank else ()
+    wide, narrow = (source, dest) if source.size > dest.size else (dest, source)
+    if wide.rank * narrow.size // wide.size != narrow.rank:
+        return ()
+    first = dest.rank * source.size // dest.size
+    if spec.split_axis is None:
+        return None if source.rank == first else ()
+    own, wanted = spec.parts(source), spec.parts(dest)
+    if any(spec.parts(TensorRank(rank, source.size)) == own for rank in range(first, source.rank)):
+        return ()
+    if own == wanted:
+        return None
+    inner = math.prod(spec.record_shape[spec.split_axis + 1:]) * spec.item_bytes
+    found, source_at, dest_at = list[Stretch](), 0, 0
+    for _ in range(math.prod(spec.record_shape[:spec.split_axis])):
+        for given, taken in zip(own, wanted, strict=True):
+            start, stop = max(given.start, taken.start), min(given.stop, taken.stop)
+            if start < stop:
+                found.append(Stretch((source_at + start - given.start) * inner, (dest_at + start - taken.start) * inner,
+                                     (stop - start) * inner))
+            source_at, dest_at = source_at + len(given), dest_at + len(taken)
+    return tuple(found)
 
 
 def travelling(specs: Iterable[CacheSpec], *, with_draft: bool = True) -> tuple[CacheSpec, ...]:

@@ -87,27 +87,29 @@ class StagePools:
     def of_kind(self, kind: CacheKind) -> LayerTensors:
         return LayerTensors(kind, self._geometry.layers, self._tensors[kind])
 
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> memoryview:
-        """The writable bytes of `count` records from `first_index` on, in place.
+    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
+             part: slice | None = None) -> memoryview:
+        """The writable bytes of `count` records from `first_index` on, in place; of one record, those of `part`.
 
         Raises:
-            InternalError: not a layer, kind or index of this stage, or the pools are not in host memory.
+            InternalError: not a layer, kind, index or part of this stage, or the pools are not in host memory.
         """
-        stretch = self._stretch(layer_id, kind, first_index, count)
+        stretch = self._stretch(layer_id, kind, first_index, count, part)
         if not self._on_host:
             raise InternalError(f"{kind} of layer {layer_id} is on {self._device}, which has no host bytes")
         return self._bytes[layer_id, kind][stretch]
 
-    def records(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> Tensor:
-        """[num_bytes] uint8: `count` records from `first_index` on, in place, wherever the pools are.
+    def records(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
+                part: slice | None = None) -> Tensor:
+        """[num_bytes] uint8: what `view` gives, wherever the pools are.
 
         Raises:
-            InternalError: not a layer, kind or index of this stage.
+            InternalError: not a layer, kind, index or part of this stage.
         """
-        stretch = self._stretch(layer_id, kind, first_index, count)
+        stretch = self._stretch(layer_id, kind, first_index, count, part)
         return self._tensors[kind][layer_id].view(-1).view(torch.uint8)[stretch]
 
-    def _stretch(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> slice:
+    def _stretch(self, layer_id: int, kind: CacheKind, first_index: int, count: int, part: slice | None) -> slice:
         """Where these records are in the bytes of their tensor."""
         spec = self._specs.get((layer_id, kind))
         if spec is None:
@@ -118,7 +120,13 @@ class StagePools:
                 f"{kind} records {first_index}-{end} of layer {layer_id} "
                 f"are outside 0-{self._num_records(kind)} (stage has layers {self._geometry.layers})"
             )
-        return slice(first_index * spec.record_bytes, end * spec.record_bytes)
+        start = first_index * spec.record_bytes
+        if part is None:
+            return slice(start, end * spec.record_bytes)
+        if count != 1 or not 0 <= part.start <= part.stop <= spec.record_bytes:
+            raise InternalError(f"bytes {part.start}-{part.stop} of {count} records of {spec.record_bytes} bytes: "
+                                f"{kind} of layer {layer_id}")
+        return slice(start + part.start, start + part.stop)
 
     def poison(self, *, page_ids: Iterable[int] = (), slot_ids: Iterable[int] = ()) -> None:
         """Overwrite records with NaN, so that a read of what must not matter shows in every result. For tests.

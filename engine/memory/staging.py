@@ -163,9 +163,10 @@ class DevicePools:
     def geometry(self) -> PoolGeometry:
         return self._pools.geometry
 
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> Tensor:
+    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
+             part: slice | None = None) -> Tensor:
         """See `StagePools.records`."""
-        return self._pools.records(layer_id, kind, first_index, count)
+        return self._pools.records(layer_id, kind, first_index, count, part)
 
 
 def _tensor(buffer: Buffer) -> Tensor:

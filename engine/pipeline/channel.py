@@ -19,6 +19,8 @@ class PacketKind(IntEnum):
     BATCH = 1  # to the next stage
     RESULT = 2  # last stage to stage 0
     ERROR = 3  # a stage could not run a batch; passed on to stage 0
+    PART = 4  # between the ranks of a stage: what one has of a product
+    FAULT = 5  # likewise: it could not run the batch
 
 
 @dataclass(frozen=True)

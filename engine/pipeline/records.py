@@ -6,6 +6,7 @@ computed are the tensors of the same packet. Where a whole number may be absent,
 """
 
 import hashlib
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ from runtime.grammar import Grammar, GrammarKind
 T = TypeVar("T")
 Values = Mapping[str, Any]  # by column
 MAX_ERROR_BYTES = 4096
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
 _MODES = tuple(ForwardMode)
 
 
@@ -69,6 +71,7 @@ _STEP = Table(
     column("page_tables", "i4", "rows", "pages"),
     column("positions", "i8", "tokens"),
     numbers("ended_keys", "i8", "ended_keys"),
+    column("token_ids", "i8", "token_ids"),  # for a rank of stage 0, else none
 )
 _DRAWING = Table(  # one entry per row that draws
     "drawing",
@@ -121,6 +124,7 @@ _VERIFIED = Table("verified", *lists(_ids("accepted"), per="verified"), *lists(_
 _SCORED = Table("scored", numbers("counts", "i8", "scoring"), *_token_columns("scored"))
 _RESULT = Record(_DRAWN, _VERIFIED, _SCORED)
 _ERROR = Record(Table("error", octets("text", "bytes")))
+_PART = struct.Struct("<I")  # which exchange of its batch
 # Stages that join a pool say how they lay out what goes between them: releases may differ in it.
 LAYOUT = hashlib.blake2b("\n".join([str(SCHEMA), *(table.layout for table in (_BATCH, _RESULT, _ERROR))]).encode(),
                          digest_size=6).hexdigest()
@@ -146,6 +150,15 @@ class StageResult:
 
 def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packet:
     """What the next stage needs to run its layers on the batch."""
+    return _pack(sequence, batch, output, NO_TOKENS)
+
+
+def pack_input(sequence: int, batch: ForwardBatch) -> Packet:
+    """What another rank of stage 0 needs to run its part of the stage's layers on the batch."""
+    return _pack(sequence, batch, StageOutput(), NO_TOKENS if batch.token_ids is None else batch.token_ids)
+
+
+def _pack(sequence: int, batch: ForwardBatch, output: StageOutput, token_ids: Tensor) -> Packet:
     aux_layers = sorted(output.aux_hidden)
     tensors = [tensor for tensor in (output.hidden, output.selected_keys) if tensor is not None]
     tensors += [output.aux_hidden[layer_id] for layer_id in aux_layers]
@@ -161,6 +174,7 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
             "page_tables": batch.page_tables.numpy(),
             "positions": batch.positions.numpy(),
             "ended_keys": batch.ended_keys,
+            "token_ids": token_ids.numpy(),
         },
         _drawing_values(drawing) if drawing else None,
         _output_values(outputs) if outputs else None,
@@ -207,9 +221,9 @@ def unpack_result(packet: Packet) -> StageResult:
         raise _nonsense(packet, error) from error
 
 
-def pack_error(sequence: int, text: str) -> Packet:
+def pack_error(sequence: int, text: str, *, kind: PacketKind = PacketKind.ERROR) -> Packet:
     record = _ERROR.write({"text": text.encode(errors="replace")[:MAX_ERROR_BYTES]})
-    return Packet(record, kind=PacketKind.ERROR, sequence=sequence)
+    return Packet(record, kind=kind, sequence=sequence)
 
 
 def unpack_error(packet: Packet) -> str:
@@ -223,6 +237,20 @@ def unpack_error(packet: Packet) -> str:
         return text.decode(errors="replace")
     except ValueError as error:
         raise _nonsense(packet, error) from error
+
+
+def part_record(number: int) -> bytes:
+    """Of a rank's part of exchange `number` of a batch."""
+    return _PART.pack(number)
+
+
+def part_number(packet: Packet) -> int:
+    """Raises InternalError when the record makes no sense."""
+    if len(packet.record) != _PART.size or len(packet.tensors) != 1 or not packet.tensors[0].dim():
+        raise InternalError(f"part of frame {packet.sequence} makes no sense: {len(packet.record)} bytes of record and "
+                            f"{len(packet.tensors)} tensors")
+    number: int = _PART.unpack(packet.record)[0]
+    return number
 
 
 def _nonsense(packet: Packet, error: Exception) -> InternalError:
@@ -239,8 +267,12 @@ def _batch_of(step: Values | None, drawing: Values | None, outputs: Values | Non
     check_counts(query_lens, num_tokens, "tokens of the rows")
     _refuse_negative({name: step[name].min(initial=0) for name in ("page_tables", "slot_ids", "positions")})
     _refuse_negative({"context_len": min(context_lens, default=0)})
+    if len(step["token_ids"]) not in (0, num_tokens):
+        raise ValueError(f"{len(step['token_ids'])} token ids of {num_tokens}")
+    _refuse_negative({"token_ids": step["token_ids"].min(initial=0)})
     batch = ForwardBatch(
-        mode=_MODES[mode], request_keys=keys, query_lens=query_lens, context_lens=context_lens, token_ids=None,
+        mode=_MODES[mode], request_keys=keys, query_lens=query_lens, context_lens=context_lens,
+        token_ids=_owned(step["token_ids"]) if len(step["token_ids"]) else None,
         positions=_owned(step["positions"]), page_tables=_owned(step["page_tables"]),
         slot_ids=_owned(step["slot_ids"]),
         sampling=_spread(() if drawing is None else _sampling_of(drawing, outputs), num_rows),

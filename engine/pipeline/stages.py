@@ -29,6 +29,7 @@ from engine.core.time_limits import FrameLimit
 from engine.graphs.runner import StageGraphs
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
+from engine.pipeline.ranks import BROKEN_POOL, StageRanks
 from engine.pipeline.records import StageInput, StageResult
 from engine.sampling.sampler import RequestSampler, Scores, score
 from engine.speculative.drafter import Drafter
@@ -162,22 +163,28 @@ class LastStage:
 
 
 class SingleStage:
-    """The whole model in this process."""
+    """The whole model in this process, which is the first of the stage's `ranks`."""
 
     depth = 1
 
-    def __init__(self, executor: StageExecutor, sampler: RequestSampler, drafter: Drafter | None = None) -> None:
+    def __init__(self, executor: StageExecutor, sampler: RequestSampler, drafter: Drafter | None = None,
+                 ranks: StageRanks | None = None) -> None:
         self._executor = executor
+        self._ranks = ranks or StageRanks()
         self._last = LastStage(sampler, drafter)
         self._results: deque[StepResult] = deque()
         self._sequence = 0
 
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
+        self._ranks.lead(self._sequence, batch)
         try:
-            self._last.sampler.prepare(batch)
-            result = self._last.finish(batch, self._executor.run(batch))
+            with self._ranks.step(self._sequence):
+                self._last.sampler.prepare(batch)
+                result = self._last.finish(batch, self._executor.run(batch))
             self._results.append(_step_result(self._sequence, result))
+        except BROKEN_POOL:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
             self._results.append(StepResult(self._sequence, [], StepFailed(_failure(0, error))))
 
@@ -185,16 +192,19 @@ class SingleStage:
         return self._results.popleft() if self._results else None
 
     def wake(self) -> None:
-        """Nothing ever waits here."""
+        """Nothing ever waits here but for other ranks within a step."""
 
 
 class HeadStage:
     """Rank 0 of a pool with more stages: runs its layers at launch, reads the tail's result at collect."""
 
     def __init__(self, executor: StageExecutor, channel: StageChannel, *, size: int,
-                 frame_timeout_s: float = 10) -> None:
-        """The next stage takes a frame within `frame_timeout_s`, or more where steps are long (`FrameLimit`)."""
+                 frame_timeout_s: float = 10, ranks: StageRanks | None = None) -> None:
+        """`size`: stages, of as many ranks each as this one, whose first this is. The next stage takes a frame within
+        `frame_timeout_s`, or more where steps are long (`FrameLimit`)."""
         self.depth = size
+        self._ranks = ranks or StageRanks()
+        self._tail = (size - 1) * self._ranks.own.size
         self._executor = executor
         self._channel = channel
         self._frame_limit = FrameLimit(frame_timeout_s)
@@ -204,16 +214,17 @@ class HeadStage:
     def launch(self, batch: ForwardBatch) -> None:
         self._sequence += 1
         self._launched_s.append(time.monotonic())
-        packet = _run_to_packet(self._executor, self._sequence, batch, None, rank=0)
-        self._channel.send(1, packet, timeout_s=self._frame_limit.seconds)
+        self._ranks.lead(self._sequence, batch)
+        packet = _run_to_packet(self._executor, self._ranks, self._sequence, batch, None, stage=0)
+        self._channel.send(self._ranks.own.size, packet, timeout_s=self._frame_limit.seconds)
 
     def collect(self, timeout_s: float) -> StepResult | None:
-        packet = self._channel.receive(self.depth - 1, timeout_s=timeout_s)
+        packet = self._channel.receive(self._tail, timeout_s=timeout_s)
         if packet is None:
             return None
         self._collected += 1
         if packet.sequence != self._collected:
-            raise IntegrityError(f"from stage {self.depth - 1}: the result of batch {packet.sequence} where that of "
+            raise IntegrityError(f"from stage {self._tail}: the result of batch {packet.sequence} where that of "
                                  f"batch {self._collected} is due")
         self._frame_limit.measured(time.monotonic() - self._launched_s.popleft())
         if packet.kind is PacketKind.ERROR:
@@ -228,64 +239,78 @@ def _step_result(sequence: int, result: StageResult) -> StepResult:
     return StepResult(sequence, result.tokens, verified=result.verified, scores=result.scores)
 
 
-def _run_to_packet(executor: StageExecutor, sequence: int, batch: ForwardBatch, incoming: StageOutput | None, *,
-                   rank: int) -> Packet:
+def _run_to_packet(executor: StageExecutor, ranks: StageRanks, sequence: int, batch: ForwardBatch,
+                   incoming: StageOutput | None, *, stage: int) -> Packet:
     """What goes to the next stage; a batch that cannot run becomes an error packet, which travels on to stage 0."""
     try:
-        return records.pack_batch(sequence, batch, executor.run(batch, incoming))
+        with ranks.step(sequence):
+            return records.pack_batch(sequence, batch, executor.run(batch, incoming))
+    except BROKEN_POOL:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
-        return records.pack_error(sequence, _failure(rank, error))
+        return records.pack_error(sequence, _failure(stage, error))
 
 
-def _failure(rank: int, error: Exception) -> str:
+def _failure(stage: int, error: Exception) -> str:
     """The error of the requests of a batch that could not run; the log has where it happened."""
-    logger.error("stage %d could not run a batch", rank, exc_info=error)
-    return f"stage {rank}: {error}"
+    logger.error("stage %d could not run a batch", stage, exc_info=error)
+    return f"stage {stage}: {error}"
 
 
 class FollowerStage:
-    """Rank 1..n-1: receive, run, pass on. Keeps nothing between batches but its pools and, on the last stage, what its
-    sampler and drafter know of requests."""
+    """Process 1..n-1 of a pool: receive, run, pass on. Keeps nothing between batches but its pools and, on the first
+    rank of the last stage, which draws, what its sampler and drafter know of requests."""
 
     def __init__(self, executor: StageExecutor, sampler: RequestSampler, channel: StageChannel, *, rank: int, size: int,
                  drafter: Drafter | None = None,
                  on_step: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None,
-                 frame_timeout_s: float = 10) -> None:
-        """`sampler` and `drafter` work on the last stage; `frame_timeout_s` as of `HeadStage`."""
+                 frame_timeout_s: float = 10, ranks: StageRanks | None = None) -> None:
+        """`rank` of `size` processes, numbered stage by stage; `ranks`: those of its stage. `sampler` and `drafter`
+        work where tokens are drawn; `frame_timeout_s` as of `HeadStage`."""
         self._on_step = on_step
         self._executor = executor
         self._last_stage = LastStage(sampler, drafter)
         self._channel = channel
-        self._rank = rank
-        self._next = (rank + 1) % size
-        self._is_last = rank == size - 1
+        self._ranks = ranks or StageRanks()
+        num_ranks = self._ranks.own.size
+        self._stage = rank // num_ranks
+        self._before = max(0, rank - num_ranks)  # the leader, or the same rank of the stage before
+        self._draws = rank == size - num_ranks
+        self._next = 0 if self._draws else rank + num_ranks if rank + num_ranks < size else None
         self._frame_limit = FrameLimit(frame_timeout_s)
 
     def step(self, timeout_s: float) -> bool:
         """Serve at most one packet; False when none came in time. Raises PeerLostError and IntegrityError when the
         pool is broken."""
-        packet = self._channel.receive(self._rank - 1, timeout_s=timeout_s)
+        packet = self._channel.receive(self._before, timeout_s=timeout_s)
         if packet is None:
             return False
+        if packet.kind in (PacketKind.PART, PacketKind.FAULT):
+            return True  # of a batch that has failed on this rank
         if packet.kind is PacketKind.ERROR:
             reply = replace(packet, record=bytes(packet.record))
         else:
             began = time.monotonic()
             stage_input = records.unpack_batch(packet)
-            reply = self._last(packet.sequence, stage_input) if self._is_last else _run_to_packet(
-                self._executor, packet.sequence, stage_input.batch, stage_input.incoming, rank=self._rank)
+            reply = self._last(packet.sequence, stage_input) if self._draws else _run_to_packet(
+                self._executor, self._ranks, packet.sequence, stage_input.batch, stage_input.incoming,
+                stage=self._stage)
             took_s = time.monotonic() - began
             self._frame_limit.measured(took_s)
             self._on_step(took_s, stage_input.batch)
-        self._channel.send(self._next, reply, timeout_s=self._frame_limit.seconds)
+        if self._next is not None:
+            self._channel.send(self._next, reply, timeout_s=self._frame_limit.seconds)
         return True
 
     def _last(self, sequence: int, stage_input: StageInput) -> Packet:
         batch = stage_input.batch
         try:
-            self._last_stage.sampler.prepare(batch)
-            output = self._executor.run(batch, stage_input.incoming)
-            result = self._last_stage.finish(batch, output)
-            return records.pack_result(sequence, result.tokens, result.verified, result.scores)
+            with self._ranks.step(sequence):
+                self._last_stage.sampler.prepare(batch)
+                output = self._executor.run(batch, stage_input.incoming)
+                result = self._last_stage.finish(batch, output)
+                return records.pack_result(sequence, result.tokens, result.verified, result.scores)
+        except BROKEN_POOL:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
-            return records.pack_error(sequence, _failure(self._rank, error))
+            return records.pack_error(sequence, _failure(self._stage, error))

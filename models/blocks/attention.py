@@ -1,11 +1,12 @@
 """Grouped-query attention over paged K/V, with the variations of the families in scope."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.contracts.attention import AttentionGeometry
+from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.config import RawConfig
@@ -28,19 +29,39 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: NormSpec | None = None
     output_gate: bool = False
+    rank: TensorRank = ONLY_RANK
 
     shares_selection = False
     weights_name = "self_attn"
     chunk_grid = 1
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where the ranks cannot divide it."""
+        self.rank.terms(self.num_heads * self.head_dim, "values of attention's heads")
+        _ = self.heads, self.kv_heads
+
+    @property
+    def heads(self) -> Part:
+        """This rank's heads of q."""
+        return self.rank.part(self.num_heads, "heads of attention")
+
+    @property
+    def kv_heads(self) -> Part:
+        """Those of k and v that they read: neighbours have the same where there are fewer than ranks."""
+        return self.rank.shared_part(self.num_kv_heads, "heads of keys and values")
+
+    def of_rank(self, rank: TensorRank) -> "AttentionSpec":
+        """See `MixerSpec.of_rank`."""
+        return replace(self, rank=rank)
+
     def attention_geometry(self, page_size: int) -> AttentionGeometry:
-        return AttentionGeometry(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+        return AttentionGeometry(num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), head_dim=self.head_dim,
                                  page_size=page_size, scale=self.head_dim**-0.5)
 
     def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
         shape = (2, self.num_kv_heads, page_size, self.head_dim)
         return (CacheSpec(layer_id=layer_id, kind=CacheKind.KV, record_shape=shape, dtype=str(dtype).split(".")[1],
-                          item_bytes=dtype.itemsize),)
+                          item_bytes=dtype.itemsize, split_axis=1, blocks=(self.num_kv_heads,), may_repeat=True),)
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
         return Attention(spec=self, weights=weights, layer_id=layer_id)
@@ -68,38 +89,40 @@ class Attention:
     def __init__(self, *, spec: AttentionSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
         self._layer_id = layer_id
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._widths = [queries + keys, keys, queries if spec.output_gate else 0]
+        self._num_heads, self._num_kv_heads = len(spec.heads), len(spec.kv_heads)
+        queries, keys = spec.heads.times(spec.head_dim), spec.kv_heads.times(spec.head_dim)
+        self._widths = [len(queries) + len(keys), len(keys), len(queries) if spec.output_gate else 0]
         if spec.output_gate:
             self._input = _gated_input(spec, weights)
         else:
             self._input = weights.linear("q_proj", "k_proj", "v_proj", rows=(queries, keys, keys),
                                          in_features=spec.hidden_size, bias=spec.qkv_bias)
-        self._output = weights.linear("o_proj", rows=(spec.hidden_size,), in_features=queries, bias=spec.output_bias)
+        self._output = weights.summed("o_proj", rows=spec.hidden_size, terms=queries, bias=spec.output_bias)
         self._head_norm: RmsNorm | None = None
         if spec.qk_norm is not None:
             each = [weights.tensor(f"{name}_norm.weight", spec.head_dim).expand(count, -1)
-                    for name, count in (("q", spec.num_heads), ("k", spec.num_kv_heads))]
+                    for name, count in (("q", self._num_heads), ("k", self._num_kv_heads))]
             self._head_norm = RmsNorm(weight=torch.cat(each), spec=spec.qk_norm)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         spec = self._spec
         heads, value, gate = torch.split(self._input(x), self._widths, dim=-1)
-        heads = heads.view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
+        heads = heads.view(-1, self._num_heads + self._num_kv_heads, spec.head_dim)
         if self._head_norm is not None:
             heads = self._head_norm.forward(heads)
         heads = stage_pass.rotary_table().rotate_halves(heads)
-        query, key = heads[:, :spec.num_heads], heads[:, spec.num_heads:]
-        value = value.view(-1, spec.num_kv_heads, spec.head_dim)
+        query, key = heads[:, :self._num_heads], heads[:, self._num_heads:]
+        value = value.view(-1, self._num_kv_heads, spec.head_dim)
         out = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch).flatten(1)
         return self._output(out * sigmoid(gate) if spec.output_gate else out)
 
 
 def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:
     """The file interleaves [query | gate] by head; here come q, k, v, then the gates."""
-    keys = (spec.num_kv_heads * spec.head_dim, spec.hidden_size)
-    both = weights.tensor("q_proj.weight", 2 * spec.num_heads * spec.head_dim, spec.hidden_size)
-    query, gate = both.view(spec.num_heads, 2, spec.head_dim, spec.hidden_size).unbind(1)
-    parts = [query.flatten(0, 1), weights.tensor("k_proj.weight", *keys), weights.tensor("v_proj.weight", *keys),
-             gate.flatten(0, 1)]
+    rows = spec.heads.times(2 * spec.head_dim)
+    both = weights.tensor("q_proj.weight", len(rows), spec.hidden_size, rows=rows)
+    query, gate = both.view(len(spec.heads), 2, spec.head_dim, spec.hidden_size).unbind(1)
+    keys = spec.kv_heads.times(spec.head_dim)
+    key, value = (weights.tensor(f"{name}_proj.weight", len(keys), spec.hidden_size, rows=keys) for name in "kv")
+    parts = [query.flatten(0, 1), key, value, gate.flatten(0, 1)]
     return weights.linear_from(torch.cat(parts))

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.contracts.model import Ranks
 from engine.core.numerics import silu
 from engine.kernels.host.compiled import Team, has_kernels
+from engine.kernels.host.packing import SEGMENTS
 from engine.kernels.host.product import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
 
@@ -62,6 +64,34 @@ class Linear:
         if self.packed is not None:
             return self.packed.rows(indices)
         return F.embedding(indices.to(self._weight.device), self._weight)
+
+
+class SummedLinear:
+    """y = x W^T + b, of which each rank of the stage has a part of x and of W's columns. weight: [out, part of in], of
+    eighths of the whole sum as many as a rank has (`engine.kernels.host.product`): the ranks' sums are subtrees of the
+    tree in which one process would add all of them, so the bits are the same."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks) -> None:
+        """bias: [out] or None, the same on every rank."""
+        self._num_segments = SEGMENTS // ranks.own.size
+        self._bias = None if bias is None else bias.float()
+        self._ranks = ranks
+        self._packed: PackedWeight | None = None
+        if is_packed(weight.dtype, weight.device):
+            self._packed = PackedWeight(weight, None, Team(), num_segments=self._num_segments)
+        else:
+            self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, part of in] in the weight's dtype. Returns [T, out], the same on every rank."""
+        if self._packed is not None:
+            part = self._packed.multiply(x, out_dtype=torch.float32)
+        else:
+            part = plain_product(x, self._weight, num_segments=self._num_segments)
+        sums = self._ranks.gather(part)
+        while len(sums) > 1:
+            sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
+        return (sums[0] if self._bias is None else sums[0] + self._bias).to(x.dtype)
 
 
 class GatedLinear:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.latent import LatentGeometry
+from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.indexer import Indexer, IndexerSpec
@@ -43,6 +44,7 @@ class MlaSpec:
     max_selected: int = 0
     indexer: IndexerSpec | None = None
     takes_carried: bool = False
+    rank: TensorRank = ONLY_RANK
 
     weights_name = "self_attn"
     chunk_grid = 1
@@ -51,8 +53,22 @@ class MlaSpec:
     def shares_selection(self) -> bool:
         return self.max_selected > 0 and self.indexer is None
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where the ranks cannot divide it."""
+        self.rank.terms(self.num_heads * self.value_dim, "values of latent attention's heads")
+        _ = self.heads
+
+    @property
+    def heads(self) -> Part:
+        """This rank's. What is cached, and the choice of keys, every rank has whole."""
+        return self.rank.part(self.num_heads, "heads of latent attention")
+
+    def of_rank(self, rank: TensorRank) -> "MlaSpec":
+        """See `MixerSpec.of_rank`."""
+        return replace(self, rank=rank)
+
     def attention_geometry(self, page_size: int) -> LatentGeometry:
-        return LatentGeometry(num_heads=self.num_heads, latent_dim=self.latent_dim, rope_dim=self.rope_dim,
+        return LatentGeometry(num_heads=len(self.heads), latent_dim=self.latent_dim, rope_dim=self.rope_dim,
                               page_size=page_size, scale=self.scale, max_selected=self.max_selected)
 
     def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
@@ -89,19 +105,20 @@ class Mla:
     def __init__(self, *, spec: MlaSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
         self._layer_id = layer_id
-        hidden, heads = spec.hidden_size, spec.num_heads
+        hidden, heads = spec.hidden_size, spec.heads
         self._input_widths = [spec.query_rank, spec.latent_dim, spec.rope_dim]
         self._input = weights.linear("q_a_proj", "kv_a_proj_with_mqa", in_features=hidden, bias=spec.bias,
                                      rows=(spec.query_rank, spec.latent_dim + spec.rope_dim))
         self._query_norm = _LATENT_NORM.build(weights, "q_a_layernorm", spec.query_rank)
         self._latent_norm = _LATENT_NORM.build(weights, "kv_a_layernorm", spec.latent_dim)
-        self._query = weights.linear("q_b_proj", rows=(heads * (spec.nope_dim + spec.rope_dim),),
+        self._query = weights.linear("q_b_proj", rows=(heads.times(spec.nope_dim + spec.rope_dim),),
                                      in_features=spec.query_rank)
-        up = weights.tensor("kv_b_proj.weight", heads * (spec.nope_dim + spec.value_dim), spec.latent_dim)
-        up = up.view(heads, spec.nope_dim + spec.value_dim, spec.latent_dim)
+        rows = heads.times(spec.nope_dim + spec.value_dim)
+        up = weights.tensor("kv_b_proj.weight", len(rows), spec.latent_dim, rows=rows)
+        up = up.view(len(heads), spec.nope_dim + spec.value_dim, spec.latent_dim)
         self._to_latent = HeadwiseLinear(up[:, :spec.nope_dim].transpose(1, 2))
         self._from_latent = HeadwiseLinear(up[:, spec.nope_dim:])
-        self._output = weights.linear("o_proj", rows=(hidden,), in_features=heads * spec.value_dim, bias=spec.bias)
+        self._output = weights.summed("o_proj", rows=hidden, terms=heads.times(spec.value_dim), bias=spec.bias)
         self._indexer: Indexer | None = None
         if spec.indexer is not None:
             self._indexer = Indexer(spec=spec.indexer, hidden_size=hidden, query_rank=spec.query_rank,
@@ -111,7 +128,7 @@ class Mla:
         spec, rotary = self._spec, stage_pass.rotary_table()
         query_latent, latent, key_rope = torch.split(self._input(x), self._input_widths, dim=-1)
         query_latent = self._query_norm.forward(query_latent)
-        query = self._query(query_latent).view(-1, spec.num_heads, spec.nope_dim + spec.rope_dim)
+        query = self._query(query_latent).view(-1, len(spec.heads), spec.nope_dim + spec.rope_dim)
         query_nope, query_rope = query[..., :spec.nope_dim], rotary.rotate_pairs(query[..., spec.nope_dim:])
         entries = torch.cat([self._latent_norm.forward(latent), rotary.rotate_pairs(key_rope[:, None])[:, 0]], dim=-1)
         query = torch.cat([self._to_latent(query_nope), query_rope], dim=-1)

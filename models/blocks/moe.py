@@ -9,11 +9,13 @@ A shared expert sees every token; its output is added, behind a sigmoid gate of 
 A token's sum runs over its experts in ascending id, so its bits do not depend on the other tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid
 from models.blocks.config import RawConfig
 from models.blocks.linear import GroupedLinear
@@ -68,8 +70,23 @@ class MoeSpec:
     expert_width: int
     routing: SoftmaxRouting | SigmoidRouting
     shared_width: int = 0
+    rank: TensorRank = ONLY_RANK
 
     counts_on_host = True  # how many tokens each expert got, to run only those that got any
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where the ranks cannot divide it."""
+        self.rank.terms(self.shared_width, "inner values of a shared expert")
+        _ = self.experts
+
+    @property
+    def experts(self) -> Part:
+        """This rank's: whole experts. The shared one is divided as any feed-forward."""
+        return self.rank.part(self.num_experts, "experts")
+
+    def of_rank(self, rank: TensorRank) -> "MoeSpec":
+        """See `FeedForwardSpec.of_rank`."""
+        return replace(self, rank=rank)
 
     def build(self, weights: Weights) -> FeedForward:
         return Moe(spec=self, weights=weights)
@@ -128,7 +145,7 @@ class Moe:
             self._bias = weights.tensor("gate.e_score_correction_bias", spec.num_experts, dtype=torch.float32)
         self._shared: Mlp | None = None
         if spec.shared_width:
-            shared = MlpSpec(hidden_size=spec.hidden_size, intermediate_size=spec.shared_width)
+            shared = MlpSpec(hidden_size=spec.hidden_size, intermediate_size=spec.shared_width, rank=spec.rank)
             self._shared = Mlp(spec=shared, weights=weights.at("shared_expert" if is_softmax else "shared_experts"))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,17 +164,25 @@ class Moe:
 
 
 class _Experts:
-    """Feed-forwards of equal shape. Files hold them one by one or stacked along a first axis."""
+    """Feed-forwards of equal shape, of which a rank has some. Files hold them one by one or stacked along a first axis.
+    All ranks know all tokens, and so what every expert gets; each computes what its own get, and all take that."""
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
         self._num_experts = spec.num_experts
+        self._own, self._ranks = spec.experts, weights.ranks
         width, hidden = spec.expert_width, spec.hidden_size
+        own = range(self._own.start, self._own.stop)
+        others = [index for index in range(spec.num_experts) if index not in own]
         if weights.has("gate_up_proj"):
-            items = [(index, spec.num_experts) for index in range(spec.num_experts)]
+            items = [(index, spec.num_experts) for index in own]
             gated = [weights.gated_item("gate_up_proj", rows=width, in_features=hidden, item=item) for item in items]
             down = [weights.linear_item("down_proj", rows=hidden, in_features=width, item=item) for item in items]
+            for name, index in product(("gate_up_proj", "down_proj"), others):
+                weights.skip(name, index)
         else:
-            each = [weights.at(str(index)) for index in range(spec.num_experts)]
+            each = [weights.at(str(index)) for index in own]
+            for index, name in product(others, ("gate_proj", "up_proj", "down_proj")):
+                weights.skip(f"{index}.{name}.weight")
             gated = [expert.gated("gate_proj", "up_proj", rows=width, in_features=hidden) for expert in each]
             down = [expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each]
         self._gate_up, self._down = GroupedLinear(gated), GroupedLinear(down)
@@ -166,10 +191,23 @@ class _Experts:
         """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the weighted sum, [T, hidden] fp32."""
         by_expert = ids.flatten().argsort(stable=True)
         tokens, counts = by_expert // ids.shape[1], torch.bincount(ids.flatten(), minlength=self._num_experts).tolist()
-        results = self._down(self._gate_up(x[tokens], counts), counts).float() * weights.flatten()[by_expert, None]
+        results = self._results(x, tokens, counts).float() * weights.flatten()[by_expert, None]
         # A token's results stand by expert; its own come together again in that order.
         own = tokens.argsort(stable=True).view(ids.shape)
         out = results[own[:, 0]]
         for place in range(1, ids.shape[1]):
             out += results[own[:, place]]
         return out
+
+    def _results(self, x: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
+        """x: [T, hidden]; tokens: [T * chosen], of which the first counts[0] are for the first expert, and so on.
+        Returns what the experts made of them, [T * chosen, hidden]."""
+        own = counts[self._own.start:self._own.stop]
+        start = sum(counts[:self._own.start])
+        part = x[tokens[start:start + sum(own)]]
+        results = self._down(self._gate_up(part, own), own)
+        if self._ranks is None:
+            return results
+        each = len(own)
+        shares = [sum(counts[first:first + each]) for first in range(0, self._num_experts, each)]
+        return torch.cat(self._ranks.gather(results, shares))

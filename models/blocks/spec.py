@@ -5,7 +5,7 @@ file only reads config fields into specs, and everything that is the same for al
 `blocks/`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
 from engine.contracts.model import ForwardContext
 from engine.core.batch import ForwardBatch
+from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.norm import NormSpec
@@ -90,6 +91,10 @@ class MixerSpec(Protocol):
 
     def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]: ...
 
+    def of_rank(self, rank: TensorRank) -> "MixerSpec":
+        """What one rank of a stage has of it. Raises ConfigError where it cannot be divided so."""
+        ...
+
     def build(self, weights: Weights, *, layer_id: int) -> Mixer: ...
 
 
@@ -97,6 +102,10 @@ class FeedForwardSpec(Protocol):
     @property
     def counts_on_host(self) -> bool:
         """Whether what it starts depends on values that it reads back, so that no graph can hold it."""
+        ...
+
+    def of_rank(self, rank: TensorRank) -> "FeedForwardSpec":
+        """See `MixerSpec.of_rank`."""
         ...
 
     def build(self, weights: Weights) -> FeedForward: ...
@@ -122,10 +131,23 @@ class DecoderSpec:
     tied_head: bool
     num_extra_layers: int = field(default=0)
     draft_layer: LayerSpec | None = None
+    rank: TensorRank = ONLY_RANK
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def vocabulary(self) -> Part:
+        """The tokens whose embeddings and logits this rank has: equal parts but for the last."""
+        each = -(-self.vocab_size // self.rank.size)
+        return Part(min(self.rank.rank * each, self.vocab_size), min((self.rank.rank + 1) * each, self.vocab_size),
+                    self.vocab_size)
+
+    def of_rank(self, rank: TensorRank) -> "DecoderSpec":
+        """What one rank of each stage has of it. Raises ConfigError where it cannot be divided so."""
+        layers = tuple(LayerSpec(layer.mixer.of_rank(rank), layer.feed_forward.of_rank(rank)) for layer in self.layers)
+        return replace(self, layers=layers, rank=rank)
 
 
 def read_norm(raw: RawConfig, *, zero_centred: bool = False) -> NormSpec:

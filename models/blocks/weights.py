@@ -11,8 +11,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.contracts.model import Ranks
+from engine.core.layer_range import Part
 from engine.core.numerics import HOST, Numerics
-from models.blocks.linear import GatedLinear, Linear, is_packed
+from models.blocks.linear import GatedLinear, Linear, SummedLinear, is_packed
+from runtime.errors import InternalError
+
+Rows = int | Part | Sequence[Part]  # all of so many, one interval of them, or several one behind the other
+
+
+def num_rows(rows: Rows) -> int:
+    """How many they are."""
+    if isinstance(rows, int):
+        return rows
+    return len(rows) if isinstance(rows, Part) else sum(map(len, rows))
 
 
 class WeightSource(Protocol):
@@ -25,6 +37,18 @@ class WeightSource(Protocol):
 
         A source notes a missing or wrong-shaped tensor and reports all of them at the end of the load.
         """
+        ...
+
+
+class PartSource(WeightSource, Protocol):
+    """Of which a rank keeps parts. All ranks of a stage read, and digest, the same tensors to the last byte."""
+
+    def read_rows(self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None) -> None:
+        """Fill `out` with these rows of a tensor, one interval behind the other, and of each row the `columns`."""
+        ...
+
+    def skip(self, name: str, item: int | None = None) -> None:
+        """A tensor, or entry `item` of a stack, is another rank's."""
         ...
 
 
@@ -48,9 +72,13 @@ class Weights:
     """The tensors whose names start with `prefix`."""
 
     def __init__(self, source: WeightSource, *, prefix: str, dtype: torch.dtype, numerics: Numerics,
-                 device: torch.device = HOST, staging: _Staging | None = None) -> None:
-        """`device`: where the tensors lie, and so where blocks over them compute."""
+                 device: torch.device = HOST, staging: _Staging | None = None, parts: PartSource | None = None,
+                 ranks: Ranks | None = None) -> None:
+        """`device`: where the tensors lie, and so where blocks over them compute. `ranks` share the stage, where it has
+        several: parts of tensors are then read from `parts`."""
         self._source = source
+        self._parts = parts
+        self.ranks = ranks
         self._prefix = prefix
         self._dtype = dtype
         self._numerics = numerics
@@ -59,30 +87,66 @@ class Weights:
 
     def at(self, part: str) -> "Weights":
         return Weights(self._source, prefix=f"{self._prefix}{part}.", dtype=self._dtype, numerics=self._numerics,
-                       device=self.device, staging=self._staging)
+                       device=self.device, staging=self._staging, parts=self._parts, ranks=self.ranks)
 
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None,
-               item: tuple[int, int] | None = None) -> Tensor:
-        """One tensor, or entry i of a stack of n for `item` = (i, n). `dtype` is the model's unless given."""
+               item: tuple[int, int] | None = None, rows: Rows | None = None) -> Tensor:
+        """One tensor, or entry i of a stack of n for `item` = (i, n), or these rows. `dtype` is the model's unless
+        given."""
         out = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
-        self._source.read(self._prefix + name, out, item=item)
+        if rows is None:
+            self._source.read(self._prefix + name, out, item=item)
+        else:
+            self._read(name, out, rows)
         return out
 
-    def linear(self, *names: str, rows: Sequence[int], in_features: int, bias: bool = False,
+    def skip(self, name: str, item: int | None = None) -> None:
+        """A tensor, or an entry of a stack, that another rank keeps."""
+        self._part_source.skip(self._prefix + name, item)
+
+    def linear(self, *names: str, rows: Sequence[Rows], in_features: int, bias: bool = False,
                dtype: torch.dtype | None = None) -> Linear:
-        """One projection, or several with the same input fused into one: `rows[i]` output rows of `names[i]`."""
-        weight = self._passing(sum(rows), in_features, dtype or self._dtype)
-        offsets = torch.empty(sum(rows), dtype=self._dtype, device=self.device) if bias else None
+        """One projection, or several with the same input fused into one: of `names[i]` the output rows `rows[i]`."""
+        counts = [num_rows(each) for each in rows]
+        weight = self._passing(sum(counts), in_features, dtype or self._dtype)
+        offsets = torch.empty(sum(counts), dtype=self._dtype, device=self.device) if bias else None
         start = 0
-        for name, count in zip(names, rows, strict=True):
-            self._source.read(f"{self._prefix}{name}.weight", weight[start:start + count])
+        for name, each, count in zip(names, rows, counts, strict=True):
+            self._read(f"{name}.weight", weight[start:start + count], each)
             if offsets is not None:
-                self._source.read(f"{self._prefix}{name}.bias", offsets[start:start + count])
+                self._read(f"{name}.bias", offsets[start:start + count], each)
             start += count
         return self.linear_from(weight, offsets)
+
+    def summed(self, name: str, *, rows: int, terms: Part, bias: bool = False) -> "Linear | SummedLinear":
+        """A projection whose input is divided between the ranks: each has these terms of every sum."""
+        if terms.is_whole:
+            return self.linear(name, rows=(rows,), in_features=terms.total, bias=bias)
+        if self.ranks is None:
+            raise InternalError(f"{self._prefix}{name} is summed over ranks, and there are none")
+        weight = self._passing(rows, len(terms), self._dtype)
+        self._part_source.read_rows(f"{self._prefix}{name}.weight", weight, [Part.whole(rows)], terms)
+        offsets = self.tensor(f"{name}.bias", rows) if bias else None
+        return SummedLinear(weight, offsets, self.ranks)
+
+    def _read(self, name: str, out: Tensor, rows: Rows) -> None:
+        if isinstance(rows, int):
+            self._source.read(self._prefix + name, out)
+            return
+        parts = [rows] if isinstance(rows, Part) else rows
+        if len(parts) == 1 and parts[0].is_whole:
+            self._source.read(self._prefix + name, out)
+        else:
+            self._part_source.read_rows(self._prefix + name, out, parts)
+
+    @property
+    def _part_source(self) -> PartSource:
+        if self._parts is None:
+            raise InternalError(f"parts of {self._prefix}* are requested of a source of whole tensors")
+        return self._parts
 
     def linear_item(self, name: str, *, rows: int, in_features: int, item: tuple[int, int]) -> Linear:
         """A projection over entry i of a stack of n for `item` = (i, n)."""
@@ -106,7 +170,7 @@ class Weights:
         """A projection over a weight [out, in] that was read already."""
         return Linear(weight, biases=() if bias is None else (bias,))
 
-    def gated(self, gate: str, up: str, *, rows: int, in_features: int, bias: bool = False) -> GatedLinear:
+    def gated(self, gate: str, up: str, *, rows: Rows, in_features: int, bias: bool = False) -> GatedLinear:
         """silu of one projection times another, each with `rows` output rows."""
         return GatedLinear(*(self.linear(name, rows=(rows,), in_features=in_features, bias=bias)
                              for name in (gate, up)))
@@ -131,3 +195,16 @@ class RandomWeights:
         drawn.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
         if drawn is not out:
             out.copy_(drawn)
+
+    def read_rows(self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None) -> None:
+        """See `PartSource.read_rows`."""
+        shape = [rows[0].total, *out.shape[1:]]
+        if columns is not None:
+            shape[-1] = columns.total
+        whole = torch.empty(shape, dtype=out.dtype)
+        self.read(name, whole)
+        kept = torch.cat([whole[part.start:part.stop] for part in rows])
+        out.copy_(kept if columns is None else kept[..., columns.start:columns.stop])
+
+    def skip(self, name: str, item: int | None = None) -> None:
+        """See `PartSource.skip`."""

@@ -60,7 +60,8 @@ class FollowerEngine:
     def __init__(self, stage: Stage, sampler: RequestSampler, channel: PoolChannel, *, rank: int, size: int,
                  on_step: Callable[[float, ForwardBatch], None], frame_timeout_s: float = 10) -> None:
         self._follower = FollowerStage(stage.executor, sampler, channel, rank=rank, size=size, drafter=stage.drafter,
-                                       on_step=on_step, frame_timeout_s=frame_timeout_s)
+                                       on_step=on_step, frame_timeout_s=frame_timeout_s, ranks=stage.ranks)
+        self._ranks = stage.ranks
         self._sampler = sampler
         self._channel = channel
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue(1024)
@@ -81,6 +82,7 @@ class FollowerEngine:
         thread."""
         left: Future[None] = Future()
         left.set_running_or_notify_cancel()  # a waiter cannot cancel it
+        self._ranks.abandon()
         self._order(lambda: self._leave(left))
         return left
 
@@ -94,6 +96,7 @@ class FollowerEngine:
 
     def _connect(self, addresses: list[bytes], epoch: int) -> None:
         self._channel.connect(addresses, epoch)
+        self._ranks.use(self._channel)
         self._sampler.reset()  # a new leader counts its requests anew
         self._formed = True
 

@@ -113,17 +113,29 @@ class StageGroup:
     opened here (`endpoints`).
     """
 
-    def __init__(self, agent: TransferAgent, size: int, reports: SessionReports) -> None:
+    def __init__(self, agent: TransferAgent, size: int, reports: SessionReports, *, drawing: int | None = None) -> None:
+        """`size`: processes of the pool, of which `drawing` draws (the last one unless given)."""
         self._agent = agent
         self._size = size
+        self._drawing = size - 1 if drawing is None else drawing
         self._reports = reports
         self._links: list[StageLink] = []
         self._checks: dict[int, tuple[Grammar, asyncio.Future[None]]] = {}
         self._check_ids = itertools.count(1)
 
     @property
+    def size(self) -> int:
+        """Processes of the pool, whether they are there or not: each takes part in every session."""
+        return self._size
+
+    @property
     def formed(self) -> bool:
         return len(self._links) == self._size - 1
+
+    @property
+    def links(self) -> tuple[StageLink, ...]:
+        """The processes that have joined, by rank."""
+        return tuple(self._links)
 
     @property
     def endpoints(self) -> tuple[StageEndpoint, ...]:
@@ -142,12 +154,12 @@ class StageGroup:
     def stage_lost(self, rank: int, what: str) -> None:
         """`what` became of it, as a sentence: the error of all sessions."""
         self._links = [link for link in self._links if link.rank != rank]
-        if rank == self._size - 1:
+        if rank == self._drawing:
             self._fail_checks(UnavailableError(what))
         self._reports.stage_lost(rank, what)
 
     async def check(self, grammar: Grammar) -> None:
-        """Have the last stage, which draws, compile it.
+        """Have the stage that draws compile it.
 
         Raises:
             InvalidRequestError: it cannot be followed.
@@ -160,7 +172,7 @@ class StageGroup:
         self._checks[check_id] = grammar, checked
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
-                self._links[-1].send(check_grammar=pb.CheckGrammar(check_id=check_id,
+                self._links[self._drawing - 1].send(check_grammar=pb.CheckGrammar(check_id=check_id,
                                                                    grammar=grammar_to_proto(grammar)))
                 await checked
         except TimeoutError:

@@ -8,9 +8,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from engine.core.layer_range import Placement
 from engine.core.time_limits import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
-from engine.pipeline.stages import HeadStage, SingleStage
+from engine.pipeline.stages import HeadStage, Pipeline, SingleStage
 from engine.sampling.sampler import RequestSampler
 from models.weights_digest import PoolWeights
 from pool.pipeline.grammars import GrammarCheck
@@ -66,7 +67,9 @@ class Leader:
         self._linger_s = 0.0
         self._is_hung = False
         self._reports = reports
-        self.group = StageGroup(stage.agent, config.world_size, reports)
+        place = config.placement
+        self._num_stages, tp = place.pipeline_size, place.tensor.size
+        self.group = StageGroup(stage.agent, config.world_size, reports, drawing=config.world_size - tp)
         self.loop = EngineLoop(scheduler, observer=observer, step_limit=StepLimit(config.step_limit_s))
         self._channel: PoolChannel | None = None
         self._warming: asyncio.Task[None] | None = None
@@ -80,7 +83,7 @@ class Leader:
                                               on_sent=on_frame)
             self.service = PipelineService(layers=stage.plan.ranges, settings=stage.plan.settings,
                                            counted=stage.counted, leader_channel=self._channel.address, observer=self,
-                                           check_channels=check_channels)
+                                           check_channels=check_channels, tensor_size=tp, weights=stage.weights)
 
     @property
     def failure(self) -> BaseException | None:
@@ -90,7 +93,7 @@ class Leader:
     @property
     def grammars(self) -> GrammarCheck | None:
         """What compiles grammars where tokens are drawn; None on a pool of one stage that has no tokenizer."""
-        return self._stage.grammars if self._channel is None else self.group
+        return self._stage.grammars if self._num_stages == 1 else self.group
 
     @property
     def weights(self) -> PoolWeights | None:
@@ -109,12 +112,13 @@ class Leader:
         self.loop.start()
         if self._channel is None:
             self._know_weights([])
-            single = SingleStage(self._stage.executor, self._sampler, self._stage.drafter)
+            single = self._single()
             on_lost = self._when_lost(self._fail)
             self.loop.post(lambda: self.loop.attach(single, on_lost))
             self._warming = asyncio.create_task(self._become_ready())
         else:
-            self._set_serving(None, f"waiting for {self._config.world_size - 1} more stages to join")
+            self._set_serving(None, f"waiting for {self._config.world_size - 1} more "
+                                    f"{'stages' if self._config.tp == 1 else 'processes'} to join")
 
     def drain(self) -> None:
         """Take no more requests; what runs goes on."""
@@ -139,26 +143,36 @@ class Leader:
         self._epoch = epoch
         on_lost = self._when_lost(lambda error: self._form_anew(epoch, links, error))
         addresses = [channel.address, *(link.channel_address for link in links)]
-        head = HeadStage(self._stage.executor, channel, size=self._config.world_size,
-                         frame_timeout_s=self._config.frame_timeout_s)
+        first: Pipeline = self._single() if self._num_stages == 1 else HeadStage(
+            self._stage.executor, channel, size=self._num_stages, frame_timeout_s=self._config.frame_timeout_s,
+            ranks=self._stage.ranks)
 
         def attach() -> None:
-            self.loop.attach(head, on_lost)  # first: a connection that cannot be made is a broken pipeline, too
+            self.loop.attach(first, on_lost)  # before all: a connection that cannot be made is a broken pipeline, too
             channel.connect(addresses, epoch)
+            self._stage.ranks.use(channel)
+            self._sampler.reset()  # what it knew of requests has ended with the epoch before
 
         self.loop.post(attach)
         self._warming = asyncio.create_task(self._become_ready())
+
+    def _single(self) -> SingleStage:
+        return SingleStage(self._stage.executor, self._sampler, self._stage.drafter, self._stage.ranks)
 
     def grammar_checked(self, answer: pb.GrammarChecked) -> None:
         self.group.grammar_checked(answer)
 
     def _know_weights(self, links: list[StageLink]) -> None:
-        self._weights = PoolWeights.of([self._stage.weights, *(link.weights for link in links)])
+        every = [self._stage.weights, *(link.weights for link in links)]
+        self._weights = PoolWeights.of(every[::self._config.tp])  # the ranks of a stage have read the same
         self._compatibility = self._stage.plan.compatibility(self._weights)
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
-        self._close(f"stage {link.rank} of the pool is leaving")
+        self._close(f"{self._place(link.rank)} of the pool is leaving")
         self._leaving[link.rank] = asyncio.create_task(self._let_go(link, grace_s))
+
+    def _place(self, rank: int) -> Placement:
+        return Placement.of(rank, self._config.world_size, self._config.tp)
 
     async def _let_go(self, link: StageLink, grace_s: float) -> None:
         await self._empty(grace_s)
@@ -171,7 +185,7 @@ class Leader:
         # Those it dismissed left; the leader of a pool that drains ends all their streams.
         died = leaving is None and not self._is_draining and rank not in self._dismissed
         self._dismissed.discard(rank)
-        what = f"stage {rank} of the pool {'died' if died else 'left'}"
+        what = f"{self._place(rank)} of the pool {'died' if died else 'left'}"
         logger.log(logging.WARNING if died else logging.INFO, what)
         self._close(what)
         if self._channel is not None:
@@ -179,6 +193,8 @@ class Leader:
         error = PeerLostError(what)
         self.loop.post(lambda: self.loop.detach(error))
         self.group.stage_lost(rank, what)
+        if self._config.tp > 1:
+            self._dismiss_all()  # within a step they wait for each other
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None:
         self._reports.deliver(rank, event)
@@ -219,7 +235,11 @@ class Leader:
             return  # because a stage was lost, which is known already
         logger.warning("the pipeline broke: %s; its stages have to join again", error)
         self._close(f"the pipeline broke: {error}")
-        for link in links:
+        self._dismiss_all()
+
+    def _dismiss_all(self) -> None:
+        """The stages that are there have to join again."""
+        for link in self.group.links:
             self._dismissed.add(link.rank)
             link.dismiss()
 
@@ -241,7 +261,7 @@ class Leader:
                 logger.warning("the warm-up failed: %s", error)
                 self._set_serving(None, f"warm-up failed: {error}")
             await asyncio.sleep(WARM_UP_PAUSE_S)
-        self._set_serving(self._config.world_size, "")
+        self._set_serving(self._num_stages, "")
 
     def _set_serving(self, stages: int | None, reason: str) -> None:
         if stages and (self._is_draining or self._leaving or self.failure is not None):

@@ -1,4 +1,6 @@
-"""Which stages are in a pool: stages 1..n-1 join stage 0 and stay joined as long as their Join stream lives.
+"""Which stages are in a pool: stages 1..n-1 join stage 0 and stay joined as long as their Join stream lives. A stage
+that ranks share is as many processes, each of which joins like a stage of its own; "rank" is here a process's number,
+counted stage by stage.
 
 The leader's end is `PipelineService`. A pool is *formed* when every rank has joined with the layers it should have;
 each forming gets a new epoch, above those that any of its stages has seen, and every stage reconnects its batch channel
@@ -21,11 +23,11 @@ from typing import Protocol, Self
 import grpc
 from google.protobuf.message import Message
 
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import LayerRange, Placement
 from models.weights_digest import StageWeights, check_copies
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.errors import ConfigError, FieldViolation, InvalidRequestError, PeerLostError
+from runtime.errors import ConfigError, FieldViolation, IncompatiblePeerError, InvalidRequestError, PeerLostError
 from runtime.intake import first_message
 from transfer.plan import codec
 from transfer.plan.compatibility import check_settings
@@ -93,14 +95,18 @@ class MembershipObserver(Protocol):
 
 
 class PipelineService(pipeline_pb2_grpc.PipelineServicer):
-    """The Join service of a leader. `layers` is what each rank must own; `settings` what it must have alike; `counted`
-    the digests of tensors that it may have copies of."""
+    """The Join service of a leader. `layers` is what each stage must own, which `tensor_size` ranks share; `settings`
+    what they must have alike; `counted` the digests of tensors that they may have copies of; `weights` what the leader
+    has read."""
 
     def __init__(self, *, layers: list[LayerRange], settings: Mapping[str, str], counted: Mapping[str, str],
-                 leader_channel: bytes,
+                 leader_channel: bytes, tensor_size: int = 1, weights: StageWeights | None = None,
                  observer: MembershipObserver, check_channels: Callable[[Sequence[bytes]], object]) -> None:
         """`check_channels` raises ConfigError for channel addresses, in rank order, that are not of one pool."""
-        self._layers = layers
+        self._places = [Placement.of(rank, len(layers) * tensor_size, tensor_size)
+                        for rank in range(len(layers) * tensor_size)]
+        self._layers = [layers[place.pipeline_rank] for place in self._places]
+        self._weights = weights
         self._settings = settings
         self._counted = counted
         self._leader_channel = leader_channel
@@ -149,8 +155,12 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
             raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
                               f"{self._layers[hello.rank]}", field="partition")
         check_settings(self._settings, hello.settings)
+        if endpoint.tensor != self._places[hello.rank].tensor:
+            raise ConfigError(f"rank {hello.rank} has part {endpoint.tensor.rank} of {endpoint.tensor.size} of its "
+                              f"stage, this pool gives it part {self._places[hello.rank].tensor.rank}", field="tp")
         weights = weights_from_proto(hello.weights)
         check_copies(self._counted, weights.copies, stage=hello.rank)
+        self._check_alike(hello.rank, weights)
         others = {rank: link.channel_address for rank, link in self._links.items() if rank != hello.rank}
         joined = sorted({0: self._leader_channel, **others, hello.rank: hello.channel_address}.items())
         self._check_channels([address for _, address in joined])
@@ -162,10 +172,21 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
             self._observer.stage_lost(hello.rank)
         link = StageLink(hello.rank, endpoint, hello.channel_address, weights)
         self._links[hello.rank] = link
-        logger.info("stage %d joined with layers %s", hello.rank, endpoint.layers)
+        logger.info("%s joined with layers %s", self._places[hello.rank], endpoint.layers)
         if not self.missing_ranks:
             self._form()
         return link
+
+    def _check_alike(self, rank: int, weights: StageWeights) -> None:
+        """Raises IncompatiblePeerError unless the ranks of a stage have read the same, each to the last byte."""
+        stage = self._places[rank].pipeline_rank
+        others = {other: link.weights for other, link in self._links.items() if other != rank}
+        if self._weights is not None:
+            others[0] = self._weights
+        for other, known in sorted(others.items()):
+            if self._places[other].pipeline_rank == stage and known.total != weights.total:
+                raise IncompatiblePeerError(f"rank {rank} has read other weights than rank {other}, which shares stage "
+                                            f"{stage} with it: digest {weights.total} there, {known.total} here")
 
     def _form(self) -> None:
         self._epoch += 1

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from engine.core.layer_range import Placement
 from runtime.config import AddressField
 from runtime.errors import ConfigError
 from runtime.security import TlsConfig
@@ -23,8 +24,10 @@ class WorkerConfig(TlsConfig):
     metrics_port: int = Field(default=0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
     metrics_host: str = Field(default="127.0.0.1", description="address /metrics is served on")
     announce: Path | None = Field(default=None, description="file to write addresses to once listening (JSON)")
-    rank: int = Field(default=0, ge=0, description="this process's pipeline stage; 0 leads the pool")
-    world_size: int = Field(default=1, ge=1, le=64, description="number of pipeline stages of the pool")
+    rank: int = Field(default=0, ge=0, description="which process of the pool this is, counted stage by stage; 0 leads")
+    world_size: int = Field(default=1, ge=1, le=64, description="processes of the pool: its stages times --tp")
+    tp: int = Field(default=1, ge=1, le=8, description="ranks that share each stage, with equal parts of its weights "
+                                                       "and cache: 1, 2, 4 or 8 (device cpu, without a draft)")
     leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server, or the file:///PATH that it "
                                                 "announces itself in; needed by the other stages")
     partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')
@@ -88,6 +91,11 @@ class WorkerConfig(TlsConfig):
             return text and "{}-{}".format(*parse_ports(text))
         except ConfigError as error:
             raise ValueError(str(error)) from None
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage, and which rank of it. Raises ConfigError when processes and ranks do not fit together."""
+        return Placement.of(self.rank, self.world_size, self.tp)
 
     @property
     def binding(self) -> UcxBinding:

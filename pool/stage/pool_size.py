@@ -29,9 +29,9 @@ Memory = Callable[[str], HostMemory]
 
 @dataclass(frozen=True)
 class PoolNeeds:
-    """What a pool keeps: all caches of the whole model (`specs`) for `max_held` requests, `num_scratch` records of
-    `scratch` for trees (see `plan_pools`), and the weights of a draft on its last stage. A prefix cache keeps up to
-    `max_snapshots` recurrent states, as far as they take a fifth of the cache memory."""
+    """What a pool keeps: all caches of the whole model, as one rank has them (`specs`), for `max_held` requests,
+    `num_scratch` records of `scratch` for trees (see `plan_pools`), and the weights of a draft on its last stage. A
+    prefix cache keeps up to `max_snapshots` recurrent states, as far as they take a fifth of the cache memory."""
 
     specs: tuple[CacheSpec, ...]
     max_held: int
@@ -64,13 +64,13 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
                    needs: PoolNeeds, memory: Memory = memory_of) -> PoolSize:
     """Raises ConfigError: weights and cache do not fit, or the context asked for does not; the message has the sum and
     names the flags."""
-    weights = [description.weight_bytes(layers) for layers in ranges]
+    weights = [-(-description.weight_bytes(layers) // config.tp) for layers in ranges]
     weights[-1] += needs.draft_bytes
-    own = config.rank
+    own = config.placement.pipeline_rank
     if weights[own] and weights[own] > (free := memory(config.device).available_bytes):
         raise ConfigError(f"stage {own} (layers {ranges[own]}) has {_mib(weights[own])} of weights, and {_mib(free)} "
-                          f"are free on {_place(config)}: more stages (--world-size; with baton up, --prefill-pp and "
-                          f"--decode-pp) divide them", field="model")
+                          f"are free on {_place(config)}: more stages or ranks (--world-size, --tp; with baton up, "
+                          f"--prefill-pp, --prefill-tp, --decode-pp and --decode-tp) divide them", field="model")
     wanted = _wanted_context(config, description)
     if config.num_pages:
         return _by_pages(config, needs, wanted)

@@ -33,6 +33,7 @@ def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: 
         "max_held": str(max_held), "max_context": str(config.max_context or MODELS_OWN),
         "max_context_tokens": str(size.context_tokens),
         "chunk_tokens": str(config.chunk_tokens), "partition": ", ".join(map(str, ranges)),
+        "tp": str(config.tp),
         "draft": "none" if speculation is None else speculation.draft.revision, "frames": LAYOUT,
     }
     if speculation is not None:

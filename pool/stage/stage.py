@@ -12,6 +12,7 @@ from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
+from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
 from engine.pipeline.stages import LayerObserver, StageExecutor
 from engine.speculative.drafter import Drafter, PoolDrafter
 from models.decoder import EMBEDDING
@@ -85,7 +86,8 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     look at the draft only to hand over its cache of the prompt. Those that keep prompts have slots for states of these,
     where the model has any.
     """
-    description = read_model(config.model)
+    place = config.placement
+    description = read_model(config.model).of_rank(place.tensor)
     facts = description.facts
     ranges = _layers_of_stages(config, facts.num_layers)
     specs = description.cache_specs(config.page_size)
@@ -103,16 +105,18 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
     has_states = keeps_prompts and config.prefix_cache and any(spec.kind.is_recurrent for spec in specs)
     max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
-    size = plan_pool_size(config, description, ranges, PoolNeeds((*specs, *extra), held, scratch, num_scratch,
-                                                                 draft_bytes, max_snapshots))
-    geometry = PoolGeometry(config.page_size, size.num_pages, size.num_slots, ranges[config.rank], specs)
+    own = tuple(spec.of_rank(place.tensor) for spec in (*specs, *extra))
+    size = plan_pool_size(config, description, ranges, PoolNeeds(own, held, scratch, num_scratch, draft_bytes,
+                                                                 max_snapshots))
+    geometry = PoolGeometry(config.page_size, size.num_pages, size.num_slots, ranges[place.pipeline_rank], specs,
+                            place.tensor)
     settings = stage_settings(config, description, ranges, size, max_held=held, speculation=speculation,
                               speculates=speculates)
     return StagePlan(description, ranges, geometry, settings, size, held, speculation, num_scratch)
 
 
 def _layers_of_stages(config: WorkerConfig, num_layers: int) -> list[LayerRange]:
-    size = config.world_size
+    size = config.placement.pipeline_size
     if config.partition and size == 1:
         raise ConfigError(f"--partition {config.partition} names the layers of several stages, and this pool has one: "
                           f"--world-size says how many (with baton up, --prefill-pp and --decode-pp)",
@@ -122,15 +126,16 @@ def _layers_of_stages(config: WorkerConfig, num_layers: int) -> list[LayerRange]
 
 @dataclass(frozen=True)
 class Stage:
-    """The parts of a running stage."""
+    """The parts of a running stage, or of one rank of it. `ranks` has no channel before the pool has formed."""
 
     plan: StagePlan
     pools: StagePools
     executor: StageExecutor
     agent: TransferAgent
     drafter: Drafter | None = None  # on the last stage of a pool that speculates
+    ranks: StageRanks = field(default_factory=StageRanks)
     counts: StageCounts = field(default_factory=StageCounts)
-    grammars: Grammars | None = None  # on the last stage, which draws
+    grammars: Grammars | None = None  # where tokens are drawn
     device: torch.device = HOST
     weights: StageWeights = field(default_factory=StageWeights)
     counted: Mapping[str, str] = field(default_factory=dict)  # digests of what stages behind this one copy, by name
@@ -147,7 +152,9 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     pools = StagePools(plan.geometry, device=str(backends.device))
     speculation = plan.speculation
     digest, draft_digest = WeightsDigest(), WeightsDigest()
-    model, runs_on = _load_layers(plan, pools, backends, digest, speculates=speculates)
+    place = config.placement
+    ranks = StageRanks(place.tensor, stage=place.pipeline_rank, step_limit_s=config.step_limit_s)
+    model, runs_on = _load_layers(plan, pools, backends, digest, ranks, speculates=speculates)
     profile = TransportProfile(config.transport)
     transport = UcxTransport(profile=profile, clock=SystemClock(), binding=config.binding)
     agent = build_agent(pools, backends.device, transport, incarnation=incarnation, on_event=on_event,
@@ -160,14 +167,14 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     executor = build_executor(model, runs_on, backends.device, observer, graphs)
     drafter: PoolDrafter | None = None
     reader: Drafter | None = None
-    if speculation is not None and config.rank == config.world_size - 1:
+    if speculation is not None and place.draws:
         capture = partial(build_draft_graphs, config, runs_on.capturable if speculates else None, speculation)
         drafter = reader = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
         if not speculates:
             reader = prompt_drafter(speculation, drafter, observer)
-    return Stage(plan, pools, executor, agent, reader, stage_counts(executor, drafter),
+    return Stage(plan, pools, executor, agent, reader, ranks, stage_counts(executor, drafter),
                  _grammars(config, plan.description.facts), backends.device,
-                 _stage_weights(digest, draft_digest, is_first=config.rank == 0), digest.of(COPIED))
+                 _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0), digest.of(COPIED))
 
 
 def _stage_weights(digest: WeightsDigest, draft_digest: WeightsDigest, *, is_first: bool) -> StageWeights:
@@ -176,14 +183,15 @@ def _stage_weights(digest: WeightsDigest, draft_digest: WeightsDigest, *, is_fir
     return StageWeights(digest.total(without=copies), digest.of(copies), draft_digest.total())
 
 
-def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, digest: WeightsDigest, *,
+def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, digest: WeightsDigest, ranks: StageRanks, *,
                  speculates: bool) -> tuple[StageModel, StageBackends]:
     """The target's layers of this stage and what they run on, ready for every kind of batch."""
     description, page_size, speculation = plan.description, plan.geometry.page_size, plan.speculation
     capture_layers = speculation.capture_layers if speculation is not None else frozenset()
     max_nodes = speculation.config.max_nodes if speculation is not None and speculates else 0
     model = description.load_stage(plan.model_layers, numerics=backends.numerics, device=backends.device,
-                                   capture_layers=capture_layers, digest=digest)
+                                   capture_layers=capture_layers, digest=digest,
+                                   ranks=ranks if ranks.own.size > 1 else None)
     caches = StageCaches.of_layers(pools, plan.model_layers)
     runs_on = backends.of_stage(caches, description.attention_geometry(page_size),
                                 description.latent_geometry(page_size), max_nodes=max_nodes,
@@ -195,7 +203,7 @@ def _load_layers(plan: StagePlan, pools: StagePools, backends: Backends, digest:
 
 
 def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:
-    if config.rank != config.world_size - 1:
+    if not config.placement.draws:
         return None
     return load_grammars(config.model, facts.eos_token_ids)
 
@@ -203,11 +211,12 @@ def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:
 def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
     """An upper bound for a batch between stages: hidden states (and three captured ones) and selected keys of a full
     chunk with its scores, tables of all rows, and per row everything sampling may carry (the tokens of the context,
-    biases, bans, a grammar)."""
+    biases, bans, a grammar); and for what the ranks of a stage exchange."""
     facts = plan.description.facts
     tokens = max(config.chunk_tokens, plan.max_held * (1 + plan.num_draft_tokens))
     latent = plan.description.latent_geometry(config.page_size)
     per_token = 4 * facts.hidden_size * 4 + 50 * 8 + 4 * (0 if latent is None else latent.max_selected)
     per_row = MAX_GRAMMAR_BYTES + 8 * (3 * plan.max_context_tokens + 2 * 1024 + 64 + 64)
     per_row += 4 * (plan.geometry.num_pages + 1)
-    return tokens * per_token + plan.max_held * per_row + (1 << 16)
+    part = 0 if plan.geometry.tensor.size == 1 else max(MAX_PART_BYTES, 4 * facts.vocab_size)
+    return max(tokens * per_token + plan.max_held * per_row, part) + (1 << 16)

@@ -14,7 +14,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator
 
-from router.request.service_times import Outlook, Rates
+from router.request.service_times import Outlook, Rates, TokenWork
 from router.request.validate import MAX_PRIORITY, AdmissibleRequest
 from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair
@@ -88,7 +88,7 @@ class Admission:
         to be computed, as far as that was measured."""
         rates = self._rates()
         before = replace(rates, tokens_ahead=max(0.0, rates.tokens_ahead - num_tokens))
-        return before.service_s(self._outlook.work(num_tokens, request.engine.max_tokens))
+        return before.service_s(self._work_of(request, num_tokens))
 
     def retry_after_s(self, error: CapacityError | UnavailableError, request: AdmissibleRequest) -> float | None:
         """When a request that workers gave up may come again; None where nobody knows. They know nothing of those that
@@ -170,12 +170,15 @@ class Admission:
             self._metrics.refused.labels(Cause.DEADLINE).inc()
             raise DeadlineError(f"prefill of {num_tokens} tokens takes at least {least_s:.2g} s; the deadline "
                                 f"leaves {max(left_s, 0.0):.2g} s")
-        demand = Demand(self._outlook.work(num_tokens, request.engine.max_tokens), ends_at_s, request.engine.priority)
+        demand = Demand(self._work_of(request, num_tokens), ends_at_s, request.engine.priority)
         held = _Held(request, asyncio.get_running_loop().create_future())
         waiter = self._line.enter(demand, held, self._rates(request.prompt.num_tokens), self._clock.now())
         if isinstance(waiter, Refusal):
             raise self._refused(waiter)
         return waiter
+
+    def _work_of(self, request: AdmissibleRequest, num_tokens: int) -> TokenWork:
+        return self._outlook.work(num_tokens, request.engine.max_tokens, len(request.resumed_of(0)))
 
     def _rates(self, num_tokens: int = 1) -> Rates:
         return Rates.of(self._directory.usable(WorkerRole.PREFILL), self._directory.usable(WorkerRole.DECODE),

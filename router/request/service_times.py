@@ -15,7 +15,7 @@ from protos import types_pb2
 from router.workers.worker import Booking, Worker, WorkerRole
 from runtime.clock import Clock
 from runtime.metrics import RouterMetrics
-from runtime.pace import MEMORY_S, PrefillRateEstimate
+from runtime.pace import MEMORY_S, MIN_TOKENS, PrefillRateEstimate
 
 # The stages of a life as metrics name them.
 STAGES = {
@@ -227,9 +227,11 @@ class Outlook:
         self.lengths = AnswerLengths()
         self.caution = Caution(clock)
 
-    def work(self, prompt_tokens: int, max_tokens: int) -> TokenWork:
-        """Of a request."""
-        return TokenWork(prompt_tokens, self.lengths.expected(max_tokens))
+    def work(self, prompt_tokens: int, max_tokens: int, num_drawn: int = 0) -> TokenWork:
+        """Of a request that lacks so many tokens of its prompt. Of its answer `num_drawn` are there: they are read as a
+        prompt is."""
+        to_read = max(prompt_tokens, MIN_TOKENS) + num_drawn
+        return TokenWork(to_read, max(self.lengths.expected(max_tokens) - num_drawn, 0.0))
 
     def cautious_s(self, rates: Rates, work: TokenWork) -> float:
         """The time that a service takes at most, nine times of ten."""

@@ -162,6 +162,10 @@ class Directory:
 
     def pair_problem(self) -> str:
         """Why no prefill and decode worker can serve together, for operators; empty if some can."""
+        source, pool = (next((worker for worker in self._worker_set.of(role) if worker.is_usable), None)
+                        for role in WorkerRole)
+        if source is not None and pool is not None and may_pair(source.compatibility, pool.compatibility):
+            return ""  # as a rule all fit; this is asked after each of their reports
         for role in WorkerRole:
             if not self._usable(role):
                 reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
@@ -361,6 +365,7 @@ class Directory:
         if worker.info is not None:
             status.incarnation = worker.info.incarnation
             status.stages.extend(worker.info.stages)
+            status.tensor_size = worker.info.tensor_size
             status.pages_total = worker.info.pages_total
             status.slots_total = worker.info.slots_total
         return status

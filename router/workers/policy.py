@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from runtime.clock import Clock
+from runtime.pace import MIN_TOKENS
 
 
 class Policy(StrEnum):
@@ -148,10 +149,11 @@ class PrefillPace:
         self.num_computing += 1
 
     def ended(self, num_tokens: int) -> None:
-        """A prompt of so many tokens was computed; 0: it was given up."""
+        """A prompt was computed, so many tokens of it; 0: it was given up. Few tokens count as `MIN_TOKENS`: most of
+        their time is none of theirs, and a prompt that no cache has would seem to take for ever."""
         self._count_time()
         self.num_computing = max(0, self.num_computing - 1)
-        self._tokens += num_tokens
+        self._tokens += max(num_tokens, MIN_TOKENS) if num_tokens else 0
         self._num_prompts += num_tokens > 0
 
     def restarted(self) -> None:

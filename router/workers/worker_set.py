@@ -51,6 +51,7 @@ class WorkerSet:
         self._watch = watch
         self._listed: list[frozenset[str]] = [frozenset() for _ in self._sources]
         self._workers: dict[tuple[WorkerRole, str], Worker] = {}
+        self._unlisted: dict[tuple[WorkerRole, str], Worker] = {}  # of these, those that none lists any more
         self._watches: dict[tuple[WorkerRole, str], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._sort()
@@ -81,10 +82,11 @@ class WorkerSet:
                 group.create_task(source.run(partial(self._found, index)))
 
     def sweep(self) -> None:
-        """Drop workers that are neither listed nor in use."""
-        for key, worker in list(self._workers.items()):
-            if not worker.is_listed and not worker.is_in_use:
-                del self._workers[key]
+        """Drop workers that are neither listed nor in use. Called at every change of any worker, so listed ones are not
+        looked at."""
+        for key, worker in list(self._unlisted.items()):
+            if not worker.is_in_use:
+                del self._workers[key], self._unlisted[key]
                 self._sort()
                 if key in self._watches:
                     self._watches.pop(key).cancel()
@@ -105,8 +107,10 @@ class WorkerSet:
             if kind is not role:
                 continue
             if address in listed:
+                self._unlisted.pop((kind, address), None)
                 worker.listed()
             else:
+                self._unlisted[kind, address] = worker
                 worker.delisted()
         self.sweep()
 

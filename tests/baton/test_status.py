@@ -88,3 +88,7 @@ def test_a_start_prints_what_is_worth_attention() -> None:
     printer.ready()
     printer(*lines[1])
     assert seen[-1] == lines[1]
+
+
+def test_ranks_that_share_a_stage_are_counted_beside_it() -> None:
+    assert "├ 0-32 ┤ x 2 ranks" in "\n".join(drawn(replace(PREFILL, tensor_size=2)))

@@ -1,4 +1,5 @@
-"""A middle stage of a 2 GB checkpoint needs the memory of that stage, not of the checkpoint.
+"""A middle stage of a 2 GB checkpoint needs the memory of that stage, not of the checkpoint, and a rank that of its
+share.
 
 The files are sparse: right headers, right sizes, and zeros that take no disk.
 """
@@ -25,7 +26,8 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from engine.core.numerics import Numerics
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import LayerRange, TensorRank
+from engine.pipeline.ranks import StageRanks
 from engine.kernels.host.product import PackedWeight
 from engine.kernels.host.compiled import Team
 from models.loader import read_model
@@ -35,10 +37,11 @@ def memory_kib(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 PackedWeight(torch.ones(1, 1).bfloat16(), None, Team())  # what kernels need themselves
-model = read_model(Path(sys.argv[1]))
+own = TensorRank(0, int(sys.argv[2]))
+model = read_model(Path(sys.argv[1])).of_rank(own)
 before = memory_kib("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
-stage = model.load_stage(LayerRange(6, 10), numerics=Numerics.EXACT)
+stage = model.load_stage(LayerRange(6, 10), numerics=Numerics.EXACT, ranks=StageRanks(own) if own.size > 1 else None)
 print(memory_kib("VmHWM") - before)
 """
 
@@ -78,9 +81,12 @@ def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
     return total
 
 
-@pytest.mark.parametrize("is_quantised", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_peak_memory_of_a_middle_stage(tmp_path: Path, *, is_quantised: bool) -> None:
+@pytest.mark.parametrize(("is_quantised", "num_ranks"),
+                         [(False, 1), (False, 4), pytest.param(True, 1, marks=pytest.mark.long)])
+def test_peak_memory_of_a_middle_stage(tmp_path: Path, num_ranks: int, *, is_quantised: bool) -> None:
+    """Of all of it, and of one of the ranks that share it."""
     assert write_sparse_checkpoint(tmp_path, is_quantised=is_quantised) > (1e9 if is_quantised else 2e9)
-    measured = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True,
-                              check=True, timeout=280)
-    assert 4 * LAYER_BYTES < int(measured.stdout) * 1024 < 1.2 * 4 * LAYER_BYTES
+    measured = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path), str(num_ranks)], capture_output=True,
+                              text=True, check=True, timeout=280)
+    share = 4 * LAYER_BYTES // num_ranks
+    assert share < int(measured.stdout) * 1024 < 1.2 * share

@@ -105,7 +105,8 @@ class TransferAgent:
     @property
     def endpoint(self) -> StageEndpoint:
         """This stage as it appears in `SourceTerms.stages` and `DestinationTerms.stages`."""
-        return StageEndpoint(self._memory.geometry.layers, self._address, self._incarnation)
+        return StageEndpoint(self._memory.geometry.layers, self._address, self._incarnation,
+                             self._memory.geometry.tensor)
 
     @property
     def failure(self) -> BaseException | None:
@@ -273,9 +274,11 @@ class TransferAgent:
     def _stage_of(self, stages: tuple[StageEndpoint, ...]) -> int:
         for index, stage in enumerate(stages):
             if stage.incarnation == self._incarnation:
-                if stage.layers != self._memory.geometry.layers:
-                    raise IncompatiblePeerError(f"stage {index} has layers {self._memory.geometry.layers}, "
-                                                f"not {stage.layers}")
+                own = self._memory.geometry
+                if (stage.layers, stage.tensor) != (own.layers, own.tensor):
+                    raise IncompatiblePeerError(f"stage {index} has layers {own.layers} as rank {own.tensor.rank} of "
+                                                f"{own.tensor.size}, not {stage.layers} as {stage.tensor.rank} of "
+                                                f"{stage.tensor.size}")
                 return index
         raise IncompatiblePeerError(f"terms for {[stage.incarnation for stage in stages]}; this is {self._incarnation}")
 

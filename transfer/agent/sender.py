@@ -107,7 +107,8 @@ class Sender(StageTransfer):
         for dispatch in self._dispatches:
             self.connect(dispatch.lane.dest_stage)
             # A plan that points outside the pools fails here, before anything leaves.
-            dispatch.views = [self._memory.view(item.layer_id, item.kind, item.source_index, item.num_records)
+            dispatch.views = [self._memory.view(item.layer_id, item.kind, item.source_index, item.num_records,
+                                                 item.source_part)
                               for item in dispatch.lane.items]
         self._is_started = True
         if not self._dispatches:

@@ -18,10 +18,11 @@ class PoolMemory(Protocol):
     @property
     def geometry(self) -> PoolGeometry: ...
 
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> Buffer:
+    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
+             part: slice | None = None) -> Buffer:
         """Where `count` consecutive records (pages or slots) are, no copy: a writable memoryview of host pools, else
-        what the stage's transport reaches. Raises InternalError for a layer, kind or index this stage does not have,
-        naming it and the stage's range."""
+        what the stage's transport reaches. Of a single record `part` may choose some bytes. Raises InternalError for
+        a layer, kind or index this stage does not have, naming it and the stage's range."""
         ...
 
 
@@ -166,7 +167,7 @@ class Receiver(StageTransfer):
 
     def start(self) -> None:
         # Every view first: a plan that points outside the pools fails before anything is posted.
-        views = [[self._memory.view(item.layer_id, item.kind, item.dest_index, item.num_records)
+        views = [[self._memory.view(item.layer_id, item.kind, item.dest_index, item.num_records, item.dest_part)
                   for item in receipt.lane.items] for receipt in self._receipts]
         for receipt, buffers in zip(self._receipts, views, strict=True):
             peer = self.connect(receipt.lane.source_stage)

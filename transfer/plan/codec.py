@@ -1,6 +1,6 @@
 """Transfer values to and from their protobuf messages. Values a peer got wrong are refused here, by field."""
 
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import LayerRange, TensorRank
 from protos import pipeline_pb2, transfer_pb2
 from runtime.errors import FieldViolation, InvalidRequestError
 from transfer.plan.handoff_terms import (
@@ -22,15 +22,21 @@ _STATE_FROM_WIRE = {wire: state for state, wire in _STATE_TO_WIRE.items()}
 
 def endpoint_to_proto(endpoint: StageEndpoint) -> transfer_pb2.StageEndpoint:
     return transfer_pb2.StageEndpoint(first_layer=endpoint.layers.start, end_layer=endpoint.layers.end,
-                                      address=endpoint.address, incarnation=endpoint.incarnation)
+                                      address=endpoint.address, incarnation=endpoint.incarnation,
+                                      tensor_rank=endpoint.tensor.rank, tensor_size=endpoint.tensor.size)
 
 
 def endpoint_from_proto(message: transfer_pb2.StageEndpoint) -> StageEndpoint:
-    """Raises InvalidRequestError when the layer range is reversed."""
+    """Raises InvalidRequestError when the layer range is reversed, or the rank outside its stage."""
     if message.first_layer > message.end_layer:
         raise InvalidRequestError(FieldViolation(
             "stages.end_layer", f"must be at least first_layer {message.first_layer}, got {message.end_layer}"))
-    return StageEndpoint(LayerRange(message.first_layer, message.end_layer), message.address, message.incarnation)
+    tensor = TensorRank(message.tensor_rank, message.tensor_size or 1)
+    if tensor.rank >= tensor.size:
+        raise InvalidRequestError(FieldViolation(
+            "stages.tensor_rank", f"must be below tensor_size {tensor.size}, got {tensor.rank}"))
+    return StageEndpoint(LayerRange(message.first_layer, message.end_layer), message.address, message.incarnation,
+                         tensor)
 
 
 def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:

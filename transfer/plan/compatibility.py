@@ -9,7 +9,7 @@ from engine.memory.layout import CacheSpec, travelling
 from runtime.digests import may_pair, named_difference, pairing_digest
 from runtime.errors import IncompatiblePeerError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Raised whenever the copy plan, the tags, the trailer or the digests change."""
 
 

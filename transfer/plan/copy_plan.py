@@ -1,10 +1,12 @@
 """What moves from which source stage to which destination stage, and the proof that it arrived. Pure: both sides derive
 the same plan.
 
-A *lane* is what one source stage sends to one destination stage: the records of the layers both own. Pages that are
-neighbours on both sides travel as one item, as long as one chunk computes them all and they stay under `MAX_RUN_BYTES`.
-Message tags are numbered per destination stage: the items of its lanes in order of source stage, each lane followed by
-its trailer. Lanes without items have no trailer.
+A *lane* is what one source stage sends to one destination stage: the records of the layers both own; where stages
+have different numbers of ranks, the parts of these records that both have (`engine.memory.layout.stretches`), one
+record's at a time. A "stage" here is one process of a pool: each rank of a stage is one. Pages that are neighbours on
+both sides travel as one item, as long as one chunk computes them all and they stay under `MAX_RUN_BYTES`. Message
+tags are numbered per destination stage: the items of its lanes in order of source stage, each lane followed by its
+trailer. Lanes without items have no trailer.
 
 The destination makes its terms from the source's (`plan_destination`), the source checks that it derives the same plan
 (`check_plan`).
@@ -16,6 +18,7 @@ landed in another's place, or comes from another session or epoch, does not matc
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,8 +26,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from engine.core.layer_range import LayerRange
-from engine.memory.layout import CacheKind, CacheSpec, travelling
+from engine.memory.layout import CacheKind, CacheSpec, Stretch, stretches, travelling
 from runtime.errors import IncompatiblePeerError
 from transfer.plan.compatibility import SCHEMA_VERSION
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint
@@ -48,14 +50,28 @@ class Item(NamedTuple):
     num_records: int
     num_bytes: int
     ready_tokens: int  # it may leave when this many prompt tokens have passed the layer
+    stretch: Stretch | None = None  # of a single record, where it is not the whole one
 
     @property
     def name(self) -> str:
         """For errors: "layer 3 kv pages 17-20", by the destination's index."""
         unit = "page" if self.kind.is_paged else "slot"
         if self.num_records == 1:
-            return f"layer {self.layer_id} {self.kind} {unit} {self.dest_index}"
+            part = "" if self.stretch is None else f" from byte {self.stretch.dest_start}"
+            return f"layer {self.layer_id} {self.kind} {unit} {self.dest_index}{part}"
         return f"layer {self.layer_id} {self.kind} {unit}s {self.dest_index}-{self.dest_index + self.num_records - 1}"
+
+    @property
+    def source_part(self) -> slice | None:
+        """Which bytes of the source's record; None for all."""
+        return None if self.stretch is None else slice(self.stretch.source_start,
+                                                       self.stretch.source_start + self.num_bytes)
+
+    @property
+    def dest_part(self) -> slice | None:
+        """Likewise of the destination's."""
+        return None if self.stretch is None else slice(self.stretch.dest_start,
+                                                       self.stretch.dest_start + self.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -73,10 +89,13 @@ class Lane:
 
 
 class _Run(NamedTuple):
-    source_page: int
-    dest_page: int
-    num_pages: int
+    source_index: int
+    dest_index: int
+    num_records: int
     ready_tokens: int
+
+
+_LanePart = tuple[CacheSpec, tuple[Stretch, ...] | None]
 
 
 class CopyPlan:
@@ -86,14 +105,18 @@ class CopyPlan:
         """`specs` covers the whole model; the plan is made for those that travel (see `travelling`).
 
         Raises:
-            IncompatiblePeerError: page lists or layer ranges of the two sides do not fit together or the model.
+            IncompatiblePeerError: page lists, layer ranges or numbers of ranks of the two sides do not fit together or
+                the model.
         """
         specs = sorted(travelling(specs, with_draft=destination.with_draft),
                        key=lambda spec: (spec.layer_id, spec.kind))
         _check_pages(source, destination)
         _check_slots(source, destination, specs)
-        _check_layers("source", source.stages, specs)
-        _check_layers("destination", destination.stages, specs)
+        sizes = [_check_layers(side, stages, specs)
+                 for side, stages in (("source", source.stages), ("destination", destination.stages))]
+        if max(sizes) % min(sizes):
+            raise IncompatiblePeerError(f"a stage of the source has {sizes[0]} ranks (--tp), one of the destination "
+                                        f"{sizes[1]}; one of the two must divide the other")
         if destination.tag_base % (1 << TAG_OFFSET_BITS):
             raise IncompatiblePeerError(f"destination.tag_base {destination.tag_base:#x} must leave the low "
                                         f"{TAG_OFFSET_BITS} bits to the items")
@@ -119,7 +142,8 @@ class CopyPlan:
         parts: list[object] = [
             SCHEMA_VERSION, destination.session_id, destination.epoch, destination.tag_base, source.compatibility,
             source.num_tokens, source.page_size, source.chunk_tokens, source.slot_id, destination.slot_id,
-            [(str(stage.layers), stage.incarnation) for stage in (*source.stages, *destination.stages)],
+            [(str(stage.layers), stage.tensor.rank, stage.tensor.size, stage.incarnation)
+             for stage in (*source.stages, *destination.stages)],
             [(spec.layer_id, str(spec.kind), spec.record_bytes) for spec in self._specs],
             [tuple(run) for size in sorted({spec.record_bytes for spec in self._specs if spec.kind.is_paged})
              for run in self._page_runs(size)],
@@ -129,28 +153,37 @@ class CopyPlan:
     def _lane(self, source_stage: int, dest_stage: int) -> Lane:
         offset = 0
         for stage in range(source_stage):
-            count = sum(self._num_items(spec) for spec in self._lane_specs(stage, dest_stage))
+            count = sum(self._num_items(*part) for part in self._lane_parts(stage, dest_stage))
             offset += count + (count > 0)
-        items = tuple(item for spec in self._lane_specs(source_stage, dest_stage) for item in self._items(spec))
+        items = tuple(item for part in self._lane_parts(source_stage, dest_stage) for item in self._items(*part))
         if offset + len(items) >= 1 << TAG_OFFSET_BITS:
             raise IncompatiblePeerError(f"a handoff of {offset + len(items)} items to one stage; "
                                         f"the limit is {(1 << TAG_OFFSET_BITS) - 1}")
         return Lane(source_stage, dest_stage, self._destination.tag_base + offset, items)
 
-    def _lane_specs(self, source_stage: int, dest_stage: int) -> list[CacheSpec]:
-        layers = self._source.stages[source_stage].layers.intersect(self._destination.stages[dest_stage].layers)
-        return [spec for spec in self._specs if spec.layer_id in layers]
+    def _lane_parts(self, source_stage: int, dest_stage: int) -> list[_LanePart]:
+        """The records of the lane as the source has them, with the stretches that move of each (None: all of it)."""
+        source, dest = self._source.stages[source_stage], self._destination.stages[dest_stage]
+        layers = source.layers.intersect(dest.layers)
+        parts = ((spec.of_rank(source.tensor), stretches(spec, source.tensor, dest.tensor))
+                 for spec in self._specs if spec.layer_id in layers)
+        return [(spec, moved) for spec, moved in parts if moved is None or moved]
 
-    def _num_items(self, spec: CacheSpec) -> int:
-        return len(self._page_runs(spec.record_bytes)) if spec.kind.is_paged else 1
+    def _num_items(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> int:
+        return len(self._runs_of(spec, moved)) * (1 if moved is None else len(moved))
 
-    def _items(self, spec: CacheSpec) -> list[Item]:
-        size = spec.record_bytes
+    def _items(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> list[Item]:
+        if moved is None:
+            return [Item(spec.layer_id, spec.kind, run.source_index, run.dest_index, run.num_records,
+                         run.num_records * spec.record_bytes, run.ready_tokens) for run in self._runs_of(spec, moved)]
+        return [Item(spec.layer_id, spec.kind, run.source_index, run.dest_index, 1, stretch.num_bytes, run.ready_tokens,
+                     stretch) for run in self._runs_of(spec, moved) for stretch in moved]
+
+    def _runs_of(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> tuple[_Run, ...]:
+        """The slot, or the runs of pages: of one page where parts of them move."""
         if not spec.kind.is_paged:
-            return [Item(spec.layer_id, spec.kind, self._source.slot_id, self._destination.slot_id, 1, size,
-                         self._source.num_tokens)]
-        return [Item(spec.layer_id, spec.kind, run.source_page, run.dest_page, run.num_pages, run.num_pages * size,
-                     run.ready_tokens) for run in self._page_runs(size)]
+            return (_Run(self._source.slot_id, self._destination.slot_id, 1, self._source.num_tokens),)
+        return self._page_runs(spec.record_bytes if moved is None else MAX_RUN_BYTES)
 
     def _page_runs(self, record_bytes: int) -> tuple[_Run, ...]:
         """Page runs for records of this size; most models have one size, so this is worked out once."""
@@ -175,9 +208,10 @@ def _page_runs(source: SourceTerms, dest_page_ids: Sequence[int], max_pages: int
         # The chunks of a page's first and last token: pages of different chunks never travel together.
         chunks = (i * source.page_size // source.chunk_tokens, (end_token - 1) // source.chunk_tokens)
         last = runs[-1] if runs else None
-        if (last is not None and chunks == run_chunks and last.num_pages < max_pages
-                and source_page == last.source_page + last.num_pages and dest_page == last.dest_page + last.num_pages):
-            runs[-1] = _Run(last.source_page, last.dest_page, last.num_pages + 1, end_token)
+        if (last is not None and chunks == run_chunks and last.num_records < max_pages
+                and source_page == last.source_index + last.num_records
+                and dest_page == last.dest_index + last.num_records):
+            runs[-1] = _Run(last.source_index, last.dest_index, last.num_records + 1, end_token)
         else:
             runs.append(_Run(source_page, dest_page, 1, end_token))
             run_chunks = chunks
@@ -204,18 +238,22 @@ def _check_slots(source: SourceTerms, destination: DestinationTerms, specs: Sequ
             raise IncompatiblePeerError(f"{side}.slot_id is {slot_id}; slots of recurrent state start at 1")
 
 
-def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> None:
-    """Every layer that caches something must be on exactly one stage."""
-    ranges = [stage.layers for stage in stages]
+def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> int:
+    """Every layer that caches something must be on exactly one stage, on each of its ranks. Returns how many those
+    are."""
+    sizes = {stage.tensor.size for stage in stages}
+    if len(sizes) != 1:
+        raise IncompatiblePeerError(f"{side}.stages have different numbers of ranks (--tp): {sorted(sizes)}")
+    ranks = range(size := sizes.pop())
     for layer_id in sorted({spec.layer_id for spec in specs}):
-        owners = sum(layer_id in layers for layers in ranges)
-        if owners != 1:
-            raise IncompatiblePeerError(f"{side}.stages {_text(ranges)}: layer {layer_id} is on {owners} stages, "
+        owners = Counter(stage.tensor.rank for stage in stages if layer_id in stage.layers)
+        wrong = [rank for rank in ranks if owners[rank] != 1]
+        if wrong:
+            found = ", ".join(f"{stage.layers}" + (f" (rank {stage.tensor.rank})" if size > 1 else "")
+                              for stage in stages)
+            raise IncompatiblePeerError(f"{side}.stages {found}: layer {layer_id} is on {owners[wrong[0]]} stages, "
                                         f"not on one")
-
-
-def _text(ranges: Sequence[LayerRange]) -> str:
-    return ", ".join(str(layers) for layers in ranges)
+    return size
 
 
 def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce: int, page_ids: Sequence[int],

@@ -3,16 +3,18 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank
 
 
 @dataclass(frozen=True)
 class StageEndpoint:
-    """One stage of a pool: its layers, the address of its transfer worker, the incarnation of its process."""
+    """One process of a pool: its layers, the address of its transfer worker, its incarnation, and which rank of its
+    stage it is."""
 
     layers: LayerRange
     address: bytes
     incarnation: str
+    tensor: TensorRank = ONLY_RANK
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Weights as the products of the host read them: 16 rows' values side by side, so that one load is 16 columns of y, in
-eight segments of k of one length."""
+eight segments of k of one length, or in fewer where a process holds a part of k only."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,22 +28,23 @@ from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
 
 SEGMENTS = 8
 
-_ARGUMENTS = record("num_blocks", "num_rows", "num_words", "segment_words", "segment_steps", "matrix_words",
-                    "row_words", "weight", "out")
+_ARGUMENTS = record("num_blocks", "num_rows", "num_words", "num_segments", "segment_words", "segment_steps",
+                    "matrix_words", "row_words", "weight", "out")
 _WORD_BYTES = 4  # what one step takes of a row: two terms of bf16 or one of fp32
 
 
 @dataclass(frozen=True)
 class Segments:
-    """How `num_terms` terms of a sum lie in eight segments.
+    """How `num_terms` terms of a sum lie in `count` segments: eight, unless they are a part of a longer sum.
 
-    A segment has ceil(steps / 8) of the steps, the last ones what is left of them, and is filled up with zeros to a
+    A segment has ceil(steps / count) of the steps, the last ones what is left of them, and is filled up with zeros to a
     multiple of `multiple` steps.
     """
 
     num_terms: int
     dtype: torch.dtype
     multiple: int
+    count: int = SEGMENTS
 
     @cached_property
     def step_terms(self) -> int:
@@ -52,7 +53,7 @@ class Segments:
     @cached_property
     def own_steps(self) -> int:
         """Of a segment, without what fills it up."""
-        return -(-self.num_terms // (self.step_terms * SEGMENTS))
+        return -(-self.num_terms // (self.step_terms * self.count))
 
     @cached_property
     def steps(self) -> int:
@@ -60,22 +61,28 @@ class Segments:
         return -(-self.own_steps // self.multiple) * self.multiple
 
     @cached_property
+    def block_bytes(self) -> int:
+        """Of 16 rows of the weights."""
+        return self.count * self.steps * BLOCK_STEP_BYTES
+
+    @cached_property
     def are_whole(self) -> bool:
         """Whether nothing fills them up."""
-        return self.num_terms == SEGMENTS * self.steps * self.step_terms
+        return self.num_terms == self.count * self.steps * self.step_terms
 
     def arranged(self, x: Tensor) -> Tensor:
-        """x [..., num_terms] as [..., 8 * terms of a segment], terms side by side: a view where it lies so already."""
+        """x [..., num_terms] as [..., count * terms of a segment], terms side by side: a view where it lies
+        so already."""
         if self.are_whole:
             return x if x.stride(-1) == 1 else x.contiguous()
         own, filled = self.own_steps * self.step_terms, self.steps * self.step_terms
-        cut = F.pad(x, (0, SEGMENTS * own - self.num_terms)).view(*x.shape[:-1], SEGMENTS, own)
+        cut = F.pad(x, (0, self.count * own - self.num_terms)).view(*x.shape[:-1], self.count, own)
         return F.pad(cut, (0, filled - own)).flatten(-2)
 
     def restored(self, x: Tensor) -> Tensor:
         """[..., num_terms] of what `arranged` returns."""
         filled = self.steps * self.step_terms
-        cut = x.view(*x.shape[:-1], SEGMENTS, filled)[..., :self.own_steps * self.step_terms]
+        cut = x.view(*x.shape[:-1], self.count, filled)[..., :self.own_steps * self.step_terms]
         return cut.flatten(-2)[..., :self.num_terms]
 
 
@@ -90,13 +97,13 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
         source = source.contiguous()
         strides = [stride * source.element_size() for stride in source.stride()]
     num_blocks = -(-num_rows // LANES)
-    shape = (num_matrices, num_blocks, SEGMENTS * segments.steps, LANES)
+    shape = (num_matrices, num_blocks, segments.count * segments.steps, LANES)
     out = torch.empty((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
     if out.numel():
         launch(_compiled(), _ARGUMENTS, team, num_items=num_matrices * num_blocks, scratch_bytes=LANES * 8,
                num_blocks=num_blocks, num_rows=num_rows, num_words=source.shape[2] // segments.step_terms,
-               segment_words=segments.own_steps, segment_steps=segments.steps, matrix_words=strides[0] // _WORD_BYTES,
-               row_words=strides[1] // _WORD_BYTES, weight=source, out=out)
+               num_segments=segments.count, segment_words=segments.own_steps, segment_steps=segments.steps,
+               matrix_words=strides[0] // _WORD_BYTES, row_words=strides[1] // _WORD_BYTES, weight=source, out=out)
     return out
 
 
@@ -124,10 +131,10 @@ def _take_blocks(pointer):
         row = item % a.num_blocks * LANES
         first = item // a.num_blocks * a.matrix_words + row * a.row_words
         count = min(LANES, a.num_rows - row)
-        for segment in range(SEGMENTS):
+        for segment in range(a.num_segments):
             start = min(segment * a.segment_words, a.num_words)
             words = min(a.segment_words, a.num_words - start)
-            out_at = a.out + (item * SEGMENTS + segment) * a.segment_steps * BLOCK_STEP_BYTES
+            out_at = a.out + (item * a.num_segments + segment) * a.segment_steps * BLOCK_STEP_BYTES
             _turn(weight, rows_at, first + start, a.row_words, words, count, out_at, a.segment_steps)
         count_up(pointer, DONE)
 

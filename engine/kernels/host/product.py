@@ -42,14 +42,15 @@ def arithmetic_class() -> str:
 
 class PackedWeight:
     """`weight` [N, K] or [H, N, K], bf16 or fp32 on the host, is copied into `blocks` (`packing.pack`). `bias`: one
-    value for each of the N or H * N outputs, or None."""
+    value for each of the N or H * N outputs, or None. With 1/2, 1/4 or 1/8 of the terms of a longer sum, `num_segments`
+    are 4, 2 or 1: the result is that part of its tree, the subtree over so many eighths."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, *, num_segments: int = SEGMENTS) -> None:
         matrices = weight if weight.dim() == 3 else weight[None]
         self.shape = tuple(matrices.shape)
         self.dtype = weight.dtype
         multiple = tiles.STEPS if is_tiled(STORED_AS[weight.dtype]) else 1
-        self.segments = Segments(matrices.shape[2], weight.dtype, multiple)
+        self.segments = Segments(matrices.shape[2], weight.dtype, multiple, num_segments)
         self.blocks = pack(matrices, self.segments, team)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
         self.addresses = self.blocks.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
@@ -98,9 +99,9 @@ class PackedWeight:
             distances = (row_bytes, tiles.TILE_ROWS * row_bytes, _STEP_BYTES,
                          x.stride(1) * x.itemsize if headwise else 0)
         launch_integers(compiled_for(self.dtype, out_dtype), work.num_items, (
-            *work.fields, num_rows, count * columns, columns, num_blocks, count, self.segments.steps, x.data_ptr(),
-            *distances, 0,
-            self.addresses[0], w_up, SEGMENTS * self.segments.steps * BLOCK_STEP_BYTES, self.addresses[1], bias_up,
+            *work.fields, num_rows, count * columns, columns, num_blocks, count, self.segments.count,
+            self.segments.steps, x.data_ptr(), *distances, 0,
+            self.addresses[0], w_up, self.segments.block_bytes, self.addresses[1], bias_up,
             residual_at, residual_stride, out.data_ptr()), self._team, scratch_bytes=work.scratch_bytes)
         return out
 
@@ -140,9 +141,10 @@ class PackedGroup:
         work = _share_out(max(counts), num_matrices, num_blocks, 2 if self._ups[0] else 1, first.segments.multiple > 1,
                           torch.get_num_threads())
         launch_integers(compiled_for(first.dtype, first.dtype), work.num_items, (
-            *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.steps, x.data_ptr(),
-            row_bytes, tiles.TILE_ROWS * row_bytes, _STEP_BYTES, 0, table.buffer_info()[0], self._addresses[0],
-            self._ups[0], SEGMENTS * first.segments.steps * BLOCK_STEP_BYTES, 0, 0, 0, 0, out.data_ptr()), self._team,
+            *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.count,
+            first.segments.steps, x.data_ptr(), row_bytes, tiles.TILE_ROWS * row_bytes, _STEP_BYTES, 0,
+            table.buffer_info()[0], self._addresses[0], self._ups[0], first.segments.block_bytes, 0, 0, 0, 0,
+            out.data_ptr()), self._team,
             scratch_bytes=work.scratch_bytes)
         return out
 

@@ -24,7 +24,6 @@ from engine.kernels.host.compiled import (
 )
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
 from engine.kernels.host.functions import silu
-from engine.kernels.host.packing import SEGMENTS
 from engine.kernels.host.strided import fetch_for_writing, floats, size_of
 from engine.kernels.host.sums import join
 from engine.kernels.host.tiles import LAYOUT_BYTES, make_tiles, release_tiles, rows_times_blocks
@@ -33,9 +32,9 @@ SHARE_FIELDS = 4  # of a matrix that has rows of its own: its address, the secon
 TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
 
 _ARGUMENTS = record("tile_rows", "unit_rows", "chunk_rows", "share_chunks", "group_blocks", "num_groups", "num_rows",
-                    "out_columns", "num_columns", "num_blocks", "num_matrices", "segment_steps", "x", "x_row_bytes",
-                    "x_tile_bytes", "x_step_bytes", "x_matrix_bytes", "shares", "w", "w_up", "w_block_bytes", "bias",
-                    "bias_up", "residual", "residual_stride", "out")
+                    "out_columns", "num_columns", "num_blocks", "num_matrices", "num_segments", "segment_steps", "x",
+                    "x_row_bytes", "x_tile_bytes", "x_step_bytes", "x_matrix_bytes", "shares", "w", "w_up",
+                    "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out")
 
 
 def instructions() -> str:
@@ -111,14 +110,16 @@ def _multiply(a, x, rows, w, num_blocks, sums_at, panel, stored):
     half = odd + a.tile_rows * sum_row
     total = half + (1 + panel) * a.chunk_rows * sum_row
     num_tiles, units = (rows + a.tile_rows - 1) // a.tile_rows, (rows + a.unit_rows - 1) // a.unit_rows
-    for pair in range(SEGMENTS // 2):
+    for pair in range((a.num_segments + 1) // 2):
         for tile in range(num_tiles):
             start, end = units * tile // num_tiles * a.unit_rows, units * (tile + 1) // num_tiles * a.unit_rows
-            for segment in range(2 * pair, 2 * pair + 2):
+            alone = total + start * sum_row if a.num_segments == 1 else even
+            for segment in range(2 * pair, min(2 * pair + 2, a.num_segments)):
                 first = segment * a.segment_steps
                 _multiply_tile(a, end - start, x + _row_offset(a, start) + first * a.x_step_bytes,
-                               w + first * BLOCK_STEP_BYTES, num_blocks, odd if segment % 2 else even, stored)
-            join(pair, total + start * sum_row, half + start * sum_row, even, odd, (end - start) * a.group_blocks)
+                               w + first * BLOCK_STEP_BYTES, num_blocks, odd if segment % 2 else alone, stored)
+            join(pair, a.num_segments, total + start * sum_row, half + start * sum_row, even, odd,
+                 (end - start) * a.group_blocks)
 
 
 @njit(**STRICT_PART)

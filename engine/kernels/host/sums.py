@@ -13,10 +13,15 @@ _UNROLLED = 4
 
 
 @njit(**STRICT_PART)
-def join(pair, total, half, even, odd, count):
-    """Behind each of the four pairs of segments, whose sums are `even` and `odd`: add up what is complete. Each is the
-    address of `count` * 16 fp32; the result is `total`, when the last pair is in it."""
-    if pair == 0 or pair == 2:
+def join(pair, num_segments, total, half, even, odd, count):
+    """Behind each pair of the eight, four or two segments, whose sums are `even` and `odd`: add up what is complete.
+    Each is the address of `count` * 16 fp32; the result is `total`, when the last pair is in it. A single segment's
+    sums are there already."""
+    if num_segments == 2:
+        _add_two(total, even, odd, count)
+    elif num_segments == 1:
+        return
+    elif pair == 0 or pair == 2:
         _add_two(half, even, odd, count)
     elif pair == 1:
         _add_three(total, half, even, odd, count)

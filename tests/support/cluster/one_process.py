@@ -28,8 +28,9 @@ START_TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
-async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp: int = 1, prefill_partition: str = "",
-                             decode_partition: str = "", prefill: Mapping[str, object] = MappingProxyType({}),
+async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp: int = 1, prefill_tp: int = 1,
+                             decode_tp: int = 1, prefill_partition: str = "", decode_partition: str = "",
+                             prefill: Mapping[str, object] = MappingProxyType({}),
                              decode: Mapping[str, object] = MappingProxyType({}),
                              router: Mapping[str, object] = MappingProxyType({}), retry: Retry = DEFAULT_RETRY,
                              **settings: object) -> AsyncIterator[AsyncBatonClient]:
@@ -41,10 +42,11 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
     with tempfile.TemporaryDirectory() as folder:
         try:
             leaders = {}
-            for role, size, partition, own in ((PrefillRole(), prefill_pp, prefill_partition, prefill),
-                                               (DecodeRole(), decode_pp, decode_partition, decode)):
+            for role, size, tp, partition, own in (
+                    (PrefillRole(), prefill_pp * prefill_tp, prefill_tp, prefill_partition, prefill),
+                    (DecodeRole(), decode_pp * decode_tp, decode_tp, decode_partition, decode)):
                 pool = WorkerConfig.model_validate({"model": checkpoint, "drain_s": 0.5, **settings, **own,
-                                                    "world_size": size, "partition": partition})
+                                                    "world_size": size, "tp": tp, "partition": partition})
                 leaders[role.name] = await _start_pool(role, pool, Path(folder), tasks, stop)
             config = RouterConfig.model_validate({
                 "model": checkpoint, "prefill": (leaders["prefill"],), "decode": (leaders["decode"],),

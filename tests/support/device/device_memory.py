@@ -95,8 +95,9 @@ class Disguised(Tensor):
 
 
 class DisguisedPools(DevicePools):
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> Tensor:
-        return super().view(layer_id, kind, first_index, count).as_subclass(Disguised)
+    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
+             part: slice | None = None) -> Tensor:
+        return super().view(layer_id, kind, first_index, count, part).as_subclass(Disguised)
 
 
 class DeviceStage:

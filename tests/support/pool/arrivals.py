@@ -68,6 +68,10 @@ class _Group:
         self._loop.call_soon_threadsafe(self.reports.deliver, rank, event)
 
     @property
+    def size(self) -> int:
+        return len(self.endpoints)
+
+    @property
     def endpoints(self) -> tuple[StageEndpoint, ...]:
         assert self.pool is not None
         return tuple(stage.agent.endpoint for stage in self.pool.stages)

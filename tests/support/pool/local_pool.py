@@ -17,7 +17,7 @@ from engine.backends.cpu.recurrent import CpuRecurrent
 from engine.backends.recurrent_tree import TreeRecurrent
 from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import SpecInfo
-from engine.core.layer_range import LayerRange, get_pp_indices
+from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank, get_pp_indices
 from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, Request
 from engine.loop import EngineLoop
@@ -25,6 +25,7 @@ from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.memory.pools import StagePools
 from engine.pipeline.channel import FrameChannel
+from engine.pipeline.ranks import StageRanks
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage, StageExecutor
 from engine.pipeline.tensor_channel import TensorChannel
 from engine.sampling.guided import GuidedSampler
@@ -48,10 +49,13 @@ class Speculation:
 
 
 def build_executor(description: ModelDescription, layers: LayerRange, *, page_size: int, num_pages: int,
-                   num_slots: int, num_scratch: int = 2,
-                   speculation: Speculation | None = None) -> tuple[StageExecutor, StagePools]:
-    """One stage; its pools hold NaN, so that a read of what was never written shows."""
-    pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, layers, description.cache_specs(page_size)),
+                   num_slots: int, num_scratch: int = 2, speculation: Speculation | None = None,
+                   ranks: StageRanks | None = None) -> tuple[StageExecutor, StagePools]:
+    """One stage, or a rank of it; its pools hold NaN, so that a read of what was never written shows."""
+    own = ONLY_RANK if ranks is None else ranks.own
+    description = description.of_rank(own)
+    ranks = ranks if own.size > 1 else None
+    pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, layers, description.cache_specs(page_size), own),
                        poison=True)
     geometry, exact = description.attention_geometry(page_size), Numerics.EXACT
     kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
@@ -62,9 +66,9 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
     attention = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry)
     recurrent = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact)
     if speculation is None:
-        model = description.load_stage(layers, numerics=exact)
+        model = description.load_stage(layers, numerics=exact, ranks=ranks)
         return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=recurrent), pools
-    model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers)
+    model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers, ranks=ranks)
     leftovers = Leftovers(pools, speculation.num_draft_tokens + 1)
 
     def over_nodes(convs: Mapping[int, Tensor], states: Mapping[int, Tensor]) -> CpuRecurrent:
@@ -112,25 +116,32 @@ class Leftovers:
 @contextmanager
 def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pages: int, num_slots: int,
              num_scratch: int = 2, partition: str | None = None, speculation: Speculation | None = None,
-             connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool) -> Iterator[Pipeline]:
-    """A pipeline of `size` stages; those behind the head run in threads of their own."""
+             connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
+             tp: int = 1) -> Iterator[Pipeline]:
+    """A pipeline of `size` stages of `tp` ranks; those behind the head run in threads of their own."""
     ranges = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
-    executors = [build_executor(description, layers, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-                                num_scratch=num_scratch, speculation=speculation)[0]
-                 for layers in ranges]
+    num_processes = size * tp
+    ranks = [StageRanks(TensorRank(rank % tp, tp), stage=rank // tp) for rank in range(num_processes)]
+    executors = [build_executor(description, ranges[rank // tp], page_size=page_size, num_pages=num_pages,
+                                num_slots=num_slots, num_scratch=num_scratch, speculation=speculation,
+                                ranks=ranks[rank])[0] for rank in range(num_processes)]
     drafter = None if speculation is None else speculation.drafter(num_pages)
-    if size == 1:
+    if num_processes == 1:
         yield SingleStage(executors[0], GuidedSampler(None), drafter)
         return
-    channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in connected(size)]
-    followers = [FollowerStage(executors[rank], GuidedSampler(None), channels[rank], rank=rank, size=size,
-                               drafter=drafter if rank == size - 1 else None) for rank in range(1, size)]
+    channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in connected(num_processes)]
+    for each, channel in zip(ranks, channels, strict=True):
+        each.use(channel)
+    followers = [FollowerStage(executors[rank], GuidedSampler(None), channels[rank], rank=rank, size=num_processes,
+                               drafter=drafter if rank == num_processes - tp else None, ranks=ranks[rank])
+                 for rank in range(1, num_processes)]
     threads = [threading.Thread(target=_serve, args=(follower, channel), daemon=True)
                for follower, channel in zip(followers, channels[1:], strict=True)]
     for thread in threads:
         thread.start()
     try:
-        yield HeadStage(executors[0], channels[0], size=size)
+        yield (HeadStage(executors[0], channels[0], size=size, ranks=ranks[0]) if size > 1 else
+               SingleStage(executors[0], GuidedSampler(None), drafter, ranks[0]))
     finally:
         for channel in channels:
             channel.close()
@@ -199,7 +210,8 @@ class LocalPool:
 def local_pool(description: ModelDescription, size: int = 1, *, page_size: int = 16, num_pages: int = 64,
                max_running: int = 8, max_held: int = 0, chunk_tokens: int = 128, partition: str | None = None,
                speculation: Speculation | None = None,
-               connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool) -> Iterator[LocalPool]:
+               connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
+               tp: int = 1) -> Iterator[LocalPool]:
     """Generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
@@ -218,7 +230,8 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
         scheduler.draft_length = speculation.draft_length
     loop = EngineLoop(scheduler)
     with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-                  num_scratch=num_scratch, partition=partition, speculation=speculation, connected=connected) as stages:
+                  num_scratch=num_scratch, partition=partition, speculation=speculation, connected=connected,
+                  tp=tp) as stages:
         loop.start()
         loop.post(lambda: loop.attach(stages))
         try:

@@ -115,6 +115,7 @@ class FakeWorker(CachelessWorker):
         self.serving = True
         self.queued_tokens = 0  # what it says that waits
         self.start_s = 0.0  # how long it says that it took to start
+        self.kept: tuple[bytes, ...] = ()  # names of the blocks of prompts that it says it has
         self.reports = True  # whether the watch stream says anything after its facts
         self.open_requests: list[str] = []
         self.refused: dict[str, int] = defaultdict(int)
@@ -199,9 +200,15 @@ class FakeWorker(CachelessWorker):
             vocab_size=VOCAB_SIZE, max_context_tokens=self.max_context_tokens, num_layers=4,
             tokenizer_digest=self.tokenizer_digest, page_size=16, pages_total=self.num_pages,
             max_running_requests=self.max_running, max_queued_requests=1000, stages=["0-2", "2-4"]))
+        said: list[tuple[bytes, ...]] = []
         while True:
+            if self.kept and self.kept not in said:
+                yield worker_pb2.WatchResponse(cache=worker_pb2.CacheReport(
+                    number=len(said), whole=True, stored=b"".join(self.kept)))
+                said.append(self.kept)
             if self.reports:
                 yield worker_pb2.WatchResponse(load=worker_pb2.WorkerLoad(
+                    cache_reports=len(said),
                     serving=self.serving, reason="" if self.serving else "draining",
                     queued_tokens=self.queued_tokens, running_requests=len(self.open_requests),
                     pages_free=self.num_pages, start_s=self.start_s))

@@ -31,11 +31,12 @@ class ArrayMemory:
             count = geometry.num_pages if spec.kind.is_paged else geometry.num_slots
             self.arrays[spec.layer_id, spec.kind] = np.full((count, spec.record_bytes), fill, dtype=np.uint8)
 
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int) -> memoryview:
+    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
+             part: slice | None = None) -> memoryview:
         array = self.arrays.get((layer_id, kind))
         if array is None or not 0 <= first_index <= first_index + count <= len(array):
             raise InternalError(f"no {kind} {first_index}+{count} of layer {layer_id} in {self.geometry.layers}")
-        return array[first_index:first_index + count].data.cast("B")
+        return array[first_index:first_index + count].data.cast("B")[part or slice(None)]
 
     def randomize(self, seed: int) -> None:
         rng = np.random.default_rng(seed)

@@ -1,0 +1,68 @@
+"""What ranks deliver to ranks of a pool with other numbers of them: each byte once, to its place."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+from engine.core.layer_range import TensorRank
+from engine.memory.layout import CacheKind, CacheSpec, Stretch, stretches
+from runtime.errors import ConfigError
+
+KV = CacheSpec(0, CacheKind.KV, (2, 8, 4, 3), "float32", 4, split_axis=1, blocks=(8,), may_repeat=True)
+FEW_HEADS = CacheSpec(0, CacheKind.KV, (2, 2, 4, 3), "float32", 4, split_axis=1, blocks=(2,), may_repeat=True)
+CONV = CacheSpec(0, CacheKind.CONV, (3, 32), "float32", 4, split_axis=1, blocks=(8, 8, 16))
+STATE = CacheSpec(0, CacheKind.STATE, (8, 2, 5), "float32", 4, split_axis=0, blocks=(8,))
+LATENT = CacheSpec(0, CacheKind.LATENT, (4, 6), "float32", 4)
+WIDTHS = [(source, dest) for source, dest in product((1, 2, 4, 8), repeat=2)]
+
+
+def kept(record: np.ndarray, spec: CacheSpec, rank: TensorRank) -> np.ndarray:
+    """A rank's part of a whole record, by indexing."""
+    if spec.split_axis is None:
+        return record
+    starts = np.cumsum([0, *spec.blocks[:-1]])
+    index = np.concatenate([np.arange(start + part.start, start + part.stop)
+                            for start, part in zip(starts, spec.parts(rank), strict=True)])
+    return record.take(index, axis=spec.split_axis)
+
+
+@pytest.mark.parametrize(("source_size", "dest_size"), WIDTHS)
+@pytest.mark.parametrize("spec", [KV, FEW_HEADS, CONV, STATE, LATENT], ids=str)
+def test_every_byte_arrives_once_at_its_place_s4_8(spec: CacheSpec, source_size: int, dest_size: int) -> None:
+    record = np.arange(math.prod(spec.record_shape), dtype=np.float32).reshape(spec.record_shape)
+    for dest_rank in range(dest_size):
+        dest = TensorRank(dest_rank, dest_size)
+        wanted = np.ascontiguousarray(kept(record, spec, dest)).reshape(-1).view(np.uint8)
+        assert wanted.nbytes == spec.of_rank(dest).record_bytes
+        landed, writers = np.zeros_like(wanted), np.zeros(wanted.shape, np.int64)
+        for source_rank in range(source_size):
+            source = TensorRank(source_rank, source_size)
+            own = np.ascontiguousarray(kept(record, spec, source)).reshape(-1).view(np.uint8)
+            moved = stretches(spec, source, dest)
+            for part in [Stretch(0, 0, own.nbytes)] if moved is None else moved:
+                landed[part.dest_start:part.dest_start + part.num_bytes] = own[
+                    part.source_start:part.source_start + part.num_bytes]
+                writers[part.dest_start:part.dest_start + part.num_bytes] += 1
+        assert (writers == 1).all()
+        assert (landed == wanted).all()
+
+
+def test_channels_of_a_convolution_go_by_their_blocks_s4_8() -> None:
+    """The upstream case, in elements of one row: blocks of 4, 4 and 8 channels become blocks of 2, 2 and 4."""
+    row = CacheSpec(0, CacheKind.CONV, (1, 32), "float32", 4, split_axis=1, blocks=(8, 8, 16))
+    def moved(source: TensorRank, dest: TensorRank) -> list[tuple[int, int, int]]:
+        return [(part.source_start // 4, part.dest_start // 4, part.num_bytes // 4)
+                for part in stretches(row, source, dest) or ()]
+
+    assert moved(TensorRank(0, 2), TensorRank(0, 4)) == [(0, 0, 2), (4, 2, 2), (8, 4, 4)]
+    assert moved(TensorRank(0, 2), TensorRank(1, 4)) == [(2, 0, 2), (6, 2, 2), (12, 4, 4)]
+    assert moved(TensorRank(1, 2), TensorRank(1, 4)) == []
+    assert moved(TensorRank(0, 4), TensorRank(0, 2)) == [(0, 0, 2), (2, 4, 2), (4, 8, 4)]
+    assert moved(TensorRank(1, 4), TensorRank(0, 2)) == [(0, 2, 2), (2, 6, 2), (4, 12, 4)]
+
+
+def test_heads_that_ranks_cannot_divide_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--tp 4 does not divide the 6 state of layer 0"):
+        CacheSpec(0, CacheKind.STATE, (6, 2, 5), "float32", 4, split_axis=0, blocks=(6,)).of_rank(TensorRank(0, 4))

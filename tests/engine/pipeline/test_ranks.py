@@ -1,0 +1,149 @@
+"""Ranks that share a stage: what they exchange, and what becomes of all when one cannot go on."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.core.batch import ForwardMode
+from engine.core.layer_range import TensorRank
+from engine.core.rows import Row, build_batch
+from engine.pipeline import records
+from engine.pipeline.channel import PacketKind
+from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
+from engine.pipeline.tensor_channel import TensorChannel
+from runtime.errors import IntegrityError, InternalError, PeerLostError
+from testing.inprocess_channel import InProcessChannel
+
+Step = Callable[[StageRanks], object]
+
+
+def ranks_of(size: int, *, step_limit_s: float = 0.0) -> list[StageRanks]:
+    """Of stage 1 of a pool of two."""
+    channels = [TensorChannel(frames, max_bytes=1 << 26) for frames in InProcessChannel.pool(2 * size)]
+    found = [StageRanks(TensorRank(rank, size), stage=1, step_limit_s=step_limit_s) for rank in range(size)]
+    for ranks, channel in zip(found, channels[size:], strict=True):
+        ranks.use(channel)
+    return found
+
+
+def together(group: list[StageRanks], steps: list[Step]) -> list[object]:
+    """What each step returned or raised, run beside each other."""
+    def outcome(ranks: StageRanks, step: Step) -> object:
+        try:
+            return step(ranks)
+        except Exception as error:  # noqa: BLE001 - it is the outcome
+            return error
+
+    with ThreadPoolExecutor(len(group)) as threads:
+        return list(threads.map(outcome, group, steps))
+
+
+def test_parts_come_by_rank_and_only_the_first_collects() -> None:
+    def step(ranks: StageRanks) -> object:
+        with ranks.step(1):
+            everywhere = ranks.gather(torch.full((2, 3), float(ranks.own.rank)))
+            first = ranks.collect(torch.full((1, 2), ranks.own.rank, dtype=torch.int32))
+            uneven = ranks.gather(torch.full((ranks.own.rank, 2), 7.0), [0, 1, 2, 3])
+            collected = None if first is None else [part[0, 0].item() for part in first]
+            return [part[0, 0].item() for part in everywhere], collected, [len(part) for part in uneven]
+
+    results = together(ranks_of(4), [step] * 4)
+    assert results == [([0, 1, 2, 3], [0, 1, 2, 3] if rank == 0 else None, [0, 1, 2, 3]) for rank in range(4)]
+
+
+def test_a_long_part_goes_in_several_packets() -> None:
+    rows = 5 * MAX_PART_BYTES // (2 * 4 * 1024)
+    part = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
+
+    def step(ranks: StageRanks) -> bool:
+        with ranks.step(1):
+            return all(torch.equal(found, part) for found in ranks.gather(part))
+
+    assert together(ranks_of(2), [step] * 2) == [True, True]
+
+
+def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs() -> None:
+    group = ranks_of(4)
+
+    def works(ranks: StageRanks) -> int:
+        with ranks.step(1):
+            return len([ranks.gather(torch.ones(1, 1)) for _ in range(3)])
+
+    def fails(ranks: StageRanks) -> None:
+        with ranks.step(1):
+            ranks.gather(torch.ones(1, 1))
+            raise KeyError("a bug")
+
+    results = together(group, [works, works, fails, works])
+    assert all(isinstance(result, InternalError) and "rank 2 of stage 1: 'a bug'" in str(result)
+               for place, result in enumerate(results) if place != 2)
+    assert isinstance(results[2], KeyError)
+
+    def next_one(ranks: StageRanks) -> float:
+        with ranks.step(2):
+            return sum(part.item() for part in ranks.gather(torch.ones(1, 1)))
+
+    assert together(group, [next_one] * 4) == [4, 4, 4, 4]
+
+
+def test_a_silent_rank_is_named_by_the_one_that_waits() -> None:
+    group = ranks_of(2, step_limit_s=0.2)
+
+    def warm(ranks: StageRanks) -> None:  # until the first step any length is possible
+        with ranks.step(1):
+            ranks.gather(torch.ones(1, 1))
+
+    def waits(ranks: StageRanks) -> None:
+        with ranks.step(2):
+            ranks.gather(torch.ones(1, 1))
+
+    together(group, [warm, warm])
+    waiting, _ = together(group, [waits, lambda ranks: None])
+    assert isinstance(waiting, PeerLostError)
+    assert "rank 0 of stage 1 has waited 0.15 s for rank 1 of stage 1: part 1 of batch 2" in str(waiting)
+
+
+def test_a_wait_ends_when_the_pool_is_broken() -> None:
+    group = ranks_of(2)
+    timer = threading.Timer(0.1, group[0].abandon)
+    timer.start()
+    with group[0].step(1), pytest.raises(PeerLostError, match="the pool broke while rank 0 waited"):
+        group[0].gather(torch.ones(1, 1))
+    timer.join()
+
+
+def test_a_part_that_is_not_due_breaks_the_pool() -> None:
+    def twice(ranks: StageRanks) -> None:
+        with ranks.step(1):
+            ranks.collect(torch.ones(1, 1))
+            ranks.collect(torch.ones(1, 1))
+
+    def once(ranks: StageRanks) -> None:
+        with ranks.step(2):
+            ranks.gather(torch.ones(1, 1))
+
+    def ahead(ranks: StageRanks) -> None:
+        with ranks.step(3):
+            ranks.collect(torch.ones(1, 1))
+
+    group = ranks_of(2)
+    together(group[1:], [twice])  # the parts of batch 1 are left over, that of batch 3 is none of batch 2
+    together(group[1:], [ahead])
+    (result,) = together(group[:1], [once])
+    assert isinstance(result, IntegrityError)
+    assert "part of batch 3 where part 1 of batch 2 is due" in str(result)
+
+
+def test_the_leader_sends_a_batch_with_its_tokens() -> None:
+    batch = build_batch(ForwardMode.PREFILL, [Row(5, [11, 12, 13], 0, [1], 0, None), Row(6, [14], 4, [2], 0, None)])
+    arrived = records.unpack_batch(records.pack_input(3, batch)).batch
+    assert batch.token_ids is not None
+    assert arrived.token_ids is not None
+    assert torch.equal(arrived.token_ids, batch.token_ids)
+    assert (arrived.request_keys, arrived.query_lens) == (batch.request_keys, batch.query_lens)
+    fault = records.pack_error(3, "why", kind=PacketKind.FAULT)
+    assert (fault.kind, records.unpack_error(replace(fault, record=bytes(fault.record)))) == (PacketKind.FAULT, "why")
