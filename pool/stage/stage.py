@@ -10,6 +10,7 @@ from engine.assembly.backend_set import Backends, StageBackends, StageCaches, bu
 from engine.contracts.model import ModelFacts, StageModel
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.numerics import HOST, Numerics
+from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
@@ -148,6 +149,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                 speculates: bool = False) -> Stage:
     """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` makes what is called for
     each layer that is done: the agent on the sending side, nothing on the receiving one."""
+    keep_freed_memory()
     torch.set_num_threads(config.threads)
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
     pools = StagePools(plan.geometry, device=str(backends.device))
