@@ -226,6 +226,12 @@ def decode(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def check(context: typer.Context) -> None:
+    """Say without loading it whether a model would be served, and what it takes; see `baton check --help`."""
+    _become("pool.check", context.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def simulate(context: typer.Context) -> None:
     """Try a fleet in virtual time before it is there. All flags go to it; see `baton simulate --help`."""
     _become("sim", context.args)

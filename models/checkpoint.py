@@ -126,9 +126,13 @@ def read_tensor(entry: WeightEntry, out: Tensor, *, name: str, digest: WeightsDi
     what goes to a device one tensor at a time lies on the host. Every byte of the file that is read goes into `digest`
     under `name`, if there is one.
 
+    Nothing is read into a tensor without memory (of the device "meta").
+
     Raises:
         ConfigError: a dtype only quantised checkpoints have, or a file that ends early.
     """
+    if out.is_meta:
+        return
     hashed = None if digest is None else xxhash.xxh3_128()
     entry.read(out, hashed, item=item)
     if digest is not None and hashed is not None:

@@ -41,8 +41,6 @@ def check_ranks(config: WorkerConfig) -> None:
         return
     if config.device != "cpu":
         raise ConfigError(f"--tp {config.tp} is for device cpu: between devices there is no exchange yet", field="tp")
-    if config.draft is not None:
-        raise ConfigError(f"--tp {config.tp} does not go together with --draft yet", field="tp")
 
 
 def _check(config: WorkerConfig) -> None:

@@ -79,6 +79,8 @@ class PrefillEntry(Entry[Event]):
         for lease in (self.resumed, *(lease for _, lease in self.snapshots)):
             if lease is not None:
                 lease.end()
+        self.resumed = None
+        self.snapshots.clear()
 
     @property
     def remaining(self) -> int:
@@ -148,8 +150,6 @@ class PromptCache:
         if self.rule is None or not entry.blocks:
             return
         entry.num_cached, entry.wanted_snapshots = found.num_tokens, found.snapshot_tokens
-        if found.slot_id is not None:
-            entry.resumed = self.slots.share(found.slot_id, owner=entry.owner)
         self._tree.resumed(entry.blocks, found.num_tokens)
         self.metrics.queried.inc(len(entry.request.prompt_token_ids))
         self.metrics.matched.inc(found.num_tokens)

@@ -247,6 +247,8 @@ class PrefillScheduler:
         if (self._num_held >= self.limits.max_running
                 or chunk_end(found.num_tokens, total, budget, self.limits.grid) == found.num_tokens):
             return False
+        if found.slot_id is not None:
+            entry.resumed = self.slots.share(found.slot_id, owner=entry.owner)  # first, lest it be evicted for the rest
         try:
             entry.lease(self.pages, self.slots, self._num_pages(entry), shared=found.page_ids)
         except CapacityError:

@@ -52,7 +52,7 @@ class CacheSpec:
 
     A spec that does not travel is memory that is never read, kept so that all layers of a pool look alike: index keys
     of a layer that shares its selection. It is no part of a handoff, so pools with it and pools without it fit
-    together. What is of a draft travels only between pools that both have it.
+    together. What is of a draft travels only between pools that both have it; it is the first rank's.
 
     Ranks of a stage divide a record along `split_axis`, None where each has all of it. The axis is made of `blocks`
     (their lengths), of which each is divided for itself: heads, or a convolution's channels of q, k and v. With
@@ -101,7 +101,8 @@ class PoolGeometry:
     tensor: TensorRank = ONLY_RANK
 
     def local_specs(self) -> tuple[CacheSpec, ...]:
-        return tuple(spec.of_rank(self.tensor) for spec in self.specs if spec.layer_id in self.layers)
+        return tuple(spec.of_rank(self.tensor) for spec in self.specs
+                     if spec.layer_id in self.layers and not (spec.of_draft and self.tensor.rank))
 
 
 class Stretch(NamedTuple):
@@ -116,6 +117,8 @@ def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[St
     """What a source's rank delivers of each record to a destination's, in the order of the source's bytes; None for the
     whole record. One of the two numbers of ranks divides the other. Each byte has one writer: of ranks with the same
     bytes the first of those that deliver to this destination."""
+    if spec.of_draft:
+        return None if source.rank == dest.rank == 0 else ()
     if source.size == dest.size:
         return None if source.rank == dest.rank else ()
     wide, narrow = (source, dest) if source.size > dest.size else (dest, source)

@@ -52,8 +52,9 @@ class Entry(Generic[EventT]):
         """Take a slot and pages, `num_pages` in all, of which the `shared` first ones are in a cache. Raises
         CapacityError, and then holds neither."""
         try:
+            self.pages = pages.alloc(0, owner=self.owner, shared=shared)  # first, lest they be evicted for the others
             self.slot = slots.alloc(owner=self.owner)
-            self.pages = pages.alloc(num_pages - len(shared), owner=self.owner, shared=shared)
+            self.pages.extend(num_pages - len(shared))
         except CapacityError:
             self.free()
             raise

@@ -27,7 +27,7 @@ class WorkerConfig(TlsConfig):
     rank: int = Field(default=0, ge=0, description="which process of the pool this is, counted stage by stage; 0 leads")
     world_size: int = Field(default=1, ge=1, le=64, description="processes of the pool: its stages times --tp")
     tp: int = Field(default=1, ge=1, le=8, description="ranks that share each stage, with equal parts of its weights "
-                                                       "and cache: 1, 2, 4 or 8 (device cpu, without a draft)")
+                                                       "and cache: 1, 2, 4 or 8 (device cpu)")
     leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server, or the file:///PATH that it "
                                                 "announces itself in; needed by the other stages")
     partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')

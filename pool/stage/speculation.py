@@ -1,4 +1,4 @@
-"""The parts of a stage that speculate: trees on every stage, the draft on the last."""
+"""The parts of a stage that speculate: trees on every stage, the draft on the last: whole, on the rank that draws."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -64,7 +64,8 @@ class SpeculationPlan:
                                  cache[0].item_bytes))
         if self.draft.num_shared_keys and self.config.topk == 1:
             end.append(CacheSpec(0, CacheKind.DRAFT_KEYS, (self.draft.num_shared_keys,), "int32", 4))
-        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True) for spec in (*cache, *end))
+        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True, split_axis=None)
+                     for spec in (*cache, *end))
 
     @property
     def capture_layers(self) -> frozenset[int]:
@@ -75,11 +76,12 @@ class SpeculationPlan:
         counted as handed over."""
         last = max(spec.layer_id for spec in specs)
         return () if self.handed else tuple(
-            replace(spec, layer_id=last) for spec in self.draft.cache_specs(page_size))
+            replace(spec, layer_id=last, split_axis=None) for spec in self.draft.cache_specs(page_size))
 
     def scratch_specs(self, specs: tuple[CacheSpec, ...]) -> tuple[CacheSpec, ...]:
-        """What the verification of one request keeps beside the target's `specs`: a recurrent state per node."""
-        return tuple(replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape))
+        """What the verification of one request keeps beside a rank's `specs` of the target: a recurrent state per node.
+        """
+        return tuple(replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape), split_axis=None)
                      for spec in specs if not spec.kind.is_paged)
 
 

@@ -10,6 +10,7 @@ from engine.assembly.backend_set import Backends, StageBackends, StageCaches, bu
 from engine.contracts.model import ModelFacts, StageModel
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.numerics import HOST, Numerics
+from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
@@ -23,7 +24,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
-from pool.stage.pool_size import PoolNeeds, PoolSize, plan_pool_size
+from pool.stage.pool_size import Memory, PoolNeeds, PoolSize, memory_of, plan_pool_size
 from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
@@ -79,24 +80,25 @@ class StagePlan:
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False,
-               keeps_prompts: bool = False) -> StagePlan:
+               keeps_prompts: bool = False, memory: Memory = memory_of) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
     `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
     look at the draft only to hand over its cache of the prompt. Those that keep prompts have slots for states of these,
-    where the model has any.
+    where the model has any. `memory` is that of the machine or device that the stage is for.
     """
     place = config.placement
-    description = read_model(config.model).of_rank(place.tensor)
-    facts = description.facts
+    whole = read_model(config.model)
+    description, facts = whole.of_rank(place.tensor), whole.facts
     ranges = _layers_of_stages(config, facts.num_layers)
     specs = description.cache_specs(config.page_size)
-    speculation = plan_speculation(config, description) if speculates or config.spec_prompt else None
+    speculation = plan_speculation(config, whole) if speculates or config.spec_prompt else None
     extra: tuple[CacheSpec, ...] = ()
     scratch: tuple[CacheSpec, ...] = ()
     if speculation is not None:
         if speculates:
-            extra, scratch = speculation.own_specs(specs, config.page_size), speculation.scratch_specs(specs)
+            extra = speculation.own_specs(specs, config.page_size)
+            scratch = speculation.scratch_specs(tuple(spec.of_rank(place.tensor) for spec in specs))
         handed = speculation.handed_specs(config.page_size)
         specs, ranges[-1] = (*specs, *handed), LayerRange(
             ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed}))
@@ -147,6 +149,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                 speculates: bool = False) -> Stage:
     """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` makes what is called for
     each layer that is done: the agent on the sending side, nothing on the receiving one."""
+    keep_freed_memory()
     torch.set_num_threads(config.threads)
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
     pools = StagePools(plan.geometry, device=str(backends.device))

@@ -13,6 +13,7 @@ from tests.cluster.test_equality import Shown, on_the_wire
 from tests.support.cluster.clusters import running_cluster
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.drafts.eagle import save_draft
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,17 @@ async def test_every_width_gives_the_same_bits(checkpoint: Path, expected: list[
         assert [shown(completion) for completion in completions] == expected
         workers = {worker.role: worker for worker in (await client.cluster_status()).workers}
         assert (workers["prefill"].tensor_size, workers["decode"].tensor_size) == (prefill[1], decode[1])
+
+
+async def test_a_draft_reads_and_speculates_where_tokens_are_drawn(checkpoint: Path, expected: list[Shown],
+                                                                   tmp_path: Path) -> None:
+    """Its state of the prompt is handed over between the first ranks of the last stages."""
+    draft = save_draft(tmp_path / "eagle3", layers=(0, 1, 3))
+    async with cluster_in_process(checkpoint, prefill_tp=2, decode_pp=2, decode_tp=2,
+                                  draft=draft, spec_topk=4, spec_steps=3, spec_draft_tokens=8) as client:
+        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
+                                             for question in make_questions(6)))
+        assert [shown(completion) for completion in completions] == expected
 
 
 @pytest.mark.long

@@ -50,8 +50,8 @@ def drafter_for(target: str, shape: Shape, *, error_rate: float) -> OracleDrafte
     return OracleDrafter(shape, truth if error_rate < 1 else {}, error_rate)
 
 
-def assert_changes_nothing(target: str, size: int, drafter: OracleDrafter) -> None:
-    with local_pool(described(target), size, speculation=speculating(drafter)) as pool:
+def assert_changes_nothing(target: str, size: int, drafter: OracleDrafter, tp: int = 1) -> None:
+    with local_pool(described(target), size, speculation=speculating(drafter), tp=tp) as pool:
         assert shown(pool.generate(WANTED)) == shown(reference(target))
         assert_nothing_leaked(pool)
 
@@ -75,6 +75,13 @@ def test_a_draft_that_is_always_right_s2_6(target: str, shape: str, size: int) -
 def test_a_draft_that_is_sometimes_right(target: str, shape: str, size: int) -> None:
     drafter = drafter_for(target, SHAPES[shape], error_rate=0.3)
     assert_changes_nothing(target, size, drafter)
+    assert sum(drafter.accepted) > 0
+
+
+@pytest.mark.parametrize(("target", "shape", "size"), [("qwen3.5-moe", "tree 4x4/15", 1), ("glm-5", "chain 3", 2)])
+def test_ranks_verify_together(target: str, shape: str, size: int) -> None:
+    drafter = drafter_for(target, SHAPES[shape], error_rate=0.3)
+    assert_changes_nothing(target, size, drafter, tp=2)
     assert sum(drafter.accepted) > 0
 
 

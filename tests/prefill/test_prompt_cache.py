@@ -385,6 +385,22 @@ def test_a_slot_for_a_request_is_taken_from_the_states() -> None:
     assert rig.scheduler.load().slots_free == 4
 
 
+def test_a_slot_is_never_taken_from_the_state_that_its_request_goes_on_from() -> None:
+    """Its pages would go with it."""
+    rig = Rig(num_slots=5, max_running=3)
+    rig.compute(*range(20))
+    rig.compute(*range(100, 120))
+    assert len(rig.scheduler.slots.ledger.kept_ids()) == 2
+    running = [rig.submit(*range(start, start + 20), caches=False) for start in (300, 400)]
+    rig.run(*running)
+    again = rig.submit(*range(20))
+    rig.run(again)
+    assert again.started.num_cached == 16
+    for prompt in (*running, again):
+        rig.scheduler.release(prompt.key)
+    rig.check()
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random histories of a small pool: prompts over few tokens come and go, batches fail, up to two are in flight."""
 
@@ -398,7 +414,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=prompts, start=st.lists(st.sampled_from((0, 1)), min_size=1, max_size=4), tail=st.integers(0, 5),
           priority=st.integers(-1, 1), caches=st.booleans())
-    def submit(self, start: list[int], tail: int, priority: int, caches: bool) -> object:  # noqa: FBT001
+    def submit(self, *, start: list[int], tail: int, priority: int, caches: bool) -> object:
         tokens = [token for block in start for token in (block,) * PAGE] + [9] * tail
         if len(tokens) > (self.rig.scheduler.pages.num_total) * PAGE or self.rig.scheduler.load().queued_requests > 8:
             return None
@@ -410,7 +426,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.in_flight.append(batch)
 
     @rule(fails=st.sampled_from((False, False, False, True)))
-    def answer(self, fails: bool) -> None:  # noqa: FBT001
+    def answer(self, *, fails: bool) -> None:
         if self.in_flight:
             self.rig.answer(self.in_flight.pop(0), StepFailed("no") if fails else None)
 

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from engine.core.layer_range import TensorRank
-from engine.memory.layout import CacheKind, CacheSpec, Stretch, stretches
+from engine.core.layer_range import LayerRange, TensorRank
+from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry, Stretch, stretches
 from runtime.errors import ConfigError
 
 KV = CacheSpec(0, CacheKind.KV, (2, 8, 4, 3), "float32", 4, split_axis=1, blocks=(8,), may_repeat=True)
@@ -66,3 +66,14 @@ def test_channels_of_a_convolution_go_by_their_blocks_s4_8() -> None:
 def test_heads_that_ranks_cannot_divide_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--tp 4 does not divide the 6 state of layer 0"):
         CacheSpec(0, CacheKind.STATE, (6, 2, 5), "float32", 4, split_axis=0, blocks=(6,)).of_rank(TensorRank(0, 4))
+
+
+@pytest.mark.parametrize(("source_size", "dest_size"), WIDTHS)
+def test_a_draft_is_whole_and_the_first_ranks_own(source_size: int, dest_size: int) -> None:
+    spec = CacheSpec(3, CacheKind.KV, (2, 2, 4, 3), "float32", 4, of_draft=True)
+    moved = {(source, dest): stretches(spec, TensorRank(source, source_size), TensorRank(dest, dest_size))
+             for source in range(source_size) for dest in range(dest_size)}
+    assert moved.pop((0, 0)) is None
+    assert all(each == () for each in moved.values())
+    kept_by = [PoolGeometry(4, 2, 0, LayerRange(0, 4), (spec,), TensorRank(rank, 2)).local_specs() for rank in range(2)]
+    assert kept_by == [(spec,), ()]

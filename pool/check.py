@@ -1,0 +1,106 @@
+"""`baton check`: whether a checkpoint would be served in so many stages, and what each of them would take.
+
+Reads configs and the headers of weight files; no weights are loaded. The model's blocks are built without memory, so
+that tensors that are missing, left over or of another shape are named as a worker would name them.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.memory.budget import decode_requests, stage_costs
+from pool.stage.config import WorkerConfig
+from pool.stage.pool_size import memory_of
+from pool.stage.stage import StagePlan, plan_stage
+from runtime.config import load
+from runtime.errors import BatonError
+from runtime.host_memory import MIB, HostMemory
+
+_ANY_MEMORY = HostMemory(1 << 62, 1 << 62)  # of a machine that is not this one: what the cache may take was given
+_HEAD = f"{'stage':>5}  {'layers':9}{'weights':>12}{'per token':>12}{'per request':>13}{'cache':>12}"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def check(
+    model: Annotated[Path, typer.Argument(help="Directory of the checkpoint.")],
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    partition: Annotated[str, typer.Option(help='Layers per stage, like "3,5".')] = "",
+    draft: Annotated[Path | None, typer.Option(help="Draft model.")] = None,
+    memory_mb: Annotated[int | None, typer.Option(help="Cache memory per stage in MiB; default: as fits here.")] = None,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; default: the model's.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests that hold memory at a time.")] = None,
+) -> None:
+    """Say, without loading it, whether a model would be served, and what its stages take as a decode pool."""
+    flags = {"model": model, "world_size": pp, "partition": partition, "draft": draft, "memory_mb": memory_mb,
+             "max_context": max_context, "max_running": max_running}
+    try:
+        config = load(WorkerConfig, section="decode", flags=flags)
+        for line in report(config):
+            print(line)
+    except BatonError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def report(config: WorkerConfig) -> Iterator[str]:
+    """Lines to print.
+
+    Raises:
+        ConfigError: a worker with this configuration would not start; the message is the worker's.
+    """
+    memory = (lambda device: _ANY_MEMORY) if config.memory_mb else memory_of
+    plan = plan_stage(config, max_held=decode_requests(config.max_running), speculates=config.draft is not None,
+                      memory=memory)
+    facts, stages = plan.description.facts, _checked_stages(plan)
+    yield (f"{config.model.resolve().name}: {facts.architecture}, {facts.num_layers} layers, runs in {facts.dtype}, "
+           f"stored as {_stored_types(plan)}")
+    yield _HEAD
+    for rank, (stage, cost) in enumerate(zip(stages, stage_costs(plan.geometry.specs, plan.ranges), strict=True)):
+        weights = plan.description.weight_bytes(stage) + _draft_bytes(plan, is_last=rank + 1 == len(stages))
+        cache = plan.size.num_pages * cost.page_bytes + plan.size.num_slots * cost.slot_bytes
+        yield (f"{rank:>5}  {stage!s:9}{_size(weights):>12}{_size(cost.page_bytes / config.page_size):>12}"
+               f"{_size(cost.slot_bytes):>13}{_size(cache):>12}")
+    num_tokens = (plan.size.num_pages - 1) * config.page_size
+    yield (f"{plan.size.num_pages - 1} pages of {config.page_size} tokens: room for {num_tokens} tokens in all, "
+           f"{plan.max_context_tokens} of one request")
+    if plan.size.notice:
+        yield plan.size.notice
+
+
+def _checked_stages(plan: StagePlan) -> list[LayerRange]:
+    """The model's layers by stage. Raises ConfigError for tensors that do not fit the config."""
+    nowhere, whole = torch.device("meta"), LayerRange(0, plan.description.facts.num_layers)
+    stages = [layers.intersect(whole) for layers in plan.ranges]
+    for layers in stages:
+        plan.description.load_stage(layers, numerics=Numerics.FAST, device=nowhere)
+    if plan.speculation is not None:
+        plan.speculation.draft.load_layers(numerics=Numerics.FAST, device=nowhere)
+    return stages
+
+
+def _stored_types(plan: StagePlan) -> str:
+    """As files name them."""
+    entries = {} if plan.description.checkpoint is None else plan.description.checkpoint.entries
+    return ", ".join(sorted({part.dtype for entry in entries.values() for part in entry.stored}))
+
+
+def _draft_bytes(plan: StagePlan, *, is_last: bool) -> int:
+    return plan.speculation.draft.weight_bytes if is_last and plan.speculation is not None else 0
+
+
+def _size(num_bytes: float) -> str:
+    if not num_bytes:
+        return "-"
+    return f"{num_bytes / MIB:.1f} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:.1f} KiB"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,82 @@
+"""`baton check` says without reading a weight what a worker would say, and what stages would take."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pool.check import report
+from pool.stage.config import WorkerConfig
+from runtime.errors import ConfigError
+from tests.support.models.checkpoints import add_nextn, make_checkpoint
+from tests.support.models.quantised import write_quantised
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """4 layers with 2 kv heads of 16 in fp32: 256 bytes per token and layer."""
+    return make_checkpoint(tmp_path, "llama")
+
+
+def lines_of(model: Path, **fields: object) -> list[list[str]]:
+    return [line.split() for line in report(WorkerConfig.model_validate({"model": model, **fields}))]
+
+
+def test_stages_and_what_they_take(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_arguments: object) -> int:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(os, "preadv", never)
+    head, _, *stages, size = lines_of(llama, world_size=2, partition="1,3", memory_mb=1)
+    assert " ".join(head) == "llama-float32-0: LlamaForCausalLM, 4 layers, runs in float32, stored as F32"
+    tensors = load_file(llama / "model.safetensors")
+    beside = (("model.embed_tokens.weight",), ("model.norm.weight", "lm_head.weight"))
+    for stage, layers, others in zip(stages, ((0,), (1, 2, 3)), beside, strict=True):
+        own = sum(tensor.nbytes for name, tensor in tensors.items()
+                  if name in others or any(f".layers.{layer}." in name for layer in layers))
+        assert stage[1] == f"{layers[0]}-{layers[-1] + 1}"
+        assert stage[2:6] == [f"{own / 1024:.1f}", "KiB", f"{len(layers) * 256 / 1024:.1f}", "KiB"]
+    assert size[:4] == [str(MIB // (3 * 64 * 256) - 1), "pages", "of", "64"], "what the larger stage holds"
+
+
+def test_a_quantised_model_and_its_draft(tmp_path: Path) -> None:
+    plain = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "plain")
+    model = write_quantised(plain, tmp_path / "model", "fp8 blocks")
+    head, _, first, last, _ = lines_of(model, world_size=2, draft=model, memory_mb=64)
+    assert " ".join(head).endswith("runs in float32, stored as F32, F8_E4M3")
+    alone = lines_of(model, world_size=2, memory_mb=64, spec_prompt=False)[3]
+    assert (first[1], last[1], alone[1]) == ("0-2", "2-4", "2-4")
+    assert (last[3], alone[3]) == ("MiB", "KiB"), "with the draft's weights"
+
+
+def test_what_would_be_refused_is_what_a_worker_says(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--memory-mb \d+ would do"):
+        lines_of(make_checkpoint(tmp_path, "qwen3_5"), memory_mb=1, max_context=512, max_running=4096)
+    broken = Path(shutil.copytree(llama, tmp_path / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"missing: layers\.3\.mlp\.up_proj\.weight"):
+        lines_of(broken, world_size=2, memory_mb=64)
+
+
+def test_the_command(llama: Path) -> None:
+    def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "baton", "check", str(llama), *arguments], capture_output=True,
+                              text=True, timeout=240, check=False)
+
+    done = baton("--pp", "2", "--memory-mb", "8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0].startswith("llama-float32-0: LlamaForCausalLM")
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    done = baton()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("baton: config.json: quantization_config: quant_method 'mxfp4' is not supported")
