@@ -7,6 +7,7 @@ import grpc
 
 from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.request.worker_stream import Ended, Received, WorkerStream
+from router.workers.discovery import StaticSource
 from router.workers.worker import Worker, WorkerRole
 from runtime.errors import PeerLostError, UnavailableError
 from tests.router.harness import FACTS, FLOW_LIMITS, NO_GRACE, eventually, running_router, token_request, worker_info
@@ -62,7 +63,10 @@ async def test_a_pool_that_restarts_unlisted_while_its_request_queues_is_replace
         (pool,) = (pool for pool in pools if pool.address == booked.address)
         await pool.die()
         await eventually(lambda: booked.problem, "trust in the dead")
-        booked.delisted()
+        known = router.directory._worker_set
+        (index,) = (at for at, (_, source) in enumerate(known._sources)
+                    if isinstance(source, StaticSource) and source.address == booked.address)
+        known._found(index, frozenset())  # as discovery does when a name is gone
         pool.serving = False
         await pool.start()
         await eventually(lambda: booked.incarnation == pool.incarnation, "the first incarnation")
