@@ -30,6 +30,7 @@ from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.core.request import SamplingParams
+from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import pages_for_tokens
 from engine.memory.pools import StagePools
@@ -64,6 +65,7 @@ class Ours:
     scattered in the pool."""
 
     def __init__(self, *, numerics: Numerics, page_size: int, max_tokens: int, max_rows: int) -> None:
+        keep_freed_memory()
         description = random_model(MODEL)
         layers = LayerRange(0, description.facts.num_layers)
         pages_per_row = pages_for_tokens(max_tokens, page_size)

@@ -15,7 +15,9 @@ from engine.core.draft_trees import AcceptedNodes
 from engine.core.request import DrawnToken, FinishReason, Request
 from engine.core.rows import Row, build_batch, chunk_end, sampling_row
 from engine.memory.leases import PageAllocator, SlotAllocator, SlotLease, pages_for_tokens
-from pool.request.entry import Entry, Failed
+from pool.prefix.tree import Found
+from pool.request.entry import Entry, Failed, PrefixCache
+from runtime.digests import block_names, names_draft
 from runtime.errors import FieldViolation, InvalidRequestError
 
 
@@ -41,9 +43,11 @@ Emit = Callable[[Event], object]
 
 @dataclass
 class DecodeEntry(Entry[Event]):
-    """One request, with what it has drawn."""
+    """One request, with what it has drawn. Where it takes part in the cache `compatibility` is the digest of what its
+    entries are computed with, and of the draft if its state is part of them."""
 
     outputs: list[int] = field(default_factory=list)
+    compatibility: str = ""
     told: int | None = None  # tokens of the output that the last stage keeps; None: it has no state of the request
     draft: DraftState = field(default_factory=DraftState)
     scratch: SlotLease | None = None  # where the states of its trees are kept; without it runs without trees
@@ -56,6 +60,14 @@ class DecodeEntry(Entry[Event]):
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.outputs)
+
+    @property
+    def num_final(self) -> int:
+        """Tokens, from its first, whose entries are where they stay, the draft's among them if they are to be. What a
+        tree has left is moved there with the next step only. Of an entry with nothing in flight."""
+        if names_draft(self.compatibility) and not self.draft.is_whole:
+            return 0
+        return self.computed if self.draft.accepted is None else self.draft.accepted.context_len
 
     @property
     def num_left(self) -> int:
@@ -100,23 +112,32 @@ class DecodeLimits:
     def speculates(self) -> bool:
         return self.num_draft_tokens > 0
 
+    @property
+    def has_states(self) -> bool:
+        """Whether recurrent layers take part (GatedDeltaNet, whose chunks lie on a grid). There tokens have other bits
+        read than drawn, and nothing goes on without a state."""
+        return self.grid > 1
+
 
 @dataclass(frozen=True)
 class Reservation:
-    """Memory for one request: the pages its prompt lands in, in position order, and its state slot."""
+    """Memory for one request: the pages its prompt lands in, in position order, and its state slot. Those of the first
+    `held_tokens` have their content and are shared: nothing lands there."""
 
     key: int
     prompt_page_ids: tuple[int, ...]
     slot_id: int
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class RequestMemory:
-    """Leases for entries. Belongs to the engine thread."""
+    """Leases for entries, and what these leave in the cache. Belongs to the engine thread."""
 
     limits: DecodeLimits
     pages: PageAllocator
     slots: SlotAllocator
+    cache: PrefixCache
 
     def check_fits(self, request: Request) -> None:
         """Raises InvalidRequestError for what would not fit into an empty pool."""
@@ -128,17 +149,52 @@ class RequestMemory:
                               f"are {total} tokens, the decode pool's limit is {room}"))
 
     def lease(self, entry: DecodeEntry) -> None:
-        """Pages for the entry's tokens and some growth, and a slot. Raises CapacityError, and then holds neither."""
-        most = len(entry.request.prompt_token_ids) + entry.request.max_tokens
-        wanted = min(entry.num_tokens + self.limits.growth_tokens, max(most, entry.num_tokens))
-        entry.lease(self.pages, self.slots, pages_for_tokens(wanted, self.limits.page_size))
+        """Pages for a prompt that is to land and some growth, and a slot; what is cached of it among them. Raises
+        CapacityError, and then holds neither."""
+        num_tokens = len(entry.request.prompt_token_ids)
+        found = self.cache.find(entry.blocks, num_tokens)
+        self._lease(entry, found)
+        if entry.compatibility:
+            self.cache.metrics.queried.inc(num_tokens)
+            self.cache.metrics.matched.inc(found.num_tokens)
+
+    def lease_again(self, entry: DecodeEntry) -> None:
+        """As `lease`, of an entry that has lost its memory and will compute it again but for what is cached."""
+        found = Found() if self.limits.has_states else self.cache.find(entry.blocks, entry.num_tokens)
+        self._lease(entry, found)
+        entry.advance(found.num_tokens)
 
     def reservation(self, entry: DecodeEntry) -> Reservation:
         """Of an entry that holds memory."""
         assert entry.pages is not None
         assert entry.slot is not None
         prompt_pages = pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
-        return Reservation(entry.key, tuple(entry.pages.page_ids[:prompt_pages]), entry.slot.slot_id)
+        return Reservation(entry.key, tuple(entry.pages.page_ids[:prompt_pages]), entry.slot.slot_id,
+                           entry.pages.num_shared * self.limits.page_size)
+
+    def keep_landed(self, entry: DecodeEntry, *, with_draft: bool) -> None:
+        """Its prompt has landed and was checked. It is kept unless the draft's part is missing, or nobody would look
+        for it."""
+        assert entry.pages is not None
+        self.cache.metrics.reused.inc(entry.pages.num_shared * self.limits.page_size)
+        if names_draft(entry.compatibility) is not with_draft:
+            entry.compatibility, entry.blocks = "", ()
+        self.cache.insert(entry.blocks, entry.pages.page_ids)
+
+    def keep_drawn(self, entry: DecodeEntry) -> None:
+        """It will write no more: what it drew is kept with its prompt, where it has the bits that reading it would
+        give."""
+        if entry.compatibility and not self.limits.has_states and entry.pages is not None:
+            entry.blocks = block_names(entry.tokens(0, entry.num_final), self.limits.page_size,
+                                       compatibility=entry.compatibility, salt=entry.request.cache_salt,
+                                       known=entry.blocks)
+            self.cache.insert(entry.blocks[:entry.num_final // self.limits.page_size], entry.pages.page_ids)
+
+    def _lease(self, entry: DecodeEntry, found: Found) -> None:
+        most = len(entry.request.prompt_token_ids) + entry.request.max_tokens
+        wanted = min(entry.num_tokens + self.limits.growth_tokens, max(most, entry.num_tokens))
+        entry.lease(self.pages, self.slots, pages_for_tokens(wanted, self.limits.page_size), shared=found.page_ids)
+        self.cache.resume(entry.blocks, found)
 
 
 @dataclass(frozen=True)
@@ -161,9 +217,9 @@ class StepBuilder:
 
     def readable(self, entry: DecodeEntry) -> int:
         """How many of its first tokens may be read in chunks: the prompt, and what was drawn before the newest token,
-        but where tokens have other bits read than drawn (GatedDeltaNet, whose chunks lie on a grid)."""
+        but where tokens have other bits read than drawn."""
         prompt_len = len(entry.request.prompt_token_ids)
-        return prompt_len if self.limits.grid > 1 else max(prompt_len, entry.num_tokens - 1)
+        return prompt_len if self.limits.has_states else max(prompt_len, entry.num_tokens - 1)
 
     def replay(self, entries: Sequence[DecodeEntry]) -> ForwardBatch | None:
         """The next chunks of tokens that are to be computed again, as many as one batch takes."""
@@ -225,7 +281,7 @@ class StepBuilder:
         assert entry.pages is not None
         wanted = 1 if entry.scratch is None else wanted
         missing = pages_for_tokens(entry.computed + wanted, self.limits.page_size) - entry.pages.num_pages
-        if 0 < missing <= self.pages.num_free:
+        if 0 < missing <= self.pages.num_available:
             entry.pages.extend(missing)
         return min(wanted, entry.pages.num_pages * self.limits.page_size - entry.computed)
 

@@ -26,7 +26,8 @@ from engine.core.request import DrawnToken, FinishReason, Request
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
-from pool.request.entry import Failed
+from pool.prefix.tree import ResumeRule
+from pool.request.entry import Failed, PrefixCache
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError, DeadlineError
@@ -43,6 +44,7 @@ class DecodeScheduler:
     slots: SlotAllocator
     limits: DecodeLimits
     clock: Clock
+    cache_rule: ResumeRule | None = None  # what is kept of requests for later ones; without it nothing is
     scratch: SlotAllocator = field(default_factory=lambda: SlotAllocator(0, name="states of trees"))
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     on_verified: VerifiedListener = lambda step, num_running: None
@@ -53,25 +55,36 @@ class DecodeScheduler:
     _next_key: int = 1
     _since_s: float = 0.0  # the last result, or the first launch after a pause
 
-    def reserve(self, request: Request, emit: Emit, *, replayed: Sequence[int] = (),
-                ends_at_s: float = math.inf) -> Reservation:
+    def reserve(self, request: Request, emit: Emit, *, replayed: Sequence[int] = (), blocks: tuple[bytes, ...] = (),
+                compatibility: str = "", ends_at_s: float = math.inf) -> Reservation:
         """Memory for the prompt and some growth, at once or not at all. `replayed`: output tokens after the first that
         another pool drew already; this one computes them again, as after a preemption, and draws what follows.
+        `blocks` are the names of the prompt's full pages (`runtime.digests`), by the digest `compatibility`; without
+        that it takes no part in the cache.
 
         Raises:
             CapacityError: no room now, or a preempted request waits for it first.
             InvalidRequestError: the request could never fit.
         """
-        entry = self._admit(request, emit, replayed)
+        entry = self._admit(request, emit, replayed, blocks, compatibility)
         entry.ends_at_s = ends_at_s
+        return self._memory.reservation(entry)
+
+    def unshare(self, key: int) -> Reservation:
+        """The reservation with pages that a whole prompt can land in. Raises CapacityError."""
+        entry = self._entries[key]
+        assert entry.pages is not None
+        entry.pages.unshare()
         return self._memory.reservation(entry)
 
     def join(self, key: int, first_token: int, *, with_draft: bool = False) -> None:
         """The prompt has landed, with the draft's state or without: the request joins the running batch without a
-        forward, or ends if the first token ended it. Unknown keys (released meanwhile) are ignored."""
+        forward, or ends if the first token ended it. Unknown keys (released meanwhile) are ignored, and so are requests
+        that have failed: a stage that is lost has taken with it what landed there."""
         entry = self._entries.get(key)
-        if entry is None or entry.released:
+        if entry is None or entry.released or entry.has_failed:
             return
+        self._memory.keep_landed(entry, with_draft=with_draft)
         entry.outputs.insert(0, first_token)
         entry.advance(len(entry.request.prompt_token_ids))
         entry.draft.followed = with_draft
@@ -98,8 +111,8 @@ class DecodeScheduler:
             self._forget(entry)
 
     def load(self) -> SchedulerLoad:
-        return SchedulerLoad(len(self._waiting), len(self._entries) - len(self._waiting), self.pages.num_free,
-                             self.slots.num_free)
+        return SchedulerLoad(len(self._waiting), len(self._entries) - len(self._waiting), self.pages.num_available,
+                             self.slots.num_available)
 
     def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for bytes that are landing or to run, and how long a preempted request has waited."""
@@ -168,6 +181,7 @@ class DecodeScheduler:
                                       self.clock.now() - self._since_s, len(drew) - len(accepted)), len(self._turns))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
+        self.cache.clear()  # a stage that joins brings other memory
         for entry in list(self._entries.values()):
             entry.in_flight = 0
             if entry.released:
@@ -180,8 +194,13 @@ class DecodeScheduler:
                         live_owners={entry.owner for entry in self._entries.values()})
 
     @cached_property
+    def cache(self) -> PrefixCache:
+        """What is kept of requests. States come with each prompt: none is."""
+        return PrefixCache(self.cache_rule, self.pages, self.slots, self.clock)
+
+    @cached_property
     def _memory(self) -> RequestMemory:
-        return RequestMemory(self.limits, self.pages, self.slots)
+        return RequestMemory(self.limits, self.pages, self.slots, self.cache)
 
     @cached_property
     def _steps(self) -> StepBuilder:
@@ -192,7 +211,8 @@ class DecodeScheduler:
             return 0
         return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
 
-    def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = ()) -> DecodeEntry:
+    def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = (), blocks: tuple[bytes, ...] = (),
+               compatibility: str = "") -> DecodeEntry:
         self._memory.check_fits(request)
         if self._waiting:
             raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
@@ -200,7 +220,8 @@ class DecodeScheduler:
         if len(self._entries) >= limit:
             raise CapacityError(f"{len(self._entries)} requests hold memory, the limit is {limit}",
                                 resource="held requests")
-        entry = DecodeEntry(self._next_key, request, emit, outputs=list(replayed), joined_s=self.clock.now())
+        entry = DecodeEntry(self._next_key, request, emit, blocks=blocks, compatibility=compatibility,
+                            outputs=list(replayed), joined_s=self.clock.now())
         self._memory.lease(entry)
         self._next_key += 1
         self._entries[entry.key] = entry
@@ -217,7 +238,7 @@ class DecodeScheduler:
         while self._waiting:
             entry = self._waiting[0]
             try:
-                self._memory.lease(entry)
+                self._memory.lease_again(entry)
             except CapacityError:
                 return
             self._waiting.pop(0)
@@ -246,6 +267,7 @@ class DecodeScheduler:
         return False
 
     def _preempt(self, entry: DecodeEntry) -> None:
+        self._memory.keep_drawn(entry)
         entry.free()
         entry.draft = DraftState()
         entry.running = False
@@ -306,12 +328,14 @@ class DecodeScheduler:
         now = self.clock.now()
         first = now if entry.first_step_s is None else entry.first_step_s
         stop = entry.outputs[-1] if reason is FinishReason.STOP else None
+        self._memory.keep_drawn(entry)
         self._forget(entry)
         entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
 
     def _fail(self, entry: DecodeEntry, error: BatonError) -> None:
         """Notify the owner, which releases it once nothing writes its memory any more (bytes may still be landing); run
         no more of it. A request that finishes is dropped at once, see `_finish_if_done`."""
+        entry.has_failed = True
         self._stop_running(entry)
         entry.emit(Failed(error))
 

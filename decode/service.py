@@ -18,6 +18,7 @@ import grpc
 from decode.entry import Drawn, Event, Finished, Reservation
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
+from engine.memory.layout import bytes_per_page, travelling
 from pool.request.conversion import chunk_to_proto, in_vocabulary
 from pool.request.entry import Failed
 from pool.request.stay import (
@@ -33,7 +34,7 @@ from pool.request.stay import (
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.clock import SystemClock
-from runtime.digests import share_draft
+from runtime.digests import in_common, share_draft
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -76,13 +77,15 @@ class DecodeStay:
     """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
     def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation,
-                 source: SourceTerms, patience_s: float) -> None:
-        """`source` is the first to deliver, `patience_s` the longest that one state of the handoff may last."""
+                 source: SourceTerms, alike: str, patience_s: float) -> None:
+        """`source` is the first to deliver, `alike` what it has in common with this pool, `patience_s` the longest that
+        one state of the handoff may last."""
         self._parts = parts
         self._inbox = inbox
         self._request = request
         self._reservation = reservation
         self._source = source
+        self._alike = alike
         self._nonce = secrets.randbits(32)
         # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
         # long that may take follows from the request's deadline.
@@ -138,17 +141,21 @@ class DecodeStay:
         """Post receives for the next epoch on all stages; the destination terms once they are posted, or the source to
         start over with. An older epoch is drained first, by every stage for itself."""
         parts, session = self._parts, self._session
-        check_compatible(mine := parts.leader.compatibility, source.compatibility, source.compatibility_text)
+        check_compatible(parts.leader.compatibility, source.compatibility, source.compatibility_text)
         if source.num_tokens != len(self._request.prompt_token_ids):
             raise InvalidRequestError(FieldViolation(
                 "source.num_tokens", f"{source.num_tokens} differs from the prompt's "
                                      f"{len(self._request.prompt_token_ids)} tokens"))
+        if not source.sends_rest and self._reservation.held_tokens:
+            key = self._reservation.key
+            self._reservation = await parts.leader.loop.submit(lambda: parts.scheduler.unshare(key))
         # The session follows when nothing can fail any more: stages know no epoch that was never opened.
         epoch = session.epoch + 1 if self._is_open else session.epoch
         destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
                                        epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
                                        slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
-                                       with_draft=share_draft(mine.digest, source.compatibility))
+                                       with_draft=share_draft(self._alike, source.compatibility),
+                                       held_tokens=self._reservation.held_tokens)
         self._with_draft = destination.with_draft
         self._opened_s = time.monotonic()
         if self._is_open:
@@ -233,7 +240,8 @@ class DecodeStay:
         exposed_s = max(0.0, now - self._first_token_s)
         parts.arrivals.exposed_s.observe(exposed_s)
         parts.meters.on_handoff(len(self._request.prompt_token_ids), now - self._opened_s,
-                                with_draft=self._with_draft)
+                                held_tokens=self._reservation.held_tokens, with_draft=self._with_draft)
+        parts.arrivals.unsent_bytes.inc(self._unsent_bytes)
         session.commit()
         self._phase.note(num_bytes=session.num_bytes, exposed_s=exposed_s)
         self._phase.end()
@@ -243,6 +251,12 @@ class DecodeStay:
         parts.leader.group.close_receive(session.session_id)
         return pb.DecodeResponse(committed=pb.DecodeCommitted(transfer_exposed_s=exposed_s,
                                                               num_bytes=session.num_bytes))
+
+    @property
+    def _unsent_bytes(self) -> int:
+        geometry = self._parts.plan.geometry
+        num_pages = self._reservation.held_tokens // geometry.page_size
+        return num_pages * bytes_per_page(travelling(geometry.specs, with_draft=self._with_draft))
 
     async def _tokens(self) -> AsyncIterator[pb.DecodeResponse]:
         while True:
@@ -288,11 +302,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         replayed = _replayed(opening, request, vocab_size=parts.plan.description.facts.vocab_size)
 
         async def take_place() -> DecodeStay:
+            alike = in_common(parts.leader.compatibility.digest, source.compatibility)
+            blocks, is_kept = parts.blocks_of(request, alike), parts.caches and request.uses_cache
             reservation = await parts.leader.loop.submit(
-                lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed, ends_at_s=ends_at_s),
+                lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed, ends_at_s=ends_at_s,
+                                                blocks=blocks, compatibility=alike if is_kept else ""),
                 undo=lambda taken: parts.scheduler.release(taken.key))
             patience_s = HANDOFF_TIMEOUT_S if math.isinf(ends_at_s) else max(0.0, ends_at_s - clock.now())
-            return DecodeStay(parts, inbox, request, reservation, source, patience_s)
+            return DecodeStay(parts, inbox, request, reservation, source, alike, patience_s)
 
         async with aclosing(serve(parts, inbox, request, take_place)) as responses:
             async for response in responses:

@@ -45,6 +45,11 @@ class DraftState:
     followed: bool = False
     landed: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the draft's cache has every token that the request's has."""
+        return self.followed and self.start == 0
+
     def begin(self, num_draft_tokens: int) -> SpecRow:
         """To grow the first tree from what has landed."""
         self.landed = False

@@ -9,7 +9,7 @@ from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
-from pool.prefix.journal import PointJournal
+from pool.prefix.tree import ResumeRule
 from pool.process import LeaderParts
 from pool.request.entry import Failed
 from pool.stage.config import WorkerConfig
@@ -19,7 +19,7 @@ from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.metrics import ArrivalMetrics, SpeculationMetrics
+from runtime.metrics import ArrivalMetrics, CacheMetrics, SpeculationMetrics
 from runtime.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 
@@ -30,7 +30,7 @@ class DecodeRole:
     name = "decode"
     service = "baton.v1.Decode"
     speculates = True
-    keeps_prompts = False
+    keeps_states = False  # they come with the prompts
 
     def max_held(self, max_running: int) -> int:
         """A small pool keeps room for handoffs that are still on their way."""
@@ -50,7 +50,7 @@ class DecodeRole:
                                 max_context_tokens=stage.plan.max_context_tokens,
                                 chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
                                 num_draft_tokens=stage.plan.num_draft_tokens),
-            clock=SystemClock(),
+            clock=SystemClock(), cache_rule=ResumeRule(config.page_size) if config.decode_cache else None,
             draft_length=adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS), adaptive)
 
 
@@ -60,18 +60,19 @@ class DecodeLeading:
     def __init__(self, scheduler: DecodeScheduler, adaptive: AdaptiveDraft | None) -> None:
         """`adaptive` chooses the scheduler's draft lengths by what earlier ones yielded."""
         self.scheduler = scheduler
-        self.journal = PointJournal()  # it keeps no prompts
+        self.journal = scheduler.cache.journal
         self._adaptive = adaptive
 
     def flush(self) -> int:
-        return 0
+        return self.scheduler.cache.clear()
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         if parts.stage.plan.speculation is not None:
             self._observe_speculation(parts)
+        self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)
         service = DecodeService(DecodeParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s,
+            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s, caches=parts.config.decode_cache,
             scheduler=self.scheduler, arrivals=ArrivalMetrics.create(parts.registry)))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 

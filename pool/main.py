@@ -47,6 +47,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         max_queued: Annotated[int | None, typer.Option(help="Prompts that may wait.")] = None,
         chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per forward.")] = None,
         prefix_cache: Annotated[bool | None, typer.Option(help="Keep what prompts left for others.")] = None,
+        decode_cache: Annotated[bool | None, typer.Option(help="Keep what landed; be sent the rest.")] = None,
         prefix_snapshots: Annotated[int | None, typer.Option(help="Recurrent states kept with it; 0: as fit.")] = None,
         step_limit_s: Annotated[float | None, typer.Option(help="Seconds a step may take; 0: as measured.")] = None,
         numerics: Annotated[str | None, typer.Option(help="exact or fast.")] = None,

@@ -99,7 +99,7 @@ class PoolRole(Protocol):
     name: str
     service: str  # full gRPC name, also its health name
     speculates: bool  # whether it verifies drafts, or only lets a draft read prompts
-    keeps_prompts: bool  # whether a prefix cache may keep what it computed
+    keeps_states: bool  # whether its prefix cache keeps recurrent states, too
 
     def max_held(self, max_running: int) -> int:
         """Requests that may hold memory at the same time, when `max_running` compute."""
@@ -165,7 +165,7 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates,
-                      keeps_prompts=role.keeps_prompts)
+                      keeps_states=role.keeps_states)
     # The leader reports for its pool: the other stages have the same, for their layers.
     level = logging.DEBUG if config.rank else logging.INFO
     place = config.placement

@@ -2,26 +2,19 @@
 read, kept page by page for prompts that begin alike.
 
 Only what stage 0 has the result of is kept: full pages, of which every batch succeeded, and where the model has
-recurrent states those that a batch has handed out. The tree knows which tokens a kept page or state is of, the ledgers
-who holds it. Belongs to the engine thread.
+recurrent states those that a batch has handed out. Belongs to the engine thread.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-
-from prometheus_client import CollectorRegistry
 
 from engine.core.request import DrawnToken
 from engine.core.state_rows import Snapshot, StateRow
 from engine.memory.layout import NULL_INDEX
-from engine.memory.leases import PageAllocator, SlotAllocator, SlotLease
+from engine.memory.leases import SlotLease
 from engine.sampling.sampler import Scores
-from pool.prefix.journal import PointJournal
-from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
-from pool.request.entry import Entry, Failed
-from runtime.clock import Clock
-from runtime.metrics import CacheMetrics
+from pool.prefix.tree import Found
+from pool.request.entry import Entry, Failed, PrefixCache
 
 
 @dataclass(frozen=True)
@@ -55,21 +48,18 @@ Emit = Callable[[Event], object]
 
 @dataclass
 class PrefillEntry(Entry[Event]):
-    """One prompt. `blocks` are its pages' names in the cache, as far as they are full; none where it takes no part.
-    `awaited` is the one that another prompt was computing when this one was looked at last.
+    """One prompt. `awaited` is the block that another prompt was computing when this one was looked at last.
 
     Its first `num_cached` tokens were there when it began, and the state after them in the slot `resumed`, which is
     held until the row that copies it is over. `wanted_snapshots`: after so many tokens, in order, its states are worth
     keeping; `snapshots`: those that rows in flight hand out, and where.
     """
 
-    blocks: tuple[bytes, ...] = ()
     awaited: bytes = b""
     num_cached: int = 0
     resumed: SlotLease | None = None
     wanted_snapshots: tuple[int, ...] = ()
     snapshots: list[tuple[int, SlotLease]] = field(default_factory=list)
-    has_failed: bool = False
     arrived_s: float = 0.0
     started_s: float = 0.0
 
@@ -79,6 +69,8 @@ class PrefillEntry(Entry[Event]):
         for lease in (self.resumed, *(lease for _, lease in self.snapshots)):
             if lease is not None:
                 lease.end()
+        self.resumed = None
+        self.snapshots.clear()
 
     @property
     def remaining(self) -> int:
@@ -109,48 +101,31 @@ class PrefillLimits:
 
 
 @dataclass
-class PromptCache:
-    """What is kept of prompts, and who is reading what now. Without a `rule` nothing is kept."""
+class PromptCache(PrefixCache):
+    """With who is reading what now."""
 
-    rule: ResumeRule | None
-    pages: PageAllocator
-    slots: SlotAllocator
-    clock: Clock
-    metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
     _coming: dict[bytes, PrefillEntry] = field(default_factory=dict)  # block, and who makes it one to go on from
-
-    def __post_init__(self) -> None:
-        if self.rule is not None:
-            self.pages.ledger.serve(self._evict_pages)
-            self.slots.ledger.serve(self._evict_snapshots)
-
-    @cached_property
-    def journal(self) -> PointJournal:
-        """Of the tree; an empty one where nothing is kept."""
-        return PointJournal() if self.rule is None else self._tree.journal
 
     def is_coming(self, entry: PrefillEntry) -> bool:
         """Whether a prompt that is no less urgent computes right now what this one could go on from."""
         if not self._coming:
             return False
         if entry.awaited not in self._coming:
-            there = len(self.find(entry).page_ids)
+            there = len(self.found_of(entry).page_ids)
             entry.awaited = next((block for block in entry.wanted_blocks[there:] if block in self._coming), b"")
         writer = self._coming.get(entry.awaited)
         return writer is not None and writer.request.priority <= entry.request.priority
 
-    def find(self, entry: PrefillEntry) -> Found:
+    def found_of(self, entry: PrefillEntry) -> Found:
         """What there is of a prompt."""
-        return self._tree.find(entry.wanted_blocks, len(entry.request.prompt_token_ids)) if entry.blocks else Found()
+        return self.find(entry.wanted_blocks, len(entry.request.prompt_token_ids)) if entry.blocks else Found()
 
     def begin(self, entry: PrefillEntry, found: Found) -> None:
         """A prompt has leased the pages that were found of it, and computes the rest."""
         if self.rule is None or not entry.blocks:
             return
         entry.num_cached, entry.wanted_snapshots = found.num_tokens, found.snapshot_tokens
-        if found.slot_id is not None:
-            entry.resumed = self.slots.share(found.slot_id, owner=entry.owner)
-        self._tree.resumed(entry.blocks, found.num_tokens)
+        self.resume(entry.blocks, found)
         self.metrics.queried.inc(len(entry.request.prompt_token_ids))
         self.metrics.matched.inc(found.num_tokens)
         self.metrics.reused.inc(found.num_tokens)
@@ -181,11 +156,11 @@ class PromptCache:
         if entry.resumed is not None:
             entry.resumed.end()  # the row that began with it is over
         if not self.rule.has_states:
-            self._insert(entry, page_ids, min(self._num_blocks(num_tokens), len(entry.blocks)))
+            self._leave(entry, page_ids, min(self._num_blocks(num_tokens), len(entry.blocks)))
         while entry.snapshots and entry.snapshots[0][0] <= num_tokens:
             count, lease = entry.snapshots.pop(0)
             with lease:
-                self._insert(entry, page_ids, self._num_blocks(count), lease.slot_id)
+                self._leave(entry, page_ids, self._num_blocks(count), lease.slot_id)
 
     def end(self, entry: PrefillEntry) -> None:
         """It computes no more: who waits for it has to do so."""
@@ -193,52 +168,11 @@ class PromptCache:
             if self._coming.get(block) is entry:
                 del self._coming[block]
 
-    def clear(self) -> int:
-        """Give up everything; what is under lease stays with its holders. Returns the number of pages."""
-        if self.rule is None:
-            return 0
-        given = self._tree.clear()
-        self.pages.ledger.let_go(given.page_ids)
-        self.slots.ledger.let_go(given.slot_ids)
-        self._gave_up(given, "flush")
-        return len(given.page_ids)
-
-    @cached_property
-    def _tree(self) -> PrefixTree:
-        assert self.rule is not None
-        return PrefixTree(self.rule, self.clock, is_page_held=self.pages.ledger.is_leased,
-                          is_slot_held=self.slots.ledger.is_leased)
-
     def _num_blocks(self, num_tokens: int) -> int:
         assert self.rule is not None
         return num_tokens // self.rule.block_tokens
 
-    def _insert(self, entry: PrefillEntry, page_ids: Sequence[int], count: int, slot_id: int | None = None) -> None:
-        taken = self._tree.insert(entry.blocks[:count], page_ids[:count], slot_id)
-        self.pages.ledger.keep(taken.page_ids)
-        self.slots.ledger.keep(taken.slot_ids)
-        self._show_size()
+    def _leave(self, entry: PrefillEntry, page_ids: Sequence[int], count: int, slot_id: int | None = None) -> None:
+        self.insert(entry.blocks[:count], page_ids, slot_id)
         for block in entry.blocks[:count]:
             self._coming.pop(block, None)
-
-    def _evict_pages(self, count: int) -> Sequence[int]:
-        """For a lease that finds too few pages free."""
-        given = self._tree.evict_pages(count)
-        self.slots.ledger.let_go(given.slot_ids)
-        self._gave_up(given, "pressure")
-        return given.page_ids
-
-    def _evict_snapshots(self, count: int) -> Sequence[int]:
-        """For a lease that finds too few slots free."""
-        given = self._tree.evict_snapshots(count)
-        self.pages.ledger.let_go(given.page_ids)
-        self._gave_up(given, "pressure")
-        return given.slot_ids
-
-    def _gave_up(self, given: Changed, cause: str) -> None:
-        self.metrics.evicted.labels(cause).inc(len(given.page_ids))
-        self._show_size()
-
-    def _show_size(self) -> None:
-        self.metrics.pages.set(self._tree.num_pages)
-        self.metrics.snapshots.set(len(self.slots.ledger.kept_ids()))

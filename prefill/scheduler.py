@@ -202,7 +202,7 @@ class PrefillScheduler:
         """What must be computed of the prompt whatever the cache holds by then."""
         if entry.pages is not None:
             return entry.remaining
-        return 0 if self.cache.is_coming(entry) else entry.remaining - self.cache.find(entry).num_tokens
+        return 0 if self.cache.is_coming(entry) else entry.remaining - self.cache.found_of(entry).num_tokens
 
     @property
     def _queued(self) -> Iterator[PrefillEntry]:
@@ -243,10 +243,12 @@ class PrefillScheduler:
     def _start(self, entry: PrefillEntry, budget: int) -> bool:
         """Lease memory for a queued request. Not when there is none, nor when `budget` tokens allow it no chunk: decode
         reserves for what has started, so that must be running."""
-        found, total = self.cache.find(entry), len(entry.request.prompt_token_ids)
+        found, total = self.cache.found_of(entry), len(entry.request.prompt_token_ids)
         if (self._num_held >= self.limits.max_running
                 or chunk_end(found.num_tokens, total, budget, self.limits.grid) == found.num_tokens):
             return False
+        if found.slot_id is not None:
+            entry.resumed = self.slots.share(found.slot_id, owner=entry.owner)  # first, lest it be evicted for the rest
         try:
             entry.lease(self.pages, self.slots, self._num_pages(entry), shared=found.page_ids)
         except CapacityError:

@@ -30,7 +30,6 @@ from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
-from runtime.digests import block_names
 from runtime.errors import (
     BatonError,
     FieldViolation,
@@ -42,7 +41,7 @@ from runtime.errors import (
 from runtime.tracing import Span, begin
 from transfer.plan import codec
 from transfer.plan.copy_plan import check_plan
-from transfer.plan.handoff_terms import SourceTerms
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import SendSession, SendState
 
 DESTINATION_TIMEOUT_S = 120.0  # from the first token to the destination terms
@@ -56,14 +55,6 @@ class PrefillParts(RequestParts):
 
     scheduler: PrefillScheduler
     chunk_tokens: int
-
-    def blocks_of(self, request: Request) -> tuple[bytes, ...]:
-        """The names of its prompt's full pages, the same on every pool that may be paired with this one; none where
-        the request declines the cache, or there is none."""
-        if self.scheduler.cache_rule is None or not request.uses_cache:
-            return ()
-        return block_names(request.prompt_token_ids, self.plan.geometry.page_size, salt=request.cache_salt,
-                           compatibility=self.leader.compatibility.digest)
 
 
 class PrefillStay:
@@ -79,7 +70,7 @@ class PrefillStay:
         self._has_first_token = False
         self._opened_s = 0.0
         self._told_sent = False
-        self._with_draft = False  # whether the draft's state leaves, too
+        self._destination: DestinationTerms | None = None
         self._has_shaken_hands = False
         self._waiting = begin("baton.prefill.queue", request_id=request.request_id)
         self._computing: Span | None = None
@@ -133,8 +124,10 @@ class PrefillStay:
             return None
         self._told_sent = True
         self._end_sending(session)
+        assert self._destination is not None
         self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s,
-                                      with_draft=self._with_draft)
+                                      held_tokens=self._destination.held_tokens,
+                                      with_draft=self._destination.with_draft)
         return pb.PrefillSent(num_bytes=session.num_bytes)
 
     def _end_sending(self, session: SendSession) -> None:
@@ -182,7 +175,7 @@ class PrefillStay:
             compatibility=mine.digest, compatibility_text=mine.text,
             page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
             chunk_tokens=parts.chunk_tokens, page_ids=started.page_ids, slot_id=started.slot_id,
-            stages=parts.leader.group.endpoints)
+            stages=parts.leader.group.endpoints, sends_rest=True)
         return pb.PrefillStarted(terms=codec.source_to_proto(self._source), queue_s=started.queue_s,
                                  cached_tokens=started.num_cached)
 
@@ -206,7 +199,7 @@ class PrefillStay:
         except BatonError as error:
             self._parts.meters.handshake_failed(error)
             raise
-        self._with_draft = destination.with_draft
+        self._destination = destination
         session = SendSession(destination.session_id, epoch=destination.epoch, num_stages=self._parts.leader.group.size,
                               clock=SystemClock())
         if self._has_first_token:
@@ -236,7 +229,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         ends_at_s = deadline_of(context, parts.scheduler.clock)
 
         async def take_place() -> PrefillStay:
-            blocks = parts.blocks_of(request)
+            blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
             key = await parts.leader.loop.submit(
                 lambda: parts.scheduler.submit(request, inbox.emit, blocks=blocks, ends_at_s=ends_at_s),
                 undo=parts.scheduler.release)

@@ -27,7 +27,7 @@ class PrefillRole:
     name = "prefill"
     service = "baton.v1.Prefill"
     speculates = False
-    keeps_prompts = True
+    keeps_states = True
 
     def max_held(self, max_running: int) -> int:
         return max_running
@@ -64,7 +64,7 @@ class PrefillLeading:
         self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)
         service = PrefillService(PrefillParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s,
+            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s, caches=parts.config.prefix_cache,
             scheduler=self.scheduler, chunk_tokens=parts.config.chunk_tokens))
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 

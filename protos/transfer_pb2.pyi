@@ -23,7 +23,7 @@ class StageEndpoint(_message.Message):
     def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., address: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., tensor_rank: _Optional[int] = ..., tensor_size: _Optional[int] = ...) -> None: ...
 
 class SourceTerms(_message.Message):
-    __slots__ = ("compatibility", "compatibility_text", "page_size", "num_tokens", "chunk_tokens", "page_ids", "slot_id", "stages")
+    __slots__ = ("compatibility", "compatibility_text", "page_size", "num_tokens", "chunk_tokens", "page_ids", "slot_id", "stages", "sends_rest")
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_TEXT_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class SourceTerms(_message.Message):
     PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
     SLOT_ID_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    SENDS_REST_FIELD_NUMBER: _ClassVar[int]
     compatibility: str
     compatibility_text: str
     page_size: int
@@ -40,10 +41,11 @@ class SourceTerms(_message.Message):
     page_ids: _containers.RepeatedScalarFieldContainer[int]
     slot_id: int
     stages: _containers.RepeatedCompositeFieldContainer[StageEndpoint]
-    def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ...) -> None: ...
+    sends_rest: bool
+    def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., sends_rest: _Optional[bool] = ...) -> None: ...
 
 class DestinationTerms(_message.Message):
-    __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft")
+    __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft", "held_tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TAG_BASE_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +54,7 @@ class DestinationTerms(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WITH_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     tag_base: int
@@ -60,4 +63,5 @@ class DestinationTerms(_message.Message):
     stages: _containers.RepeatedCompositeFieldContainer[StageEndpoint]
     plan_digest: str
     with_draft: bool
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tag_base: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., plan_digest: _Optional[str] = ..., with_draft: _Optional[bool] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tag_base: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., plan_digest: _Optional[str] = ..., with_draft: _Optional[bool] = ..., held_tokens: _Optional[int] = ...) -> None: ...

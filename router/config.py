@@ -52,7 +52,8 @@ class RouterConfig(TlsConfig):
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request.")
     max_calls: int = Field(default=2048, ge=1, description="Calls under way; one more is refused unread.")
     max_held_bytes: int = Field(default=128 << 20, ge=1 << 20, description="Messages of all calls under way, together.")
-    max_streams: int = Field(default=1024, ge=1, le=1 << 20, description="Calls under way on one connection.")
+    # More than may wait or run: beyond this a client's own gRPC holds calls back, where nobody refuses them in time.
+    max_streams: int = Field(default=4096, ge=1, le=1 << 20, description="Calls under way on one connection.")
     max_connections: int = Field(default=1024, ge=1, le=1 << 20, description="Connections of clients at once.")
     keepalive_s: float = Field(default=1.5, gt=0, description="How often clients are pinged.")
     keepalive_timeout_s: float = Field(default=2.5, gt=0, description="When a client that does not answer is given up.")

@@ -36,7 +36,7 @@ _POOL: tuple[type[InstrumentSet], ...] = (RpcMetrics, StageMetrics, LeaderMetric
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
     "router": (RpcMetrics, RouterMetrics),
     "prefill": (*_POOL, CacheMetrics),
-    "decode": (*_POOL, ArrivalMetrics, SpeculationMetrics),
+    "decode": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
     "follower": (RpcMetrics, StageMetrics),
 }
 _UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "tokens": "tokens", "pages": "pages",

@@ -36,6 +36,16 @@ def share_draft(first: str, second: str) -> bool:
     return may_pair(first, second) and _DRAFT in first and _DRAFT in second
 
 
+def in_common(first: str, second: str) -> str:
+    """What crosses between two pools that may be paired: with the draft only where it does, too."""
+    return first if share_draft(first, second) else first.partition(_DRAFT)[0]
+
+
+def names_draft(digest: str) -> bool:
+    """Whether a draft's state is part of what it names."""
+    return _DRAFT in digest
+
+
 def named_difference(mine: str, theirs: str) -> str:
     """Which of the named parts of two pools' texts differ, as " in numerics (exact here, fast there)"; empty if none
     of them does."""
@@ -49,16 +59,17 @@ def _part(text: str, name: str) -> str:
     return found[1] if found else "unknown"
 
 
-def block_names(token_ids: Sequence[int], block_tokens: int, *, compatibility: str,
-                salt: str = "") -> tuple[bytes, ...]:
-    """One name of `NAME_BYTES` per whole block of `block_tokens` ids, in order.
+def block_names(token_ids: Sequence[int], block_tokens: int, *, compatibility: str, salt: str = "",
+                known: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
+    """One name of `NAME_BYTES` per whole block of `block_tokens` ids, in order; `known` are those of the first blocks.
 
     Prompts share names only up to the block in which they first differ, and only where `compatibility` (the digest of
     weights, numerics and cache layout) and `salt` (chosen by whoever must not be matched with others) are the same.
     """
     seed = f"{len(compatibility)}:{compatibility}{salt}".encode()
-    name, names = blake2b(seed, digest_size=NAME_BYTES).digest(), []
-    ids, size = array(_ID, token_ids).tobytes(), block_tokens * array(_ID).itemsize
+    names = list(known)
+    name = names[-1] if names else blake2b(seed, digest_size=NAME_BYTES).digest()
+    ids, size = array(_ID, token_ids[len(known) * block_tokens:]).tobytes(), block_tokens * array(_ID).itemsize
     for end in range(size, len(ids) + 1, size):
         name = blake2b(name + ids[end - size:end], digest_size=NAME_BYTES).digest()
         names.append(name)

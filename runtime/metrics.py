@@ -235,12 +235,14 @@ class CacheMetrics:
         return cls(
             _counter(registry, "cache_queried_tokens", "Prompt tokens of requests that looked for cached pages."),
             _counter(registry, "cache_matched_tokens", "Those of them whose pages were there."),
-            _counter(registry, "cache_reused_tokens", "Those of them that were not computed again."),
+            _counter(registry, "cache_reused_tokens", "Those of them that were not computed again; on decode pools, "
+                                                      "not sent again."),
             _counter(registry, "cache_evicted_pages", "Pages that the cache gave up: pressure (a request needed them), "
                                                       "flush (an operator or a lost stage).", "cause",
                      zeros=(("pressure",), ("flush",))),
             _gauge(registry, "cache_pages", "Pages that the cache keeps, also those that requests share."),
-            _gauge(registry, "cache_snapshots", "Recurrent states that the cache keeps."),
+            _gauge(registry, "cache_snapshots", "Recurrent states that the cache keeps; to decode pools they "
+                                                "come with each prompt."),
         )
 
 
@@ -278,6 +280,7 @@ class ArrivalMetrics:
 
     exposed_s: Histogram
     integrity_failures: Counter
+    unsent_bytes: Counter
     preemptions: Counter
     local_prefills: Counter
 
@@ -287,6 +290,7 @@ class ArrivalMetrics:
             _histogram(registry, "kv_transfer_exposed_seconds",
                        "First token known to everything landed and checked.", TRANSFER_S),
             _counter(registry, "kv_integrity_failures", "Items whose digest did not match."),
+            _counter(registry, "cache_unsent_bytes", "Bytes of prompts that did not cross: the pool had kept them."),
             _counter(registry, "preemptions", "Requests set back because pages ran out."),
             _counter(registry, "local_prefill", "Prompts computed here instead of on a prefill pool.", "reason",
                      zeros=(("preempted",),)),

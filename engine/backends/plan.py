@@ -18,7 +18,7 @@ from engine.core.draft_trees import SpecInfo, ancestors
 from engine.kernels.rows_in_place import RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 
-MAX_TILE_ROWS = 192  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
+MAX_TILE_ROWS = 384  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
 _MIN_RUN_TOKENS = 8  # on average
 
 

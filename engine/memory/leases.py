@@ -97,6 +97,19 @@ class PageLease(Lease):
         self._check_alive()
         self._ids += self._ledger.take(count, self.owner, after=self._ids[-1] if self._ids else None)
 
+    def unshare(self) -> None:
+        """Take pages of its own in place of the shared ones, whose content is not wanted any more.
+
+        Raises:
+            CapacityError: not that many are free or cached; the lease keeps what it has.
+            InternalError: the lease has ended.
+        """
+        self._check_alive()
+        shared = self._ids[:self.num_shared]
+        self._ids[:self.num_shared] = self._ledger.take(len(shared), self.owner)
+        self.num_shared = 0
+        self._ledger.give_back(shared)
+
 
 class PageAllocator:
     """Grants pages 1..num_pages-1; page 0 is the null page.

@@ -163,9 +163,10 @@ class PrefixTree:
                      self._snapshot_tokens(point.depth, known.depth, last))
 
     def resumed(self, names: Sequence[bytes], num_tokens: int) -> None:
-        """A prompt goes on from what `find` found: `num_tokens` of its `Found`."""
-        if num_tokens:
-            point = self._nodes[names[num_tokens // self._rule.block_tokens - 1]]
+        """A prompt goes on from what `find` found: `num_tokens` of its `Found`. The tree may have given it up since,
+        although it is held, where nothing else was left."""
+        point = self._nodes.get(names[num_tokens // self._rule.block_tokens - 1]) if num_tokens else None
+        if point is not None:
             point.num_hits += 1
             self._use(point)
 

@@ -28,6 +28,7 @@ from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from protos import types_pb2
 from runtime.clock import HELD_UP_S, Clock
+from runtime.digests import block_names
 from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError, UnavailableError
 from runtime.intake import first_message
 from runtime.log import bind
@@ -184,6 +185,15 @@ class RequestParts:
     meters: LeaderMeters
     grammars: GrammarCheck | None = None
     stall_s: float = 120.0  # how long the caller may leave a response unread
+    caches: bool = False  # whether the pool keeps what requests leave for later ones
+
+    def blocks_of(self, request: Request, compatibility: str) -> tuple[bytes, ...]:
+        """The names of its prompt's full pages, the same on every pool of this `compatibility` digest; none where the
+        request declines the cache, or there is none."""
+        if not self.caches or not request.uses_cache:
+            return ()
+        return block_names(request.prompt_token_ids, self.plan.geometry.page_size, salt=request.cache_salt,
+                           compatibility=compatibility)
 
 
 class Stay(Protocol[ResponseT]):

@@ -46,9 +46,12 @@ class WorkerConfig(TlsConfig):
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
     prefix_cache: bool = Field(default=True, description="keep what prompts left and compute only what follows it "
                                                          "(prefill)")
+    decode_cache: bool = Field(default=False, description="keep prompts that landed and what was drawn, and be sent "
+                                                          "only what follows it (decode)")
     prefix_snapshots: int = Field(default=0, ge=0, le=65536, description="recurrent states to keep with it, where the "
-                                                                         "model has any; 0: twice --max-running, as "
-                                                                         "far as a fifth of the cache holds them")
+                                                                         "model has any (prefill); 0: twice "
+                                                                         "--max-running, as far as a fifth of the "
+                                                                         "cache holds them")
     step_limit_s: float = Field(
         default=0, ge=0, le=86400, description="seconds a step may take; then the engine counts as hung, its requests "
                                                "move elsewhere and the process ends; 0: 20 times the longest step of "

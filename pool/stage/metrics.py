@@ -205,13 +205,14 @@ class LeaderMeters:
         """A session failed before every stage was ready for it."""
         self.handoff.handshake_failures.labels(error.reason.lower()).inc()
 
-    def on_handoff(self, num_tokens: int, seconds: float, *, with_draft: bool = False) -> None:
-        """A prompt of this length has crossed, `with_draft` or not: count its bytes by kind, over all stages."""
+    def on_handoff(self, num_tokens: int, seconds: float, *, held_tokens: int = 0, with_draft: bool = False) -> None:
+        """A prompt of this length has crossed but for the pages of `held_tokens`, `with_draft` or not: count its bytes
+        by kind, over all stages."""
         self.handoff.transfer_s.observe(seconds)
-        for kind, num_bytes in self._bytes_by_kind(num_tokens, with_draft=with_draft):
+        num_pages = -(-num_tokens // self.geometry.page_size) - held_tokens // self.geometry.page_size
+        for kind, num_bytes in self._bytes_by_kind(num_pages, with_draft=with_draft):
             self.handoff.bytes_moved.labels(kind).inc(num_bytes)
 
-    def _bytes_by_kind(self, num_tokens: int, *, with_draft: bool) -> Iterable[tuple[str, int]]:
-        num_pages = -(-num_tokens // self.geometry.page_size)
+    def _bytes_by_kind(self, num_pages: int, *, with_draft: bool) -> Iterable[tuple[str, int]]:
         for spec in travelling(self.geometry.specs, with_draft=with_draft):
             yield spec.kind.value, spec.record_bytes * (num_pages if spec.kind.is_paged else 1)

@@ -10,6 +10,7 @@ from engine.assembly.backend_set import Backends, StageBackends, StageCaches, bu
 from engine.contracts.model import ModelFacts, StageModel
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.numerics import HOST, Numerics
+from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
@@ -79,11 +80,11 @@ class StagePlan:
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False,
-               keeps_prompts: bool = False, memory: Memory = memory_of) -> StagePlan:
+               keeps_states: bool = False, memory: Memory = memory_of) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
     `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
-    look at the draft only to hand over its cache of the prompt. Those that keep prompts have slots for states of these,
+    look at the draft only to hand over its cache of the prompt. Those that keep states of prompts have slots for them,
     where the model has any. `memory` is that of the machine or device that the stage is for.
     """
     place = config.placement
@@ -104,7 +105,7 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     held = config.max_running if max_held is None else max_held
     num_scratch = config.max_running + 1 if scratch else 0
     draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
-    has_states = keeps_prompts and config.prefix_cache and any(spec.kind.is_recurrent for spec in specs)
+    has_states = keeps_states and config.prefix_cache and any(spec.kind.is_recurrent for spec in specs)
     max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
     own = tuple(spec.of_rank(place.tensor) for spec in (*specs, *extra))
     size = plan_pool_size(config, description, ranges, PoolNeeds(own, held, scratch, num_scratch, draft_bytes,
@@ -148,6 +149,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                 speculates: bool = False) -> Stage:
     """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` makes what is called for
     each layer that is done: the agent on the sending side, nothing on the receiving one."""
+    keep_freed_memory()
     torch.set_num_threads(config.threads)
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
     pools = StagePools(plan.geometry, device=str(backends.device))

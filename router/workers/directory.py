@@ -18,14 +18,14 @@ import grpc
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
-from router.workers.policy import Candidate, Draw, Policy, SeveredPairs, choose
+from router.workers.policy import Draw, Policy, SeveredPairs, choose
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from router.workers.watch import MAX_BACKOFF_S, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.client import ChannelOptions, open_channel
 from runtime.clock import Clock, SystemClock
-from runtime.digests import may_pair, named_difference
+from runtime.digests import in_common, may_pair, named_difference
 from runtime.metrics import RouterMetrics
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
@@ -80,16 +80,17 @@ class Directory:
         self._metrics = metrics
         self._rng = rng
         self._turns = dict.fromkeys(WorkerRole, 0)
-        self.index = PrefixIndex()
+        self.index = PrefixIndex()  # of what prefill workers have
+        self._pool_index = PrefixIndex()  # of what need not be sent to decode pools
         self._changed = asyncio.Event()
         self._severed = SeveredPairs(self._clock)
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
                    for role, targets in ((WorkerRole.PREFILL, options.prefill), (WorkerRole.DECODE, options.decode))}
         self._worker_set = WorkerSet(sources, self._worker, self._watch)
-        # A decode pool has nothing to remember of prompts.
-        by_prompt = options.policy in (Policy.PREFIX_AFFINITY, Policy.PREFIX_CACHE)
-        self._policies = {WorkerRole.PREFILL: options.policy, WorkerRole.DECODE: Policy.LEAST_LOAD if by_prompt
-                          else options.policy}
+        # Affinity says where prompts are computed, and no more.
+        is_affine = options.policy is Policy.PREFIX_AFFINITY
+        self._policies = {WorkerRole.PREFILL: options.policy,
+                          WorkerRole.DECODE: Policy.LEAST_LOAD if is_affine else options.policy}
         for role in WorkerRole:
             metrics.workers.labels(role.value, "usable").set_function(partial(self._num_workers, role, is_usable=True))
             metrics.workers.labels(role.value, "unusable").set_function(
@@ -104,7 +105,10 @@ class Directory:
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
-        return Worker(role, address, self._connect(role, address), self._on_change, self._clock, self.index)
+        return Worker(role, address, self._connect(role, address), self._on_change, self._clock, self._index_of(role))
+
+    def _index_of(self, role: WorkerRole) -> PrefixIndex:
+        return self.index if role is WorkerRole.PREFILL else self._pool_index
 
     def _open_channel(self, role: WorkerRole, address: str) -> grpc.aio.Channel:
         return open_channel(address, ChannelOptions(max_reconnect_backoff_s=MAX_BACKOFF_S),
@@ -214,7 +218,7 @@ class Directory:
                     tried: frozenset[str], context_tokens: int = 0) -> Booking | None:
         """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
         fitting = self._fitting(WorkerRole.DECODE, compatibility, context_tokens)
-        chosen = self._choose(fitting, prompt, tried)
+        chosen = self._choose(fitting, prompt, tried, source=compatibility)
         return None if chosen is None else self._book(chosen, prompt, context_tokens)
 
     def place_again(self, prompt: RoutedPrompt, compatibility: str, lost: str,
@@ -293,7 +297,7 @@ class Directory:
         prefill = self._choose([worker for worker in sources if pools[worker.address]], prompt)
         if prefill is None:
             return None
-        decode = self._choose(pools[prefill.worker.address], prompt)
+        decode = self._choose(pools[prefill.worker.address], prompt, source=prefill.worker.compatibility)
         if decode is None:
             return None
         return WorkerPair(*(self._book(chosen, prompt, context_tokens) for chosen in (prefill, decode)))
@@ -308,29 +312,33 @@ class Directory:
         return chosen.worker.book(prompt.num_tokens, context_tokens, chosen.num_held)
 
     def _choose(self, workers: Sequence[Worker], prompt: RoutedPrompt,
-                tried: frozenset[str] = frozenset()) -> _Chosen | None:
-        """Whom the policy of their role would pick, full or not; nothing is booked."""
+                tried: frozenset[str] = frozenset(), source: str = "") -> _Chosen | None:
+        """Whom the policy of their role would pick, full or not; nothing is booked. `source`: the digest of the prefill
+        worker that a decode pool is to be sent the prompt by."""
         if not workers:
             return None
         role = workers[0].role
         policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt.token_ids)
         with self._metrics.pick_s.time():
-            held = self._num_held(workers, prompt) if role is WorkerRole.PREFILL else {}
+            held = self._num_held(workers, prompt, source)
             candidates = [worker.standing.candidate for worker in workers]
             if held:
-                candidates = [Candidate(each.address, each.load, num_held=held.get(each.address, 0))
-                              for each in candidates]
+                candidates = [each._replace(num_held=held.get(each.address, 0)) for each in candidates]
             chosen = choose(policy, candidates, draw, tried=tried)
         if chosen is None:
             self._metrics.decisions.labels(policy.value, "full").inc()
             return None
         return _Chosen(next(worker for worker in workers if worker.address == chosen.address), chosen.num_held)
 
-    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> dict[str, int]:
+    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
         """Tokens of the prompt that workers have in their prefix caches, by address."""
-        kinds = {(worker.standing.page_size, worker.standing.compatibility) for worker in workers}
+        if not workers:
+            return {}
+        index = self._index_of(workers[0].role)
+        kinds = {(worker.standing.page_size, in_common(worker.standing.compatibility,
+                                                       source or worker.standing.compatibility)) for worker in workers}
         return {address: depth * page_size for page_size, compatibility in kinds
-                for address, depth in self.index.depths(prompt.block_names(page_size, compatibility)).items()}
+                for address, depth in index.depths(prompt.block_names(page_size, compatibility)).items()}
 
     def _fitting(self, role: WorkerRole, compatibility: str, context_tokens: int = 0) -> list[Worker]:
         return [worker for worker in self._usable(role, context_tokens)

@@ -25,7 +25,7 @@ class Policy(StrEnum):
     POWER_OF_TWO = "power_of_two"  # the less loaded of two drawn at random
     LEAST_LOAD = "least_load"  # the least loaded of all
     PREFIX_AFFINITY = "prefix_affinity"  # prompts that begin alike meet, unless their worker is overloaded
-    PREFIX_CACHE = "prefix_cache"  # the fewest tokens to compute, those ahead and those of the prompt that it lacks
+    PREFIX_CACHE = "prefix_cache"  # the least load once the prompt is there, of which it may have a part already
 
 
 # A prompt's first tokens decide where it belongs: enough to distinguish system prompts.
@@ -43,13 +43,14 @@ MAX_SEVERED_PAIRS = 4096
 
 class Candidate(NamedTuple):
     """One worker as a policy sees it. Loads compare within one role only: prompt tokens ahead for prefill workers,
-    the used share of a pool for decode workers. `num_held`: tokens of the prompt that a prefill worker need not
-    compute, by what it reported of its prefix cache."""
+    the used share of a pool for decode workers. `num_held`: tokens of the prompt that it need not compute, or be sent,
+    by what it reported of its prefix cache; `token_load`: what a token adds to its load."""
 
     address: str
     load: float
     has_room: bool = True
     num_held: int = 0
+    token_load: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def choose(policy: Policy, candidates: Sequence[Candidate], draw: Draw, *,
         case Policy.PREFIX_AFFINITY:
             return _affine(eligible, draw.prompt_token_ids)
         case Policy.PREFIX_CACHE:
-            return min(eligible, key=lambda c: (c.load - c.num_held, c.address))  # all lack the rest of the prompt
+            # All lack the rest of the prompt.
+            return min(eligible, key=lambda c: (c.load - c.num_held * c.token_load, c.address))
 
 
 def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -43,7 +43,7 @@ class Booking:
     compatibility: str
     num_tokens: int  # of the prompt; those that a prefill worker has to compute
     num_pages: int  # the prompt and what a pool reserves beyond it
-    num_held: int = 0  # tokens of the prompt that a prefill worker has, as it reported
+    num_held: int = 0  # tokens of the prompt that the worker has, as it reported
     has_reserved: bool = False
     is_reported: bool = False
     num_beside: int = 0  # requests there when its answer began, itself included
@@ -263,7 +263,7 @@ class Worker:
 
     def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
         """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its completion, 0: any.
-        `num_held` of the prompt's tokens it need not compute."""
+        `num_held` of the prompt's tokens it need not compute, or be sent."""
         booking = Booking(self, self.incarnation, self.compatibility, num_tokens - num_held,
                           reserved_pages(num_tokens, context_tokens, self.standing.page_size), num_held)
         self._bookings.append(booking)
@@ -331,7 +331,9 @@ class Worker:
                          pages_used / max(self.info.pages_total, 1))
         # Requests that were set back for want of pages go first.
         has_place = not self.load.queued_requests and now.requests < self._most_running and slots_fit
-        return Standing(longest, self.compatibility, page_size, Candidate(self.address, used_share), has_place,
+        token_load = 1 / max(self.info.pages_total * page_size, 1)
+        return Standing(longest, self.compatibility, page_size,
+                        Candidate(self.address, used_share, token_load=token_load), has_place,
                         pages_left=pages_free - pages_sent - self._growth_pages)
 
     @property

@@ -30,6 +30,7 @@ FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where
 SHOWN_ELSEWHERE = {
     # No two of the prompts begin alike: see tests/prefill/test_prompt_cache.py.
     ("prefill-0", "baton_cache_matched_tokens"), ("prefill-0", "baton_cache_reused_tokens"),
+    ("decode-0.0", "baton_cache_snapshots"),  # they come with the prompts
     ("prefill-0", "baton_queue_depth"), ("decode-0.0", "baton_queue_depth"),
     ("prefill-0", "baton_queue_oldest_seconds"), ("decode-0.0", "baton_queue_oldest_seconds"),
     # One stage has nobody to wait for and nobody to send to.
@@ -88,7 +89,8 @@ def disturbed(values: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 async def test_every_metric_moves(checkpoint: Path) -> None:
-    async with running_cluster(checkpoint, decode_pp=2, worker_flags=("--max-running", "4")) as running:
+    flags = ("--max-running", "4", "--decode-cache")
+    async with running_cluster(checkpoint, decode_pp=2, worker_flags=flags) as running:
         peaks: dict[str, dict[str, float]] = {}
         for _ in range(5):  # a look can miss what a gauge says for a moment only
             await load_and_look(running, peaks)

@@ -23,6 +23,7 @@ from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.errors import PeerLostError
 from runtime.metrics import CacheMetrics
+from tests.support.pool.token_memory import TokenMemory
 
 PAGE, CHUNK, GRID = 4, 8, 8
 
@@ -60,7 +61,7 @@ class Rig:
         self.states: dict[int, tuple[int, ...]] = {}
         self.registry = CollectorRegistry()
         self.scheduler.cache.metrics = CacheMetrics.create(self.registry)
-        self.memory: dict[int, dict[int, int]] = {}
+        self.memory = TokenMemory(PAGE)
         self.prompts: dict[int, Prompt] = {}
         self.num_computed = 0
 
@@ -87,11 +88,8 @@ class Rig:
         for row, (key, context, count) in enumerate(zip(batch.request_keys, batch.context_lens, batch.query_lens,
                                                         strict=True)):
             pages, tokens = batch.page_tables[row].tolist(), self.prompts[key].token_ids
-            for place in range(context):
-                assert self.memory[pages[place // PAGE]][place % PAGE] == tokens[place], "another prompt's entry"
-            for place in range(context, context + count):
-                assert pages[place // PAGE] not in kept, "what others read is written"
-                self.memory.setdefault(pages[place // PAGE], {})[place % PAGE] = tokens[place]
+            self.memory.read(pages, tokens[:context])
+            self.memory.write(pages, context, tokens[context:context + count], kept=kept)
             self.num_computed += count
         self.advance_states(batch)
         return batch
@@ -118,8 +116,7 @@ class Rig:
     def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
         if error is not None:  # whatever was written is worth nothing
             for row, (context, count) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
-                for place in range(context, context + count):
-                    self.memory[batch.page_tables[row].tolist()[place // PAGE]][place % PAGE] = -1
+                self.memory.spoil(batch.page_tables[row].tolist(), context, context + count)
                 for snapshot in batch.states[row].snapshots if batch.states else ():
                     self.states[snapshot.slot_id] = (-1,)
         tokens = [DrawnToken(1) for row in batch.sampling if row is not None]
@@ -385,6 +382,22 @@ def test_a_slot_for_a_request_is_taken_from_the_states() -> None:
     assert rig.scheduler.load().slots_free == 4
 
 
+def test_a_slot_is_never_taken_from_the_state_that_its_request_goes_on_from() -> None:
+    """Its pages would go with it."""
+    rig = Rig(num_slots=5, max_running=3)
+    rig.compute(*range(20))
+    rig.compute(*range(100, 120))
+    assert len(rig.scheduler.slots.ledger.kept_ids()) == 2
+    running = [rig.submit(*range(start, start + 20), caches=False) for start in (300, 400)]
+    rig.run(*running)
+    again = rig.submit(*range(20))
+    rig.run(again)
+    assert again.started.num_cached == 16
+    for prompt in (*running, again):
+        rig.scheduler.release(prompt.key)
+    rig.check()
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random histories of a small pool: prompts over few tokens come and go, batches fail, up to two are in flight."""
 
@@ -398,7 +411,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=prompts, start=st.lists(st.sampled_from((0, 1)), min_size=1, max_size=4), tail=st.integers(0, 5),
           priority=st.integers(-1, 1), caches=st.booleans())
-    def submit(self, start: list[int], tail: int, priority: int, caches: bool) -> object:  # noqa: FBT001
+    def submit(self, *, start: list[int], tail: int, priority: int, caches: bool) -> object:
         tokens = [token for block in start for token in (block,) * PAGE] + [9] * tail
         if len(tokens) > (self.rig.scheduler.pages.num_total) * PAGE or self.rig.scheduler.load().queued_requests > 8:
             return None
@@ -410,7 +423,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.in_flight.append(batch)
 
     @rule(fails=st.sampled_from((False, False, False, True)))
-    def answer(self, fails: bool) -> None:  # noqa: FBT001
+    def answer(self, *, fails: bool) -> None:
         if self.in_flight:
             self.rig.answer(self.in_flight.pop(0), StepFailed("no") if fails else None)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from router.config import RouterConfig
 from router.request.admission import AdmissionLimits
 from runtime.errors import BatonError, CapacityError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
@@ -61,6 +62,12 @@ async def test_what_cannot_end_in_time_behind_others_is_refused_at_once_with_the
             call.cancel()
         await asyncio.gather(*held, return_exceptions=True)
         await router.assert_nothing_left()
+
+
+def test_one_client_may_ask_for_more_than_may_wait_and_run() -> None:
+    """Else its own gRPC holds back what the router would refuse at once."""
+    assert RouterConfig.model_fields["max_streams"].default > RouterConfig.model_fields["max_calls"].default
+    assert RouterConfig.model_fields["max_calls"].default > RouterConfig.model_fields["max_waiting"].default
 
 
 async def test_a_queue_that_takes_too_long_is_closed_to_more() -> None:

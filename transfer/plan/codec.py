@@ -49,6 +49,7 @@ def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
         page_ids=source.page_ids,
         slot_id=source.slot_id,
         stages=[endpoint_to_proto(stage) for stage in source.stages],
+        sends_rest=source.sends_rest,
     )
 
 
@@ -72,6 +73,7 @@ def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
         page_ids=tuple(message.page_ids),
         slot_id=message.slot_id,
         stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
+        sends_rest=message.sends_rest,
     )
 
 
@@ -85,6 +87,7 @@ def destination_to_proto(destination: DestinationTerms) -> transfer_pb2.Destinat
         stages=[endpoint_to_proto(stage) for stage in destination.stages],
         plan_digest=destination.plan_digest,
         with_draft=destination.with_draft,
+        held_tokens=destination.held_tokens,
     )
 
 
@@ -101,6 +104,7 @@ def destination_from_proto(message: transfer_pb2.DestinationTerms) -> Destinatio
         stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
         plan_digest=message.plan_digest,
         with_draft=message.with_draft,
+        held_tokens=message.held_tokens,
     )
 
 

@@ -111,6 +111,7 @@ class CopyPlan:
         specs = sorted(travelling(specs, with_draft=destination.with_draft),
                        key=lambda spec: (spec.layer_id, spec.kind))
         _check_pages(source, destination)
+        _check_held(source, destination)
         _check_slots(source, destination, specs)
         sizes = [_check_layers(side, stages, specs)
                  for side, stages in (("source", source.stages), ("destination", destination.stages))]
@@ -189,7 +190,7 @@ class CopyPlan:
         """Page runs for records of this size; most models have one size, so this is worked out once."""
         if record_bytes not in self._runs:
             max_pages = max(1, MAX_RUN_BYTES // record_bytes)
-            self._runs[record_bytes] = tuple(_page_runs(self._source, self._destination.page_ids, max_pages))
+            self._runs[record_bytes] = tuple(_page_runs(self._source, self._destination, max_pages))
         return self._runs[record_bytes]
 
 
@@ -200,10 +201,12 @@ def plan_lane(source: SourceTerms, destination: DestinationTerms, specs: Sequenc
     return next((lane.items for lane in lanes if lane.dest_stage == dest_stage), ())
 
 
-def _page_runs(source: SourceTerms, dest_page_ids: Sequence[int], max_pages: int) -> list[_Run]:
+def _page_runs(source: SourceTerms, destination: DestinationTerms, max_pages: int) -> list[_Run]:
+    """Of the pages that the destination does not hold."""
     runs: list[_Run] = []
     run_chunks = (-1, -1)
-    for i, (source_page, dest_page) in enumerate(zip(source.page_ids, dest_page_ids, strict=True)):
+    pages = list(enumerate(zip(source.page_ids, destination.page_ids, strict=True)))
+    for i, (source_page, dest_page) in pages[destination.held_tokens // source.page_size:]:
         end_token = min((i + 1) * source.page_size, source.num_tokens)
         # The chunks of a page's first and last token: pages of different chunks never travel together.
         chunks = (i * source.page_size // source.chunk_tokens, (end_token - 1) // source.chunk_tokens)
@@ -228,6 +231,15 @@ def _check_pages(source: SourceTerms, destination: DestinationTerms) -> None:
             raise IncompatiblePeerError(f"{side}.page_ids names a page twice")
         if min(page_ids) < 1:
             raise IncompatiblePeerError(f"{side}.page_ids names page {min(page_ids)}; pages start at 1")
+
+
+def _check_held(source: SourceTerms, destination: DestinationTerms) -> None:
+    held = destination.held_tokens
+    if held % source.page_size or held >= source.num_tokens:
+        raise IncompatiblePeerError(f"destination.held_tokens is {held}; it must be whole pages of {source.page_size} "
+                                    f"tokens and fewer than the {source.num_tokens} of the prompt")
+    if held and not source.sends_rest:
+        raise IncompatiblePeerError(f"destination.held_tokens is {held}, and the source sends every page")
 
 
 def _check_slots(source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> None:
@@ -258,11 +270,12 @@ def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[Ca
 
 def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce: int, page_ids: Sequence[int],
                      slot_id: int, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec],
-                     with_draft: bool = False) -> DestinationTerms:
+                     with_draft: bool = False, held_tokens: int = 0) -> DestinationTerms:
     """The destination's answer to `source`.
 
     `nonce` is random, 32 bits, drawn once per session; with the epoch it makes tags that no other session uses.
-    `page_ids` are the prompt's pages only (growth is not handed over). `specs` covers the whole model.
+    `page_ids` are the prompt's pages only (growth is not handed over), those of the first `held_tokens` tokens among
+    them. `specs` covers the whole model.
 
     Raises:
         IncompatiblePeerError: the two sides do not fit together.
@@ -274,7 +287,7 @@ def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce:
         raise ValueError(f"epoch must be in 0..{MAX_EPOCH}, got {epoch}")
     tag_base = (nonce << 32) | (epoch << TAG_OFFSET_BITS)
     destination = DestinationTerms(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="",
-                                   with_draft=with_draft)
+                                   with_draft=with_draft, held_tokens=held_tokens)
     return replace(destination, plan_digest=CopyPlan(source, destination, specs).digest)
 
 

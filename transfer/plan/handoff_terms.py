@@ -20,7 +20,8 @@ class StageEndpoint:
 @dataclass(frozen=True)
 class SourceTerms:
     """The sending side. `page_ids` are the prompt's pages in position order; no item spans a multiple of
-    `chunk_tokens`, so that an item can leave as soon as its chunk has passed its layer."""
+    `chunk_tokens`, so that an item can leave as soon as its chunk has passed its layer. `sends_rest`: pages that the
+    destination holds need not be sent."""
 
     compatibility: str
     compatibility_text: str
@@ -30,12 +31,14 @@ class SourceTerms:
     page_ids: tuple[int, ...]
     slot_id: int
     stages: tuple[StageEndpoint, ...]
+    sends_rest: bool = False
 
 
 @dataclass(frozen=True)
 class DestinationTerms:
     """The receiving side: "deliver it like this". The destination states the layout, the source delivers it.
-    `with_draft`: it takes the state of the source's draft, too."""
+    `with_draft`: it takes the state of the source's draft, too. The pages of the prompt's first `held_tokens` are there
+    already, and others may be reading them: nothing is sent into these."""
 
     session_id: str
     epoch: int
@@ -45,6 +48,7 @@ class DestinationTerms:
     stages: tuple[StageEndpoint, ...]
     plan_digest: str
     with_draft: bool = False
+    held_tokens: int = 0
 
 
 class StageSessionState(StrEnum):

@@ -1,8 +1,10 @@
 """Products of bf16 by the matrix unit of Intel's CPUs (AMX): 16 rows, 16 columns and 32 terms an instruction.
 
-Operands lie as for `dot.py`. Every output element is one fp32 sum over its own row and column: of each 32 terms those
-at even and those at odd places are added up in order, each apart, then both to the sum so far. So its bits are the same
-for any number of rows and columns; they are not those of `dot.py`, and a process takes one or the other for all.
+Operands lie as for `dot.py`. Of 32 terms an instruction adds the first ones of all pairs one after the other, and so
+the second ones, each by fused multiply-add; then both sums; then that to what it had (Intel's manual, TDPBF16PS;
+subnormal numbers count as 0). Nothing but its row and column enters an element, whatever the number of rows, and a
+product with its factors changed places has the same bits. They are not those of `dot.py`, and a process takes one or
+the other for all.
 
 A thread configures its tiles before its first product and releases them when it is done, so that others who use the
 unit (oneDNN) find it as they expect it.
@@ -12,22 +14,27 @@ import ctypes
 import platform
 from functools import cache
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.host.dot import cpu_features
+from engine.kernels.host.compiled import STRICT_PART, pointer_to
+from engine.kernels.host.dot import BLOCK_STEP_BYTES, cpu_features
 
-TILE_ROWS = 16
-TILE_STEP_BYTES = 64  # of a row of x: 32 terms
-_TILE_BYTES = 1024
-_COLUMN_BLOCKS = 2  # sums kept at a time
-# Tiles 0..2 hold sums and x of 16 rows, 4..6 those of the rows that are left over; 3 and 7 hold w.
-_WHOLE, _REST, _WEIGHTS = 0, 4, (3, 7)
+TILE_ROWS, TILE_BYTES = 16, 1024
+STEPS = 16  # of a block that one instruction takes: 32 terms
+MAX_ROWS = 32  # of one call: two tiles
+LAYOUT_BYTES = 64  # of what configures them
+
+_SUMS, _ROWS_OF_X, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)
+_AHEAD_BYTES = 4096
+_STEP_BYTES = 4  # of a row of x, where its terms lie side by side
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_POINTER = _I8.as_pointer()
 
 
 @cache
@@ -39,12 +46,31 @@ def has_tiles() -> bool:
     return bool(syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA) == 0)
 
 
+@njit(**STRICT_PART)
+def lay_out_tiles(layout, first, second):
+    """Write a configuration: `first` rows in tiles 0, 1 (sums) and 4 (x), `second` in 2, 3 and 5. layout: the address
+    of LAYOUT_BYTES zeros, or what this wrote there before. Returns whether it is another one than that."""
+    bytes_ = carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)
+    if bytes_[48] == first and bytes_[50] == second:
+        return False
+    bytes_[0] = 1
+    for tile in range(8):
+        bytes_[16 + 2 * tile] = 64
+        bytes_[48 + tile] = TILE_ROWS
+    for place in range(2):
+        bytes_[48 + place] = first
+        bytes_[50 + place] = second
+    bytes_[52] = first
+    bytes_[53] = second
+    return True
+
+
 @intrinsic
-def load_tile_shapes(typing, address):
-    """Make the 64 bytes at the address this thread's configuration; all tiles become 0."""
+def take_tiles(typing, layout):
+    """Make that this thread's configuration; all tiles become 0."""
 
     def generate(context, builder, signature, arguments):
-        _call(builder, "ldtilecfg", _pointer(builder, arguments[0]))
+        tile_call(builder, "ldtilecfg", builder.inttoptr(arguments[0], _POINTER))
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -52,29 +78,30 @@ def load_tile_shapes(typing, address):
 
 @intrinsic
 def release_tiles(typing):
-    """This thread is done with the unit."""
+    """This thread is done with the unit: it is cheaper to switch, and its core may run faster."""
 
     def generate(context, builder, signature, arguments):
-        _call(builder, "tilerelease")
+        tile_call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), generate
 
 
 @cache
-def tile_block(blocks: int, *, whole: bool, adds: bool):
+def tile_block(row_tiles: int, blocks: int, *, adds: bool = False, second: bool = False):
     """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64.
 
-    y [rows, 16 * blocks] fp32 = x [rows, 32 * steps] times the blocks at w, bf16; with `adds` sums start from what y
-    holds. `rows` is 16 for `whole` ones, else what the configuration says is left over. blocks: 1 or 2.
+    y [rows, 16 * blocks] fp32 = x [rows, 2 * steps] times the blocks at w, bf16; with `adds` sums start from what y
+    holds. `steps` is a multiple of STEPS. The rows are those of the first tiles of the configuration and, where there
+    are two row tiles, of the second; with `second`, for one row tile and block, those of the second alone.
     """
-    if not 1 <= blocks <= _COLUMN_BLOCKS:
-        raise ValueError(f"sums of 1 or {_COLUMN_BLOCKS} blocks fit the tiles, not of {blocks}")
 
     @intrinsic
     def multiply(typing, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps):
-        def generate(context, builder, signature, arguments):
-            _multiply(builder, arguments, blocks, _WHOLE if whole else _REST, adds)
+        def generate(context, b, signature, arguments):
+            x, x_row, w, w_block, y, y_row, steps = arguments
+            loop = TileLoop(b, x, x_row, b.mul(x_row, _I64(TILE_ROWS)), _I64(_STEP_BYTES), w, w_block, y, y_row, steps)
+            loop.write(row_tiles, blocks, adds=adds, first=1 if second else 0)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate
@@ -82,28 +109,67 @@ def tile_block(blocks: int, *, whole: bool, adds: bool):
     return multiply
 
 
-def _multiply(b, arguments, blocks, first, adds):
-    x, x_row, w, w_block, y, y_row, steps = arguments
-    values = _I8(first + _COLUMN_BLOCKS)
-    for block in range(blocks):
-        if adds:
-            _call(b, "tileloadd64", _I8(first + block), _pointer(b, b.add(y, _I64(64 * block))), y_row)
-        else:
-            _call(b, "tilezero", _I8(first + block))
-    with cgutils.for_range(b, steps, intp=_I64) as loop:
-        _call(b, "tileloadd64", values, _pointer(b, b.add(x, b.mul(loop.index, _I64(TILE_STEP_BYTES)))), x_row)
-        for block in range(blocks):
-            at = b.add(w, b.add(b.mul(w_block, _I64(block)), b.mul(loop.index, _I64(_TILE_BYTES))))
-            _call(b, "tileloadd64", _I8(_WEIGHTS[block]), _pointer(b, at), _I64(64))
-            _call(b, "tdpbf16ps", _I8(first + block), values, _I8(_WEIGHTS[block]))
-    for block in range(blocks):
-        _call(b, "tilestored64", _I8(first + block), _pointer(b, b.add(y, _I64(64 * block))), y_row)
+class TileLoop:
+    """Writes the loop over k of some tiles' sums."""
+
+    def __init__(self, builder, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps) -> None:
+        self._b, self._x, self._x_row, self._x_tile, self._x_step = builder, x, x_row, x_tile, x_step
+        self._w, self._w_block, self._y, self._y_row, self._steps = w, w_block, y, y_row, steps
+
+    def write(self, row_tiles: int, blocks: int, *, first: int = 0, adds: bool = False, fetches_x: bool = False,
+              fetches_w: bool = False) -> None:
+        """`first`: of the two tiles for x the one to begin with. `fetches_x`: x was read before, so there is time to
+        fetch what comes behind it; `fetches_w`: fetch weights further on."""
+        b = self._b
+        places = [(m, n, _SUMS[2 * (first + m) + n]) for m in range(row_tiles) for n in range(blocks)]
+        for m, n, tile in places:
+            if adds:
+                self._load(tile, self._sums_at(m, n), self._y_row)
+            else:
+                tile_call(b, "tilezero", _I8(tile))
+        entry, loop, done = b.block, b.append_basic_block("k"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed(">", self._steps, _I64(0)), loop, done)
+        b.position_at_end(loop)
+        k = b.phi(_I64)
+        k.add_incoming(_I64(0), entry)
+        for m in range(row_tiles):
+            terms = b.add(self._x, b.mul(k, self._x_step))
+            terms = b.add(terms, b.mul(self._x_tile, _I64(m)))
+            self._load(_ROWS_OF_X[first + m], terms, self._x_row)
+            if fetches_x:
+                self._fetch(b.add(terms, b.mul(self._steps, self._x_step)), self._x_row)
+        for n in range(blocks):
+            tile = _WEIGHTS[n % 2]
+            weights = b.add(b.add(self._w, b.mul(k, _I64(BLOCK_STEP_BYTES))), b.mul(self._w_block, _I64(n)))
+            if fetches_w:
+                self._fetch(b.add(weights, _I64(_AHEAD_BYTES)), _I64(BLOCK_STEP_BYTES))
+            self._load(tile, weights, _I64(BLOCK_STEP_BYTES))
+            for m in range(row_tiles):
+                tile_call(b, "tdpbf16ps", _I8(_SUMS[2 * (first + m) + n]), _I8(_ROWS_OF_X[first + m]), _I8(tile))
+        after = b.add(k, _I64(STEPS))
+        k.add_incoming(after, loop)
+        b.cbranch(b.icmp_signed("<", after, self._steps), loop, done)
+        b.position_at_end(done)
+        for m, n, tile in places:
+            tile_call(b, "tilestored64", _I8(tile), b.inttoptr(self._sums_at(m, n), _POINTER), self._y_row)
+
+    def _sums_at(self, m: int, n: int):
+        b = self._b
+        return b.add(b.add(self._y, b.mul(self._y_row, _I64(TILE_ROWS * m))), _I64(n * BLOCK_STEP_BYTES))
+
+    def _fetch(self, address, stride) -> None:
+        """A tile's lines into the cache."""
+        for line in range(TILE_ROWS):
+            at = self._b.inttoptr(self._b.add(address, self._b.mul(stride, _I64(line))), _POINTER)
+            kind = ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32])
+            fetch = cgutils.get_or_insert_function(self._b.module, kind, "llvm.prefetch.p0")
+            self._b.call(fetch, [at, _I32(0), _I32(3), _I32(1)])
+
+    def _load(self, tile: int, address, stride) -> None:
+        tile_call(self._b, "tileloadd64", _I8(tile), self._b.inttoptr(address, _POINTER), stride)
 
 
-def _call(b, name, *arguments):
+def tile_call(b, name: str, *arguments) -> None:
+    """An instruction of the unit."""
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), arguments)
-
-
-def _pointer(b, address):
-    return b.inttoptr(address, _I8.as_pointer())

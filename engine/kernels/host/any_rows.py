@@ -4,69 +4,48 @@ Each is f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, words, rows, blocks)
 blocks] fp32 = x [rows, words of 32 bits] times the packed blocks at w; with `adds` the sums start from what y holds.
 """
 
-import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from engine.kernels.host.amx import TILE_ROWS, TILE_STEP_BYTES, load_tile_shapes, release_tiles, tile_block
-from engine.kernels.host.compiled import STRICT_PART, pointer_to
+from engine.kernels.host.amx import STEPS, TILE_ROWS, lay_out_tiles, take_tiles, tile_block
+from engine.kernels.host.compiled import STRICT_PART
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, dot_block
 
 _WIDTH = 4  # blocks whose sums stay in registers
 
 
 def tiled_product(*, adds):
-    """By the matrix unit, after `shape_tiles` for as many rows. Words are multiples of 16, padded with zeros."""
-    whole_pair, whole_one = (tile_block(count, whole=True, adds=adds) for count in (2, 1))
-    rest_pair, rest_one = (tile_block(count, whole=False, adds=adds) for count in (2, 1))
+    """By the matrix unit, after `shape_tiles` for these rows, `amx.MAX_ROWS` at most. Rows of x and columns of w are
+    padded with zeros to multiples of 16 words."""
+    two_pair, two_one = (tile_block(2, count, adds=adds) for count in (2, 1))
+    one_pair, one_one = (tile_block(1, count, adds=adds) for count in (2, 1))
 
     @njit(**STRICT_PART)
     def multiply(x, x_row, w, w_block, y, y_row, words, rows, blocks):
-        steps = -(-words * 4 // TILE_STEP_BYTES)
+        steps = -(-words // STEPS) * STEPS
         for block in range(0, blocks, 2):
             weights, sums = w + block * w_block, y + block * BLOCK_STEP_BYTES
-            for row in range(0, rows // TILE_ROWS * TILE_ROWS, TILE_ROWS):
+            if rows > TILE_ROWS:
                 if block + 1 < blocks:
-                    whole_pair(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+                    two_pair(x, x_row, weights, w_block, sums, y_row, steps)
                 else:
-                    whole_one(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
-            row = rows // TILE_ROWS * TILE_ROWS
-            if row < rows:
-                if block + 1 < blocks:
-                    rest_pair(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
-                else:
-                    rest_one(x + row * x_row, x_row, weights, w_block, sums + row * y_row, y_row, steps)
+                    two_one(x, x_row, weights, w_block, sums, y_row, steps)
+            elif block + 1 < blocks:
+                one_pair(x, x_row, weights, w_block, sums, y_row, steps)
+            else:
+                one_one(x, x_row, weights, w_block, sums, y_row, steps)
 
     return multiply
 
 
 @njit(**STRICT_PART)
-def shape_tiles(shapes, rows):
-    """All tiles have 16 rows of 64 bytes, but those for what is left over of so many rows."""
-    rest = rows % TILE_ROWS
-    if not rest:
-        rest = TILE_ROWS
-    if carray(pointer_to(shapes, np.uint8), 64)[52] == rest:
-        return
-    bytes_ = carray(pointer_to(shapes, np.uint8), 64)
-    bytes_[0] = 1
-    for tile in range(8):
-        bytes_[16 + 2 * tile] = TILE_STEP_BYTES
-        bytes_[48 + tile] = rest if 4 <= tile < 7 else TILE_ROWS
-    load_tile_shapes(shapes)
+def shape_tiles(layout, rows):
+    """Tiles for products of so many rows, and the second ones for whole tiles where those rows leave them."""
+    if lay_out_tiles(layout, min(rows, TILE_ROWS), rows - TILE_ROWS if rows > TILE_ROWS else TILE_ROWS):
+        take_tiles(layout)
 
 
 @njit(**STRICT_PART)
-def end_tiles():
-    release_tiles()
-
-
-@njit(**STRICT_PART)
-def no_tiles(shapes, rows):
-    pass
-
-
-@njit(**STRICT_PART)
-def end_no_tiles():
+def no_tiles(layout, rows):
     pass
 
 

@@ -28,22 +28,21 @@ _LOWEST = -120.0  # 2^x counts as 0 below this
 
 
 @intrinsic
-def turn(typing, addresses, offset, out):
+def turn(typing, addresses, offset, out, out_row):
     """16 rows of 16 words of 32 bits become 16 vectors, of which the i-th has word i of every row.
 
     addresses: where 16 int64 lie, the rows' addresses, to each of which `offset` bytes are added; out: where the
-    vectors go, one behind the other.
+    vectors go, `out_row` bytes from one to the next.
     """
 
     def generate(context, builder, signature, arguments):
-        addresses, offset, out = arguments
-        _turn(builder, addresses, offset, out)
+        _turn(builder, *arguments)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), generate
+    return types.void(*[types.int64] * 4), generate
 
 
-def _turn(b, addresses, offset, out):
+def _turn(b, addresses, offset, out, out_row):
     rows = [b.add(b.load(_pointer(b, addresses, _I64, 8 * row), align=8), offset) for row in range(LANES)]
     for group in range(4):
         # Vector q: of rows q, q + 4, q + 8, q + 12 these four words; then four turns of 4 x 4 words side by side.
@@ -55,7 +54,8 @@ def _turn(b, addresses, offset, out):
         turned = [_mixed(b, first, second, places) for first, second in (low, high)
                   for places in ((0, 1, 16, 17), (2, 3, 18, 19))]
         for word, vector in enumerate(turned):
-            b.store(vector, _pointer(b, out, _INTEGERS, VECTOR_BYTES * (4 * group + word)), align=4)
+            at = b.add(out, b.mul(out_row, _I64(4 * group + word)))
+            b.store(vector, _pointer(b, at, _INTEGERS, 0), align=4)
 
 
 def _joined(b, quarters):

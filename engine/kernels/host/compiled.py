@@ -222,6 +222,17 @@ def count_up(typing, pointer, field):
     return types.int64(pointer, types.int64), generate
 
 
+@intrinsic
+def counted_so_far(typing, pointer, field):
+    """What `count_up` of this field would return now."""
+
+    def generate(context, builder, signature, arguments):
+        address = builder.bitcast(arguments[0], context.get_value_type(types.CPointer(types.int64)))
+        return builder.load_atomic(builder.gep(address, [arguments[1]]), "monotonic", 8)
+
+    return types.int64(pointer, types.int64), generate
+
+
 @njit(**STRICT_PART)
 def number_of(bits):
     return np.uint32(bits).view(np.float32)

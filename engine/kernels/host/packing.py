@@ -144,7 +144,7 @@ def _turn(weight, rows_at, first, row_words, words, count, out_at, steps):
     """`words` words of `count` rows, one row of them per lane; zeros beyond. 16 rows go by 16 words at a time."""
     whole = words - words % LANES if count == LANES else 0
     for word in range(0, whole, LANES):
-        turn(rows_at, (first + word) * _WORD_BYTES, out_at + word * BLOCK_STEP_BYTES)
+        turn(rows_at, (first + word) * _WORD_BYTES, out_at + word * BLOCK_STEP_BYTES, BLOCK_STEP_BYTES)
     out = carray(pointer_to(out_at, np.uint32), (steps, LANES))
     for word in range(whole, words):
         for lane in range(count):

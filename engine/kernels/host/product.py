@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.host import tiles
+from engine.kernels.host import amx, tiles
+from engine.kernels.host.amx import LAYOUT_BYTES
 from engine.kernels.host.compiled import STORED_AS, Team, launch_integers
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
 from engine.kernels.host.packing import SEGMENTS, Segments, pack
 from engine.kernels.host.product_kernel import SHARE_FIELDS, TILE_ROWS, compiled_for, instructions
-from engine.kernels.host.tiles import LAYOUT_BYTES, in_tiles, is_tiled
+from engine.kernels.host.tiles import in_tiles, is_tiled
 from runtime.errors import InternalError
 
 REVISION = 2  # of sums and roundings: another number, other bits
@@ -49,7 +50,7 @@ class PackedWeight:
         matrices = weight if weight.dim() == 3 else weight[None]
         self.shape = tuple(matrices.shape)
         self.dtype = weight.dtype
-        multiple = tiles.STEPS if is_tiled(STORED_AS[weight.dtype]) else 1
+        multiple = amx.STEPS if is_tiled(STORED_AS[weight.dtype]) else 1
         self.segments = Segments(matrices.shape[2], weight.dtype, multiple, num_segments)
         self.blocks = pack(matrices, self.segments, team)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
@@ -88,7 +89,7 @@ class PackedWeight:
             residual_at, residual_stride = residual.data_ptr(), residual.stride(0)
         w_up, bias_up = (0, 0) if up is None else up.addresses
         num_panels, num_threads = 1 if up is None else 2, torch.get_num_threads()
-        if self._tiled and num_rows > tiles.MAX_ROWS and not headwise:
+        if self._tiled and num_rows > amx.MAX_ROWS and not headwise:
             x = in_tiles(x, self._team)
             tile_bytes = x.stride(0) * x.itemsize
             work = _share_out_tiles(num_rows, num_blocks, num_panels, tile_bytes, num_threads)
@@ -96,7 +97,7 @@ class PackedWeight:
         else:
             row_bytes = x.stride(0) * x.itemsize
             work = _share_out(num_rows, count, num_blocks, num_panels, self._tiled, num_threads)
-            distances = (row_bytes, tiles.TILE_ROWS * row_bytes, _STEP_BYTES,
+            distances = (row_bytes, amx.TILE_ROWS * row_bytes, _STEP_BYTES,
                          x.stride(1) * x.itemsize if headwise else 0)
         launch_integers(compiled_for(self.dtype, out_dtype), work.num_items, (
             *work.fields, num_rows, count * columns, columns, num_blocks, count, self.segments.count,
@@ -142,7 +143,7 @@ class PackedGroup:
                           torch.get_num_threads())
         launch_integers(compiled_for(first.dtype, first.dtype), work.num_items, (
             *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.count,
-            first.segments.steps, x.data_ptr(), row_bytes, tiles.TILE_ROWS * row_bytes, _STEP_BYTES, 0,
+            first.segments.steps, x.data_ptr(), row_bytes, amx.TILE_ROWS * row_bytes, _STEP_BYTES, 0,
             table.buffer_info()[0], self._addresses[0], self._ups[0], first.segments.block_bytes, 0, 0, 0, 0,
             out.data_ptr()), self._team,
             scratch_bytes=work.scratch_bytes)
@@ -161,7 +162,7 @@ class _Work(NamedTuple):
 def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: int, tiled: bool,  # noqa: FBT001
                num_threads: int) -> _Work:
     """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
-    tile_rows, chunk_rows = (tiles.MAX_ROWS, tiles.MAX_ROWS) if tiled else (TILE_ROWS, _CHUNK_ROWS)
+    tile_rows, chunk_rows = (amx.MAX_ROWS, amx.MAX_ROWS) if tiled else (TILE_ROWS, _CHUNK_ROWS)
     has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads
     group = _GROUP_BLOCKS if has_many or num_rows > tile_rows else 1
     num_groups, num_chunks = -(-num_blocks // group), -(-num_rows // chunk_rows)
@@ -175,13 +176,13 @@ def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: in
 @lru_cache(maxsize=4096)
 def _share_out_tiles(num_rows: int, num_blocks: int, num_panels: int, tile_bytes: int, num_threads: int) -> _Work:
     """The same for x in tiles, of which a share stays in a core's own cache while all groups go by."""
-    num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // tiles.MAX_ROWS)
+    num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // amx.MAX_ROWS)
     wanted = max(-(-_ITEMS_PER_THREAD * num_threads // num_groups),
-                 -(-num_rows // tiles.TILE_ROWS * tile_bytes // _SHARE_BYTES))
+                 -(-num_rows // amx.TILE_ROWS * tile_bytes // _SHARE_BYTES))
     share_chunks = -(-num_chunks // min(wanted, num_chunks))
     return _Work(num_groups * -(-num_chunks // share_chunks),
-                 _scratch_bytes(tiles.MAX_ROWS, tiles.MAX_ROWS, _GROUP_BLOCKS, num_panels),
-                 (tiles.MAX_ROWS, tiles.TILE_ROWS, tiles.MAX_ROWS, share_chunks, _GROUP_BLOCKS, num_groups))
+                 _scratch_bytes(amx.MAX_ROWS, amx.MAX_ROWS, _GROUP_BLOCKS, num_panels),
+                 (amx.MAX_ROWS, amx.TILE_ROWS, amx.MAX_ROWS, share_chunks, _GROUP_BLOCKS, num_groups))
 
 
 def _scratch_bytes(tile_rows: int, chunk_rows: int, blocks: int, num_panels: int) -> int:

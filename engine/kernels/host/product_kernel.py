@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from engine.kernels.host import dot, functions, strided, sums, tiles
-from engine.kernels.host.amx import has_tiles
+from engine.kernels.host import amx, dot, functions, strided, sums, tiles
+from engine.kernels.host.amx import LAYOUT_BYTES, has_tiles
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -26,7 +26,7 @@ from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, 
 from engine.kernels.host.functions import silu
 from engine.kernels.host.strided import fetch_for_writing, floats, size_of
 from engine.kernels.host.sums import join
-from engine.kernels.host.tiles import LAYOUT_BYTES, make_tiles, release_tiles, rows_times_blocks
+from engine.kernels.host.tiles import make_tiles, release_tiles, rows_times_blocks
 
 SHARE_FIELDS = 4  # of a matrix that has rows of its own: its address, the second's, the first row, their number
 TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
@@ -52,7 +52,7 @@ def compiled_for(dtype: torch.dtype, out_dtype: torch.dtype):
         _take_items(pointer, stored, stored_out)
 
     name = f"product_{instructions()}_{stored.__name__}_{stored_out.__name__}"
-    parts = (__file__, dot.__file__, tiles.__file__, sums.__file__, strided.__file__, functions.__file__)
+    parts = (__file__, dot.__file__, amx.__file__, tiles.__file__, sums.__file__, strided.__file__, functions.__file__)
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
@@ -88,7 +88,7 @@ def _take_items(pointer, stored, stored_out):
         end_row = min(first_row + a.share_chunks * a.chunk_rows, num_rows)
         for row in range(first_row, end_row, a.chunk_rows):
             rows, first = min(a.chunk_rows, end_row - row), start + row
-            tile_rows = rows if a.unit_rows == 1 else tiles.MAX_ROWS
+            tile_rows = rows if a.unit_rows == 1 else amx.MAX_ROWS
             if tile_rows != shaped_rows:
                 make_tiles(stored, tile_rows, layout)
                 shaped_rows = tile_rows
@@ -125,7 +125,7 @@ def _multiply(a, x, rows, w, num_blocks, sums_at, panel, stored):
 @njit(**STRICT_PART)
 def _row_offset(a, row):
     """Where in x a row begins; of tiles, the first of each 16."""
-    return row // tiles.TILE_ROWS * a.x_tile_bytes + row % tiles.TILE_ROWS * a.x_row_bytes
+    return row // amx.TILE_ROWS * a.x_tile_bytes + row % amx.TILE_ROWS * a.x_row_bytes
 
 
 @njit(**STRICT_PART)

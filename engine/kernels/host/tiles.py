@@ -1,10 +1,5 @@
 """Products of bf16 by the CPU's matrix tiles (AMX: Sapphire Rapids and later).
 
-An instruction multiplies up to 16 rows of 32 terms with a block's 16 steps. Of these 32 terms it adds the first ones of
-all pairs one after the other, and so the second ones, each by fused multiply-add; then both sums; then that to what it
-had (Intel's manual, TDPBF16PS; subnormal numbers count as 0). Nothing but its row and column enters an element,
-whatever the number of rows.
-
 A tile is 16 rows of 64 bytes. Rows of x that lie a power of two apart share few sets of the nearest cache, and each is
 read again for every few columns; so x of many rows is laid out in tiles once (`in_tiles`).
 """
@@ -15,11 +10,17 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.kernels.host.amx import has_tiles
+from engine.kernels.host.amx import (
+    TILE_BYTES,
+    TILE_ROWS,
+    TileLoop,
+    has_tiles,
+    lay_out_tiles,
+    tile_call,
+)
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -34,14 +35,9 @@ from engine.kernels.host.compiled import (
 )
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, Form, write_rows
 
-STEPS = 16  # of a block that one instruction takes
-MAX_ROWS = 32  # two tiles
-LAYOUT_BYTES = 64  # of what configures them
-TILE_ROWS, TILE_BYTES, STEP_BYTES = 16, 1024, 64
+STEP_BYTES = 64  # from one step to the next of x in tiles
 
-_SUMS, _ROWS_OF_X, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)
-_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_AHEAD_BYTES = 4096
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
 _ROWS = record("num_rows", "num_tiles", "x", "x_row_bytes", "out")
 _TERMS, _WORDS = 32, 8  # of a tile's row: bf16, 64 bits
@@ -112,14 +108,8 @@ def _take_rows(pointer):
 
 @njit(**STRICT_PART)
 def make_tiles(stored, rows, layout):
-    """Tiles for that many rows, 1 to MAX_ROWS. layout: the address of LAYOUT_BYTES zeros."""
-    bytes_ = carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)
-    bytes_[0] = 1
-    for tile in range(8):
-        bytes_[16 + 2 * tile] = 64
-        second = tile == 5 or (rows > TILE_ROWS and (tile == 2 or tile == 3))
-        count = rows - TILE_ROWS if second else min(rows, TILE_ROWS)
-        bytes_[48 + tile] = max(1, count) if tile < 6 else TILE_ROWS
+    """Tiles for that many rows, 1 to MAX_ROWS. layout: the address of LAYOUT_BYTES, as `amx.lay_out_tiles` wants it."""
+    lay_out_tiles(layout, min(rows, TILE_ROWS), rows - TILE_ROWS if rows > TILE_ROWS else rows)
     _take_layout(stored, layout)
 
 
@@ -127,7 +117,7 @@ def make_tiles(stored, rows, layout):
 def _take_layout(typing, stored, layout):
     def generate(context, builder, signature, arguments):
         if _is_tiled(stored):
-            _call(builder, "ldtilecfg", builder.inttoptr(arguments[1], _POINTER))
+            tile_call(builder, "ldtilecfg", builder.inttoptr(arguments[1], _POINTER))
         return context.get_dummy_value()
 
     return types.void(stored, types.int64), generate
@@ -139,7 +129,7 @@ def release_tiles(typing, stored):
 
     def generate(context, builder, signature, arguments):
         if _is_tiled(stored):
-            _call(builder, "tilerelease")
+            tile_call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(stored), generate
@@ -159,69 +149,12 @@ def _write_tiles(b, blocks, rows, x, x_row, x_tile, x_step, w, w_block, y, y_row
     one, two, end = (b.append_basic_block(name) for name in ("one", "two", "end"))
     b.cbranch(b.icmp_signed("<=", rows, _I64(TILE_ROWS)), one, two)
     b.position_at_end(one)
-    _Tiles(b, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps).write(1, blocks)
+    TileLoop(b, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps).write(1, blocks, fetches_w=True)
     b.branch(end)
     b.position_at_end(two)
     for first in range(0, blocks, 2):
         at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
-        written = _Tiles(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps)
-        written.write(2, min(2, blocks), fetches=first + 2 == blocks > 2)
+        loop = TileLoop(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps)
+        loop.write(2, min(2, blocks), fetches_x=first + 2 == blocks > 2)
     b.branch(end)
     b.position_at_end(end)
-
-
-class _Tiles:
-    """Writes the loop over k of some tiles' sums."""
-
-    def __init__(self, builder, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps) -> None:
-        self._b, self._x, self._x_row, self._x_tile, self._x_step = builder, x, x_row, x_tile, x_step
-        self._w, self._w_block, self._y, self._y_row, self._steps = w, w_block, y, y_row, steps
-
-    def write(self, row_tiles: int, blocks: int, *, fetches: bool = False) -> None:
-        """`fetches`: x was read before, so there is time to fetch what comes behind it."""
-        b = self._b
-        places = [(m, n, _SUMS[2 * m + n]) for m in range(row_tiles) for n in range(blocks)]
-        for _m, _n, tile in places:
-            _call(b, "tilezero", _I8(tile))
-        entry, loop, done = b.block, b.append_basic_block("k"), b.append_basic_block("done")
-        b.cbranch(b.icmp_signed(">", self._steps, _I64(0)), loop, done)
-        b.position_at_end(loop)
-        k = b.phi(_I64)
-        k.add_incoming(_I64(0), entry)
-        for m in range(row_tiles):
-            terms = b.add(self._x, b.mul(k, self._x_step))
-            terms = b.add(terms, b.mul(self._x_tile, _I64(m)))
-            self._load(_ROWS_OF_X[m], terms, self._x_row)
-            if fetches:
-                self._fetch(b.add(terms, b.mul(self._steps, self._x_step)), self._x_row)
-        for n in range(blocks):
-            tile = _WEIGHTS[n % 2]
-            weights = b.add(b.add(self._w, b.mul(k, _I64(BLOCK_STEP_BYTES))), b.mul(self._w_block, _I64(n)))
-            if row_tiles == 1:
-                self._fetch(b.add(weights, _I64(_AHEAD_BYTES)), _I64(BLOCK_STEP_BYTES))
-            self._load(tile, weights, _I64(BLOCK_STEP_BYTES))
-            for m in range(row_tiles):
-                _call(b, "tdpbf16ps", _I8(_SUMS[2 * m + n]), _I8(_ROWS_OF_X[m]), _I8(tile))
-        after = b.add(k, _I64(STEPS))
-        k.add_incoming(after, loop)
-        b.cbranch(b.icmp_signed("<", after, self._steps), loop, done)
-        b.position_at_end(done)
-        for m, n, tile in places:
-            at = b.add(b.add(self._y, b.mul(self._y_row, _I64(TILE_ROWS * m))), _I64(n * BLOCK_STEP_BYTES))
-            _call(b, "tilestored64", _I8(tile), b.inttoptr(at, _POINTER), self._y_row)
-
-    def _fetch(self, address, stride) -> None:
-        """A tile's lines into the cache."""
-        for line in range(TILE_ROWS):
-            at = self._b.inttoptr(self._b.add(address, self._b.mul(stride, _I64(line))), _POINTER)
-            kind = ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32])
-            fetch = cgutils.get_or_insert_function(self._b.module, kind, "llvm.prefetch.p0")
-            self._b.call(fetch, [at, _I32(0), _I32(3), _I32(1)])
-
-    def _load(self, tile: int, address, stride) -> None:
-        _call(self._b, "tileloadd64", _I8(tile), self._b.inttoptr(address, _POINTER), stride)
-
-
-def _call(b, name: str, *arguments) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-    b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), arguments)

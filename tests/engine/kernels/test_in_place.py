@@ -149,6 +149,22 @@ def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", [2, 20])
+def test_keys_out_of_order_give_the_bits_of_the_same_keys_in_order(unit: str, dtype: torch.dtype, share: int) -> None:
+    """16 keys of a path on one page, of which only the first and the last lie where they would lie in order."""
+    num_keys, offsets = 80, [0, *range(14, 0, -1), 15]
+    in_order = rows_of([num_keys - 1], [1], 64)
+    pages = torch.full((3, 2, 1, 64, 64), float("nan"), dtype=dtype)
+    filled(pages, in_order.tables[0], drawn(2, 1, num_keys, 64, dtype=dtype, seed=1))
+    queries, mixed, second = drawn(1, share, 64, dtype=dtype, seed=2), pages.clone(), int(in_order.tables[0, 1])
+    mixed[second][:, :, offsets] = pages[second][:, :, :16]
+    path = RowsInPlace(in_order.tables, in_order.tiles, in_order.positions, torch.tensor([64], dtype=torch.int32),
+                       torch.tensor([offsets]) + second * 64, longest_tile=1)
+    expected = attend_in_place(pages, queries, in_order, 0.2, Team())
+    assert torch.equal(attend_in_place(mixed, queries, path, 0.2, Team()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_keys_behind_a_tokens_own_change_no_bit_of_it(unit: str, dtype: torch.dtype) -> None:
     """A token in a tile with later ones, whose values are as large as the type allows."""
     plan = rows_of([20], [60], 16, tile=60)

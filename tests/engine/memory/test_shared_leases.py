@@ -72,6 +72,25 @@ class SharingMachine(RuleBasedStateMachine):
         self.pages.ledger.keep(ready)
         self.cache |= dict.fromkeys(ready)
 
+    @rule(lease=leases)
+    def unshare(self, lease: PageLease | None) -> None:
+        if lease is None or lease.ended:
+            return
+        shared, own = self.held[lease]
+        self.asked = []
+        if len(shared) > len(self.available):
+            with pytest.raises(CapacityError):
+                lease.unshare()
+            assert lease.page_ids == [*shared, *own]
+            return
+        leased, before = self.leased, set(self.cache)
+        lease.unshare()
+        new = lease.page_ids[:len(shared)]
+        assert lease.page_ids[len(shared):] == own
+        assert not set(new) & (leased | set(self.cache)), "a page that others hold"
+        assert before - set(self.cache) <= set(new), "more was evicted than there was need for"
+        self.held[lease] = ([], lease.page_ids)
+
     @rule(page=st.integers(1, NUM_PAGES - 1))
     def let_go(self, page: int) -> None:
         if page in self.cache:

@@ -47,9 +47,9 @@ class Known:
                    for policy in ("prefix_cache", "least_load"))
 
 
-def keeps(worker: Worker, prompt: Sequence[int], *, salt: str = "") -> None:
+def keeps(worker: Worker, prompt: Sequence[int], *, salt: str = "", compatibility: str = "") -> None:
     """It reports that it has the whole pages of this prompt."""
-    names = block_names(prompt, 16, compatibility=worker.compatibility, salt=salt)
+    names = block_names(prompt, 16, compatibility=compatibility or worker.compatibility, salt=salt)
     assert worker.index.report(worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names)))
 
 
@@ -256,3 +256,25 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
     pair = directory.place(RoutedPrompt(list(range(40))), 50)
     assert pair is not None
     assert (pair.prefill.worker, pair.prefill.num_held) == (first, 0)
+
+
+@pytest.mark.parametrize(("source", "pool", "kept_as", "chosen", "num_held"), [
+    ("m", "m", "m", 1, 32), ("m", "m+d", "m", 1, 32), ("m+d", "m+d", "m+d", 1, 32), ("m+d", "m+d", "m", 0, 0),
+    ("m", "m+d", "m+d", 0, 0)])
+async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the_rest(
+        source: str, pool: str, kept_as: str, chosen: int, num_held: int) -> None:
+    """As it would have landed: with the draft only where both have it."""
+    directory = Directory(DirectoryOptions(("h:1",), ("h:2", "h:3")), FACTS, RouterMetrics.create(CollectorRegistry()),
+                          random.Random(0))
+    prefill, *pools = directory.workers
+    serves(prefill, compatibility=source)
+    for worker in pools:
+        serves(worker, compatibility=pool)
+    keeps(pools[1], range(40), compatibility=kept_as)
+    pair = directory.place(RoutedPrompt(list(range(40))), 50)
+    assert pair is not None
+    assert (pair.decode.worker, pair.decode.num_held) == (pools[chosen], num_held)
+    pools[1].book(1000)
+    again = directory.place(RoutedPrompt(list(range(40))), 50)
+    assert again is not None
+    assert again.decode.worker is pools[0], "load counts more than bytes"

@@ -62,6 +62,8 @@ def test_a_prefix_cache_counts_as_much_as_it_saves(loads: tuple[int, int], held:
     """
     workers = [worker._replace(load=load, num_held=num) for worker, load, num in zip(idle(2), loads, held, strict=True)]
     assert choose(Policy.PREFIX_CACHE, workers, draw(prompt=[0] * 100)) == workers[chosen]
+    shares = [worker._replace(load=worker.load / 1000, token_load=1 / 1000) for worker in workers]
+    assert choose(Policy.PREFIX_CACHE, shares, draw(prompt=[0] * 100)) == shares[chosen], "of a pool of 1,000 tokens"
 
 
 @given(candidates, st.integers(0, 1000))

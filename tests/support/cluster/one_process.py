@@ -33,13 +33,15 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
                              prefill: Mapping[str, object] = MappingProxyType({}),
                              decode: Mapping[str, object] = MappingProxyType({}),
                              router: Mapping[str, object] = MappingProxyType({}), retry: Retry = DEFAULT_RETRY,
-                             **settings: object) -> AsyncIterator[AsyncBatonClient]:
+                             announced: Path | None = None, **settings: object) -> AsyncIterator[AsyncBatonClient]:
     """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage, `prefill`, `decode` and
-    `router` those of one role only. On leaving, whatever was asked must have been given back."""
+    `router` those of one role only. `announced` is a folder where all announce themselves, as `decode-0.json` (role and
+    rank). On leaving, whatever was asked must have been given back."""
     torch.set_num_threads(1)
     stop = StopSignal()
     tasks: list[asyncio.Task[None]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = announced or Path(own_folder)
         try:
             leaders = {}
             for role, size, tp, partition, own in (
@@ -47,12 +49,12 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
                     (DecodeRole(), decode_pp * decode_tp, decode_tp, decode_partition, decode)):
                 pool = WorkerConfig.model_validate({"model": checkpoint, "drain_s": 0.5, **settings, **own,
                                                     "world_size": size, "tp": tp, "partition": partition})
-                leaders[role.name] = await _start_pool(role, pool, Path(folder), tasks, stop)
+                leaders[role.name] = await _start_pool(role, pool, folder, tasks, stop)
             config = RouterConfig.model_validate({
                 "model": checkpoint, "prefill": (leaders["prefill"],), "decode": (leaders["decode"],),
-                "listen": "127.0.0.1:0", "announce": Path(folder) / "router.json", "drain_s": 0.5, **router})
+                "listen": "127.0.0.1:0", "announce": folder / "router.json", "drain_s": 0.5, **router})
             tasks.append(asyncio.create_task(serve(config, stop)))
-            address = await _announced(Path(folder) / "router.json", tasks)
+            address = await _announced(folder / "router.json", tasks)
             async with open_channel(address) as channel:
                 await wait_serving(channel, SERVICE, timeout_s=START_TIMEOUT_S)  # and its warm-up out of the way
             async with AsyncBatonClient(address, retry=retry) as client:

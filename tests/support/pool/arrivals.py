@@ -21,6 +21,7 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
+from pool.prefix.tree import ResumeRule
 from pool.request.stay import MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
@@ -28,7 +29,7 @@ from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
-from runtime.metrics import ArrivalMetrics
+from runtime.metrics import ArrivalMetrics, CacheMetrics
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.local_pool import call
@@ -157,7 +158,7 @@ class Arrivals:
     @property
     def is_free(self) -> bool:
         pages, slots = self.scheduler.pages, self.scheduler.slots
-        return (pages.num_free, slots.num_free) == (pages.num_total, slots.num_total)
+        return (pages.num_available, slots.num_available) == (pages.num_total, slots.num_total)
 
     async def until(self, holds: Callable[[], bool], timeout_s: float = 60) -> None:
         async with asyncio.timeout(timeout_s):
@@ -170,7 +171,8 @@ def first_token(token: int = 7) -> pb.DecodeRequest:
 
 
 @asynccontextmanager
-async def arrivals() -> AsyncIterator[Arrivals]:
+async def arrivals(*, caches: bool = False) -> AsyncIterator[Arrivals]:
+    """`caches`: what has landed is kept."""
     network, group, complaints = MemoryNetwork(), _Group(), list[str]()
     source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs())
     dest = Pool("decode", [network.transport(SystemClock()) for _ in range(3)], specs(), listener=group.on_report)
@@ -181,7 +183,7 @@ async def arrivals() -> AsyncIterator[Arrivals]:
         pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS),
         limits=DecodeLimits(page_size=PAGE_SIZE, grid=1, depth=1, max_running=4, max_context_tokens=64,
                             growth_tokens=PAGE_SIZE),
-        clock=SystemClock())
+        clock=SystemClock(), cache_rule=ResumeRule(PAGE_SIZE) if caches else None)
     loop = EngineLoop(scheduler)
     loop.start()
     registry, ranges = CollectorRegistry(), [get_pp_indices(NUM_LAYERS, rank, 3) for rank in range(3)]
@@ -191,7 +193,8 @@ async def arrivals() -> AsyncIterator[Arrivals]:
         plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, PoolSize(geometry.num_pages, geometry.num_slots, 64),
                        max_held=8),
         reclaimer=MemoryReclaimer(group.reports, loop, complaints.append),
-        meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry))
+        meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry), caches=caches)
+    scheduler.cache.metrics = CacheMetrics.create(registry)
     try:
         yield Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints, registry)
     finally:

@@ -125,7 +125,7 @@ class Pool:
               chunk_tokens: int = 8) -> SourceTerms:
         """As the source of a handoff."""
         return SourceTerms("c", "text", self.page_size, num_tokens, chunk_tokens, tuple(page_ids), slot_id,
-                           tuple(stage.agent.endpoint for stage in self.stages))
+                           tuple(stage.agent.endpoint for stage in self.stages), sends_rest=True)
 
     def destination(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s", epoch: int = 0,
                     nonce: int = 7, slot_id: int = 1) -> DestinationTerms:

@@ -42,13 +42,13 @@ def stages_of(num_layers: int, cuts: set[int]) -> tuple[StageEndpoint, ...]:
 def terms(page_ids: tuple[int, ...], num_tokens: int, *, num_layers: int = 4, cuts: set[int] | None = None,
           chunk_tokens: int = 8) -> SourceTerms:
     stages = stages_of(num_layers, cuts or set())
-    return SourceTerms("c", "text", PAGE_SIZE, num_tokens, chunk_tokens, page_ids, 3, stages)
+    return SourceTerms("c", "text", PAGE_SIZE, num_tokens, chunk_tokens, page_ids, 3, stages, sends_rest=True)
 
 
 def destination_of(source: SourceTerms, page_ids: tuple[int, ...], specs: tuple[CacheSpec, ...], *, num_layers: int = 4,
-                   cuts: set[int] | None = None, epoch: int = 0) -> DestinationTerms:
+                   cuts: set[int] | None = None, epoch: int = 0, held_tokens: int = 0) -> DestinationTerms:
     return plan_destination(source, session_id="s", epoch=epoch, nonce=9, page_ids=page_ids, slot_id=5,
-                            stages=stages_of(num_layers, cuts or set()), specs=specs)
+                            stages=stages_of(num_layers, cuts or set()), specs=specs, held_tokens=held_tokens)
 
 
 @st.composite
@@ -63,11 +63,14 @@ def handoffs(draw: st.DrawFn) -> tuple[SourceTerms, DestinationTerms, tuple[Cach
     source = terms(draw(st.one_of(pages, runs)), num_tokens, num_layers=num_layers, cuts=draw(cuts),
                    chunk_tokens=draw(st.sampled_from([1, 3, 4, 6, 8, 12, 16, 100])))
     dest_pages = draw(st.one_of(pages, runs))
-    return source, destination_of(source, dest_pages, specs, num_layers=num_layers, cuts=draw(cuts)), specs
+    held_tokens = draw(st.integers(0, num_pages - 1)) * PAGE_SIZE
+    return source, destination_of(source, dest_pages, specs, num_layers=num_layers, cuts=draw(cuts),
+                                  held_tokens=held_tokens), specs
 
 
 @given(handoffs())
-def test_every_record_moves_exactly_once(handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]) -> None:
+def test_every_record_moves_once_and_none_that_is_held(
+        handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]) -> None:
     source, destination, specs = handoff
     moved: Counter[tuple[int, CacheKind, int, int]] = Counter()
     for source_stage, sender in enumerate(source.stages):
@@ -79,8 +82,8 @@ def test_every_record_moves_exactly_once(handoff: tuple[SourceTerms, Destination
                              for i in range(item.num_records))
     wanted: Counter[tuple[int, CacheKind, int, int]] = Counter()
     for spec in specs:
-        pairs = (zip(source.page_ids, destination.page_ids, strict=True) if spec.kind.is_paged
-                 else [(source.slot_id, destination.slot_id)])
+        pages = list(zip(source.page_ids, destination.page_ids, strict=True))[destination.held_tokens // PAGE_SIZE:]
+        pairs = pages if spec.kind.is_paged else [(source.slot_id, destination.slot_id)]
         wanted.update((spec.layer_id, spec.kind, theirs, ours) for theirs, ours in pairs)
     assert moved == wanted
 
@@ -160,8 +163,8 @@ def test_a_source_that_does_not_fit_is_refused(change: dict[str, object], messag
 
 
 @pytest.mark.parametrize("change", [
-    {"page_ids": (4, 5, 7)}, {"slot_id": 6}, {"epoch": 1}, {"session_id": "t"}, {"tag_base": 1 << 32},
-    {"stages": stages_of(4, {1})}, {"plan_digest": ""}])
+    {"page_ids": (4, 5, 7)}, {"held_tokens": 4}, {"slot_id": 6}, {"epoch": 1}, {"session_id": "t"},
+    {"tag_base": 1 << 32}, {"stages": stages_of(4, {1})}, {"plan_digest": ""}])
 def test_sides_that_derive_different_plans_refuse_each_other(change: dict[str, object]) -> None:
     specs = hybrid_specs(4)
     source = terms((1, 2, 3), 9)
@@ -169,6 +172,16 @@ def test_sides_that_derive_different_plans_refuse_each_other(change: dict[str, o
     check_plan(source, destination, specs)
     with pytest.raises(IncompatiblePeerError, match="derives copy plan"):
         check_plan(source, replace(destination, **change), specs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("held_tokens", "sends_rest", "message"), [
+    (3, True, "held_tokens is 3; it must be whole pages of 4 tokens"), (12, True, "fewer than the 9 of the prompt"),
+    (8, False, "held_tokens is 8, and the source sends every page")])
+def test_only_whole_pages_are_held_and_only_from_a_source_that_knows(held_tokens: int, sends_rest: bool,  # noqa: FBT001
+                                                                     message: str) -> None:
+    source = replace(terms((1, 2, 3), 9), sends_rest=sends_rest)
+    with pytest.raises(IncompatiblePeerError, match=message):
+        destination_of(source, (4, 5, 6), hybrid_specs(4), held_tokens=held_tokens)
 
 
 def test_a_landing_needs_tags_of_its_own() -> None:

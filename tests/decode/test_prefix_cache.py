@@ -1,0 +1,464 @@
+"""What one request leaves on a decode pool for the next: on the real scheduler with a memory that remembers tokens, and
+through the service with real transfer agents, where bytes are counted."""
+
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from prometheus_client import CollectorRegistry
+
+from decode.entry import DecodeLimits, Drawn, Event, Finished, Reservation
+from decode.scheduler import DecodeScheduler
+from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.draft_trees import AcceptedNodes, TokenTree, Verified
+from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.memory.integrity import read_books
+from engine.memory.leases import PageAllocator, SlotAllocator
+from engine.pipeline.stages import StepFailed, StepResult
+from pool.prefix.tree import ResumeRule
+from protos import decode_pb2 as pb
+from runtime.clock import ManualClock
+from runtime.digests import block_names
+from runtime.errors import CapacityError, PeerLostError
+from runtime.metrics import CacheMetrics
+from tests.support.pool.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, arrivals, first_token, specs
+from tests.support.pool.token_memory import TokenMemory
+from transfer.plan import codec
+from transfer.plan.handoff_terms import DestinationTerms
+
+PAGE = 4
+
+
+def drawn_after(tokens: Sequence[int]) -> int:
+    """The token that a greedy model draws: one function of all before it."""
+    return (sum(tokens) * 31 + len(tokens)) % 3
+
+
+@dataclass
+class Asked:
+    """A request, and what became of it."""
+
+    request: Request
+    reservation: Reservation
+    num_known: int = 1  # tokens of the answer that this pool does not draw
+    events: list[Event] = field(default_factory=list)
+    has_joined: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt, and as many tokens as it may draw."""
+        tokens = list(self.request.prompt_token_ids)
+        for _ in range(self.request.max_tokens):
+            tokens.append(drawn_after(tokens))
+        return tokens
+
+    @property
+    def expected(self) -> list[int]:
+        """What is to be drawn here."""
+        return self.tokens[len(self.request.prompt_token_ids) + self.num_known:]
+
+    @property
+    def drawn(self) -> list[int]:
+        return [token.token_id for event in self.events if isinstance(event, Drawn) for token in event.tokens]
+
+    @property
+    def is_finished(self) -> bool:
+        return any(isinstance(event, Finished) for event in self.events)
+
+
+class Rig:
+    """A scheduler over pages of four tokens, and what a source and a model do there. With a `grid` the model has
+    recurrent layers, whose states come with the prompts."""
+
+    def __init__(self, *, num_pages: int = 40, depth: int = 1, grid: int = 1) -> None:
+        self.scheduler = DecodeScheduler(
+            pages=PageAllocator(num_pages), slots=SlotAllocator(0 if grid == 1 else 9), clock=ManualClock(),
+            cache_rule=ResumeRule(PAGE),
+            limits=DecodeLimits(page_size=PAGE, grid=grid, depth=depth, max_running=4, max_held=8, chunk_tokens=8,
+                                max_context_tokens=(num_pages - 1) * PAGE, growth_tokens=PAGE))
+        self.registry = CollectorRegistry()
+        self.scheduler.cache.metrics = CacheMetrics.create(self.registry)
+        self.memory = TokenMemory(PAGE)
+        self.asked: dict[int, Asked] = {}
+        self.num_read = 0  # tokens of replays
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"baton_cache_{name}_total", labels) or 0
+
+    def reserve(self, prompt: Sequence[int], *, max_tokens: int = 5, salt: str = "", caches: bool = True,
+                compatibility: str = "c", replayed: int = 0) -> Asked:
+        """`replayed` tokens after the first were drawn on another pool."""
+        request = Request("r", tuple(prompt), max_tokens, SamplingParams(temperature=0), cache_salt=salt)
+        asked = Asked(request, Reservation(0, (), 0), 1 + replayed)
+        blocks = block_names(prompt, PAGE, compatibility=compatibility, salt=salt) if caches else ()
+        known = asked.tokens[len(prompt) + 1:len(prompt) + 1 + replayed]
+        asked.reservation = self.scheduler.reserve(request, asked.events.append, replayed=known, blocks=blocks,
+                                                   compatibility=compatibility if caches else "")
+        self.asked[asked.reservation.key] = asked
+        self.memory.read(asked.reservation.prompt_page_ids, prompt[:asked.reservation.held_tokens])
+        return asked
+
+    def land(self, asked: Asked) -> None:
+        """What the destination does not hold arrives."""
+        held, prompt = asked.reservation.held_tokens, asked.request.prompt_token_ids
+        self.memory.write(asked.reservation.prompt_page_ids, held, prompt[held:], kept=self.kept)
+
+    def join(self, asked: Asked, *, with_draft: bool = False) -> None:
+        self.land(asked)
+        asked.has_joined = True
+        self.scheduler.join(asked.reservation.key, drawn_after(asked.request.prompt_token_ids), with_draft=with_draft)
+
+    @property
+    def kept(self) -> set[int]:
+        return self.scheduler.pages.ledger.kept_ids()
+
+    def launch(self) -> ForwardBatch | None:
+        """The next batch, run."""
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return None
+        for row, (key, context, count) in enumerate(zip(batch.request_keys, batch.context_lens, batch.query_lens,
+                                                        strict=True)):
+            pages, tokens = batch.page_tables[row].tolist(), self.asked[key].tokens
+            self.memory.read(pages, tokens[:context])
+            self.memory.write(pages, context, tokens[context:context + count], kept=self.kept)
+            self.num_read += count * (batch.mode is ForwardMode.PREFILL)
+        return batch
+
+    def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
+        ends = [context + count for context, count in zip(batch.context_lens, batch.query_lens, strict=True)]
+        if error is not None:
+            for row, (context, end) in enumerate(zip(batch.context_lens, ends, strict=True)):
+                self.memory.spoil(batch.page_tables[row].tolist(), context, end)
+        drawn = [DrawnToken(self.asked[key].tokens[end]) for key, end, sampling in
+                 zip(batch.request_keys, ends, batch.sampling, strict=True) if sampling is not None and error is None]
+        self.scheduler.on_result(batch, StepResult(0, drawn, error))
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while (batch := self.launch()) is not None:
+            self.answer(batch)
+
+    def serve(self, prompt: Sequence[int], **options: object) -> Asked:
+        """From reservation to the last token."""
+        asked = self.reserve(prompt, **options)  # type: ignore[arg-type]
+        self.join(asked)
+        self.run()
+        assert asked.drawn == asked.expected
+        return asked
+
+    def check(self) -> None:
+        for ledger in (self.scheduler.pages.ledger, self.scheduler.slots.ledger):
+            books = read_books(ledger)
+            assert not books.faults, str(books)
+            assert books.num_free + books.num_cached + books.num_leased == books.num_total
+        self.scheduler.on_idle()
+
+
+def test_a_prompt_that_landed_stays() -> None:
+    rig = Rig()
+    first = rig.serve(range(19))
+    assert first.reservation.held_tokens == 0
+    again = rig.serve(range(19))
+    assert again.reservation.held_tokens == 16, "its last token is always computed, and its page crosses"
+    assert again.reservation.prompt_page_ids[:4] == first.reservation.prompt_page_ids[:4]
+    assert rig.serve([*range(10), *range(50, 60)]).reservation.held_tokens == 8
+    counts = [rig.count(name) for name in ("queried_tokens", "matched_tokens", "reused_tokens")]
+    assert counts == [58, 24, 24]
+    rig.check()
+
+
+def test_what_was_drawn_is_kept_with_its_prompt() -> None:
+    """The last drawn token was never computed."""
+    rig = Rig()
+    first = rig.serve(range(6), max_tokens=11)
+    assert rig.serve([*first.tokens, 7, 7]).reservation.held_tokens == 16
+    rig.check()
+
+
+def test_a_short_prompt_leaves_its_answer() -> None:
+    rig = Rig()
+    first = rig.serve([1, 2], max_tokens=8)
+    assert rig.serve([*first.tokens, 7]).reservation.held_tokens == 8
+    rig.check()
+
+
+def test_what_recurrent_layers_took_part_in_drawing_is_not_kept() -> None:
+    """A state rounds differently drawn and read, so what follows from it does."""
+    rig = Rig(grid=8)
+    first = rig.serve(range(18), max_tokens=12)
+    assert rig.serve(range(18)).reservation.held_tokens == 16
+    assert rig.serve([*first.tokens, 7]).reservation.held_tokens == 16
+    rig.check()
+
+
+def test_salts_and_those_who_decline_are_kept_apart() -> None:
+    rig = Rig()
+    rig.serve(range(9), salt="a")
+    assert rig.serve(range(9), salt="b").reservation.held_tokens == 0
+    assert rig.serve(range(9), caches=False).reservation.held_tokens == 0
+    assert rig.serve(range(9), salt="a").reservation.held_tokens == 8
+    rig.check()
+
+
+def test_what_landed_without_the_draft_is_not_taken_for_what_landed_with_it() -> None:
+    rig = Rig()
+    for compatibility, with_draft in (("m+d", False), ("m", False), ("m+d", True), ("m+d", True)):
+        asked = rig.reserve(range(9), compatibility=compatibility)
+        assert asked.reservation.held_tokens == 0 or with_draft
+        rig.join(asked, with_draft=with_draft)
+        rig.run()
+    assert asked.reservation.held_tokens == 8
+    rig.check()
+
+
+def test_a_prompt_that_never_landed_leaves_nothing() -> None:
+    rig = Rig()
+    for lands in (False, True):
+        asked = rig.reserve(range(9))
+        if lands:
+            rig.land(asked)  # and is never said to be whole
+        rig.scheduler.release(asked.reservation.key)
+    assert rig.reserve(range(9)).reservation.held_tokens == 0
+
+
+def test_one_that_is_set_back_reads_again_only_what_others_took() -> None:
+    rig = Rig(num_pages=9)
+    first, second = rig.reserve(range(5), max_tokens=14), rig.reserve(range(50, 55), max_tokens=14)
+    rig.join(first)
+    rig.join(second)
+    rig.run()
+    assert [event.num_preemptions for event in second.events if isinstance(event, Finished)] == [1]
+    assert 0 < rig.num_read < 12, "it was set back with twelve tokens or more"
+    assert (first.drawn, second.drawn) == (first.expected, second.expected)
+    rig.check()
+
+
+def test_pages_are_given_up_before_anybody_is_set_back() -> None:
+    rig = Rig(num_pages=12)
+    rig.serve(range(20))
+    held = rig.reserve(range(20), max_tokens=3)
+    assert held.reservation.held_tokens == 16
+    other = rig.reserve(range(50, 56), max_tokens=12)
+    rig.join(other)
+    rig.run()
+    assert [event.num_preemptions for event in other.events if isinstance(event, Finished)] == [0]
+    with pytest.raises(CapacityError):
+        rig.reserve(range(100, 125), max_tokens=3)
+    rig.join(held)
+    rig.run()
+    assert held.drawn == held.expected
+    assert rig.scheduler.load().pages_free == 11
+    rig.check()
+
+
+def test_who_holds_shared_pages_can_take_its_own_instead() -> None:
+    """Its next source sends everything, and others go on reading."""
+    rig = Rig()
+    rig.serve(range(19))
+    reader, asked = rig.reserve(range(19)), rig.reserve(range(19))
+    asked.reservation = rig.scheduler.unshare(asked.reservation.key)
+    assert asked.reservation.held_tokens == 0
+    assert not set(asked.reservation.prompt_page_ids) & set(reader.reservation.prompt_page_ids)
+    for each in (asked, reader):
+        rig.join(each)
+    rig.run()
+    assert rig.count("reused_tokens") == 16
+    rig.check()
+
+
+def test_a_lost_stage_takes_everything_with_it() -> None:
+    """Also what has landed and is said to be whole a moment later."""
+    rig = Rig()
+    rig.serve(range(20))
+    asked = rig.reserve(range(20))
+    rig.scheduler.on_pipeline_lost([], PeerLostError("stage 1 died"))
+    rig.join(asked)
+    assert rig.launch() is None
+    rig.scheduler.release(asked.reservation.key)
+    rig.check()
+    assert rig.scheduler.pages.num_free == rig.scheduler.pages.num_total
+    assert rig.reserve(range(20)).reservation.held_tokens == 0
+
+
+def test_what_a_tree_left_where_it_does_not_stay_is_not_kept() -> None:
+    """The stages move accepted entries into place with the next step, and the last one has none."""
+    scheduler = DecodeScheduler(
+        pages=PageAllocator(40), slots=SlotAllocator(0), clock=ManualClock(), cache_rule=ResumeRule(PAGE),
+        limits=DecodeLimits(page_size=PAGE, grid=1, depth=1, max_running=4, max_context_tokens=64,
+                            num_draft_tokens=3))
+    events: list[Event] = []
+    prompt = tuple(range(1, 8))
+    key = scheduler.reserve(Request("r", prompt, 6, SamplingParams(temperature=0)), events.append, compatibility="m",
+                            blocks=block_names(prompt, PAGE, compatibility="m")).key
+    scheduler.join(key, 100)
+    entry = scheduler._entries[key]
+    tree = TokenTree((100, 100), (-1, -1))
+    for accepted in ((0,), (0, 2), (0, 1)):
+        batch = scheduler.next_batch()
+        assert batch is not None
+        drawn = [DrawnToken(100) for _ in accepted]
+        scheduler.on_result(batch, StepResult(0, drawn, verified=[Verified(accepted, tree)]))
+    assert any(isinstance(event, Finished) for event in events)
+    assert entry.draft.accepted == AcceptedNodes(10, (0, 1)), "twelve are accepted"
+    answer = (*prompt, *[100] * 6)
+    assert scheduler.cache.find(block_names(answer, PAGE, compatibility="m"), 99).num_tokens == 8
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random histories of a small pool: prompts over few tokens and those that go on from answers; they land or are
+    given up, batches fail, pages run out, up to two are in flight."""
+
+    asked = Bundle("asked")
+
+    @initialize(num_pages=st.integers(6, 24), depth=st.integers(1, 2), grid=st.sampled_from((1, 1, 8)))
+    def begin(self, num_pages: int, depth: int, grid: int) -> None:
+        self.rig = Rig(num_pages=num_pages, depth=depth, grid=grid)
+        self.in_flight: list[ForwardBatch] = []
+
+    @rule(target=asked, start=st.lists(st.sampled_from((0, 1)), min_size=0, max_size=4), tail=st.integers(1, 5),
+          max_tokens=st.integers(1, 9), replayed=st.sampled_from((0, 0, 3)), caches=st.booleans())
+    def reserve(self, start: list[int], tail: int, max_tokens: int, replayed: int,
+                caches: bool) -> object:  # noqa: FBT001
+        return self.try_reserve([*itertools.chain(*([block] * PAGE for block in start)), *[2] * tail],
+                                max_tokens=max_tokens, replayed=min(replayed, max_tokens - 1), caches=caches)
+
+    @rule(target=asked, earlier=asked, cut=st.integers(1, 9), max_tokens=st.integers(1, 9))
+    def go_on(self, earlier: Asked | None, cut: int, max_tokens: int) -> object:
+        return None if earlier is None else self.try_reserve(earlier.tokens[:-cut] or [1], max_tokens=max_tokens)
+
+    def try_reserve(self, prompt: list[int], *, max_tokens: int, replayed: int = 0,
+                    caches: bool = True) -> Asked | None:
+        if len(prompt) + max_tokens > self.rig.scheduler.limits.max_context_tokens:
+            return None
+        try:
+            return self.rig.reserve(prompt, max_tokens=max_tokens, replayed=replayed, caches=caches)
+        except CapacityError:
+            return None
+
+    @rule(which=asked)
+    def join(self, which: Asked | None) -> None:
+        if which is not None and not which.has_joined:
+            self.rig.join(which)
+
+    @rule(which=asked)
+    def unshare(self, which: Asked | None) -> None:
+        if which is not None and not which.has_joined:
+            try:
+                which.reservation = self.rig.scheduler.unshare(which.reservation.key)
+            except CapacityError:
+                return
+
+    @rule()
+    def launch(self) -> None:
+        if len(self.in_flight) < self.rig.scheduler.limits.depth and (batch := self.rig.launch()) is not None:
+            self.in_flight.append(batch)
+
+    @rule(fails=st.sampled_from((False, False, False, False, True)))
+    def answer(self, fails: bool) -> None:  # noqa: FBT001
+        if self.in_flight:
+            self.rig.answer(self.in_flight.pop(0), StepFailed("no") if fails else None)
+
+    @rule(which=consumes(asked))
+    def release(self, which: Asked | None) -> None:
+        if which is not None:
+            which.has_joined = True  # nothing more may land
+            self.rig.scheduler.release(which.reservation.key)
+
+    @rule()
+    def flush(self) -> None:
+        self.rig.scheduler.cache.clear()
+
+    @invariant()
+    def holds(self) -> None:
+        self.rig.check()
+        for asked in self.rig.asked.values():
+            assert asked.drawn == asked.expected[:len(asked.drawn)]
+            assert len(asked.drawn) == len(asked.expected) or not asked.is_finished
+
+    def teardown(self) -> None:
+        for batch in self.in_flight:
+            self.rig.answer(batch)
+        for key in self.rig.asked:
+            self.rig.scheduler.release(key)
+        self.rig.check()
+        assert self.rig.scheduler.pages.num_available == self.rig.scheduler.pages.num_total
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture
+async def pools() -> AsyncIterator[Arrivals]:
+    async with arrivals(caches=True) as made:
+        yield made
+        assert made.complaints == []
+
+
+NUM_PAGES = len(SOURCE_PAGES)
+PAGE_BYTES = sum(spec.record_bytes for spec in specs() if spec.kind.is_paged)
+STATE_BYTES = sum(spec.record_bytes for spec in specs() if not spec.kind.is_paged)
+
+
+async def land(pools: Arrivals, request_key: int) -> tuple[DestinationTerms, int]:
+    """One request, to its commit; the destination's terms and the bytes that crossed."""
+    stream, destination = await pools.open()
+    pools.deliver(destination, request_key=request_key)
+    stream.send(first_token())
+    committed = (await stream.next()).committed
+    await stream.drop()
+    await pools.until(lambda: pools.is_free)
+    return destination, committed.num_bytes
+
+
+async def test_only_missing_pages_and_one_state_cross(pools: Arrivals) -> None:
+    first, whole = await land(pools, 1)
+    assert (first.held_tokens, whole) == (0, NUM_PAGES * PAGE_BYTES + STATE_BYTES)
+    second, rest = await land(pools, 2)
+    assert (second.held_tokens, rest) == (16, PAGE_BYTES + STATE_BYTES), "four pages of five are there"
+    assert second.page_ids[:4] == first.page_ids[:4]
+    moved = sum(pools.metric("baton_kv_transfer_bytes_total", kind=kind) for kind in ("kv", "state"))
+    assert moved == whole + rest
+    assert pools.metric("baton_cache_unsent_bytes_total") == whole - rest
+    assert_read_alike(pools, second)
+
+
+def assert_read_alike(pools: Arrivals, destination: DestinationTerms) -> None:
+    """The request's records are those of the source, wherever they came from."""
+    for kind, theirs, ours in (("kv", SOURCE_PAGES, destination.page_ids), ("state", [1], [destination.slot_id])):
+        sent, landed = pools.source.records({kind}, theirs), pools.dest.records({kind}, ours)  # type: ignore[arg-type]
+        assert len(sent) == NUM_LAYERS
+        assert all((records == landed[key]).all() for key, records in sent.items())
+
+
+async def test_a_source_that_does_not_know_sends_everything_elsewhere(pools: Arrivals) -> None:
+    first, whole = await land(pools, 1)
+    pools.terms = replace(pools.terms, sends_rest=False)
+    second, again = await land(pools, 2)
+    assert (second.held_tokens, again) == (0, whole)
+    assert not set(first.page_ids[:4]) & set(second.page_ids), "what was kept of the first"
+    assert_read_alike(pools, second)
+
+
+async def test_a_source_that_is_replaced_by_one_that_does_not_know(pools: Arrivals) -> None:
+    first, whole = await land(pools, 1)
+    stream, destination = await pools.open()
+    assert destination.held_tokens == 16
+    for stage in pools.source.stages:
+        stage.memory.randomize(99)  # to tell what crosses now from what was there
+    pools.terms = replace(pools.terms, sends_rest=False)
+    stream.send(pb.DecodeRequest(new_source=codec.source_to_proto(pools.terms)))
+    destination = codec.destination_from_proto((await stream.next()).destination)
+    assert (destination.epoch, destination.held_tokens) == (1, 0)
+    assert not set(first.page_ids[:4]) & set(destination.page_ids)
+    pools.deliver(destination, request_key=2)
+    stream.send(first_token())
+    assert (await stream.next()).committed.num_bytes == whole
+    assert_read_alike(pools, destination)
+    await stream.drop()
+    await pools.until(lambda: pools.is_free)
