@@ -8,6 +8,7 @@ from models import (
     glm4_moe,
     glm_moe_dsa,
     llama,
+    mistral,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -21,6 +22,7 @@ from runtime.errors import ConfigError
 
 _FAMILIES: dict[str, Callable[[RawConfig], DecoderSpec]] = {
     "LlamaForCausalLM": llama.read_decoder,
+    "MistralForCausalLM": mistral.read_decoder,
     "Qwen2ForCausalLM": qwen2.read_decoder,
     "Qwen2MoeForCausalLM": qwen2_moe.read_decoder,
     "Qwen3ForCausalLM": qwen3.read_decoder,

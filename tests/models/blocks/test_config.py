@@ -96,6 +96,7 @@ def test_hybrid_layer_kinds_by_interval_and_by_list() -> None:
 
 @pytest.mark.parametrize(("change", "field"), [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window"),
     ({"architectures": None}, "architectures"),
     ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures"),
     ({"hidden_size": None}, "hidden_size"),

@@ -58,6 +58,7 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
                              mlp_bias=True),
     "llama_yarn": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _YARN}),
     "llama_linear": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _LINEAR}),
+    "mistral": _text("MistralForCausalLM", "MistralConfig", **_BASE, head_dim=32, sliding_window=None),
     "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", **_BASE, head_dim=32),
     "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_BASE, tie_word_embeddings=True),
     "qwen2_moe": _text("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_BASE, **_MOE, shared_expert_intermediate_size=48,
