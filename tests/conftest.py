@@ -4,6 +4,7 @@ import importlib.util
 import os
 import random
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,10 @@ def has_gpu() -> bool:
 # first of them is imported, by whatever test or conftest.py that is.
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What a shell starts in its background ignores SIGINT, and so do the processes it starts: tests interrupt some of them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No example is timed, because a busy machine may take any time for any of them; and the same tree gives the same
 # examples. `--hypothesis-profile=search` looks for new ones.
