@@ -137,7 +137,8 @@ class Weights:
             self._source.read(self._prefix + name, out)
             return
         parts = [rows] if isinstance(rows, Part) else rows
-        if len(parts) == 1 and parts[0].is_whole:
+        edges = [0, *(part.stop for part in parts)]
+        if edges == [*(part.start for part in parts), parts[0].total]:  # one behind the other, they are all of it
             self._source.read(self._prefix + name, out)
         else:
             self._part_source.read_rows(self._prefix + name, out, parts)

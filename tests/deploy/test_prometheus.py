@@ -40,8 +40,8 @@ from tools.prometheus import LOCAL, Prometheus, Target, prometheus, scaled
 
 SCALE = 240  # an alert that waits ten minutes waits two and a half seconds
 INTERVAL_S, RATE_INTERVAL = 0.25, "4s"
-LOWERED = {"BatonQueueOld": ("> 30", "> 2"), "BatonFirstTokenSlow": ("> 5", "> 2"),
-           "BatonPipelineIdle": ("> 0.5", "> 0.2")}
+LOWERED = {"BatonPreempting": ("[2500ms]) > 0.1", "[30s]) > 0.02"), "BatonQueueOld": ("> 30", "> 2"),
+           "BatonFirstTokenSlow": ("> 5", "> 2"), "BatonPipelineIdle": ("> 0.5", "> 0.2")}
 WAIT_S = 120.0
 RULES = (DEPLOY / "alerts" / "rules.yaml").read_text()
 
@@ -91,7 +91,7 @@ def _named(kind: str) -> set[str]:
 
 async def _ask(client: AsyncBatonClient, query: Query) -> None:
     with suppress(BatonError):
-        await client.complete(query, timeout_s=60)
+        await client.complete(query, timeout_s=600)  # a router refuses what a slow machine cannot end in time
 
 
 @asynccontextmanager
@@ -113,8 +113,8 @@ async def load(client: AsyncBatonClient, *, clients: int, prompt: int, tokens: i
 
 
 async def shop_troubles(shop: RunningCluster, watch: Watch) -> None:
-    # Two answers do not fit: beside more, a router admits only what pools have room for at the pace they showed.
-    async with load(shop.client, clients=6, prompt=60, tokens=440):
+    # An answer outgrows the two pages that it begins with, and five of them leave one free. It is counted at its end.
+    async with load(shop.client, clients=6, prompt=60, tokens=80):
         await watch.until_fired("shop", "BatonPreempting", "BatonPipelineIdle", "BatonDraftsRejected")
         killing = asyncio.create_task(_kill_now_and_then(shop))
         await watch.until_fired("shop", "BatonProcessDown", "BatonRoleDown")

@@ -276,8 +276,8 @@ class TransferAgent:
             if stage.incarnation == self._incarnation:
                 own = self._memory.geometry
                 if (stage.layers, stage.tensor) != (own.layers, own.tensor):
-                    raise IncompatiblePeerError(f"stage {index} has layers {own.layers} as rank {own.tensor.rank} of "
-                                                f"{own.tensor.size}, not {stage.layers} as {stage.tensor.rank} of "
+                    raise IncompatiblePeerError(f"stage {index} has layers {own.layers} of rank {own.tensor.rank} of "
+                                                f"{own.tensor.size}, not {stage.layers} of rank {stage.tensor.rank} of "
                                                 f"{stage.tensor.size}")
                 return index
         raise IncompatiblePeerError(f"terms for {[stage.incarnation for stage in stages]}; this is {self._incarnation}")

@@ -139,12 +139,12 @@ def test_new_keys_are_written_in_runs_where_pages_take_several() -> None:
 
 
 def test_a_chunk_is_cut_into_tiles_of_which_the_longest_come_first() -> None:
-    batch = make_batch(ForwardMode.PREFILL, [Row(3, 0, (1,)), Row(0, 16, (2,)), Row(196, 20, tuple(range(1, 16)))])
+    batch = make_batch(ForwardMode.PREFILL, [Row(3, 0, (1,)), Row(0, 16, (2,)), Row(388, 20, tuple(range(1, 28)))])
     rows = planned(batch).rows
-    assert rows.tiles.tolist() == [[2, 99, 96], [2, 3, 96], [2, 195, 4], [0, 0, 3]]
-    assert rows.positions.tolist() == [0, 1, 2, *range(20, 216)]
-    assert rows.num_in_order.tolist() == [3, 16, 216]
-    assert rows.paths.shape == (199, 0)
+    assert rows.tiles.tolist() == [[2, 195, 192], [2, 3, 192], [2, 387, 4], [0, 0, 3]]
+    assert rows.positions.tolist() == [0, 1, 2, *range(20, 408)]
+    assert rows.num_in_order.tolist() == [3, 16, 408]
+    assert rows.paths.shape == (391, 0)
 
 
 def test_nodes_of_a_tree_see_their_path_where_plain_decoding_would_have_stored_it() -> None:

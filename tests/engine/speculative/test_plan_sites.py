@@ -7,6 +7,7 @@ site and without a check fails by itself.
 import ast
 import importlib
 import inspect
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
 from runtime.errors import StalePlanError
+from tests.decode import test_layerwise as layerwise
 from tests.engine.backends import test_device_latent as device_latent
 from tests.engine.backends import test_flashinfer as flashinfer
 from tests.engine.backends.test_latent import make as cpu_latent
@@ -271,6 +273,11 @@ def test_s1_3_a_captured_forward_is_planned_before_it_and_never_by_it() -> None:
     assert model.plans[-1] is not model.plans[0]
 
 
+def check_layerwise() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        layerwise.test_s1_chains_of_several_layers_are_the_formulas(Path(folder), "deepseek_v32", 2, 2)
+
+
 # S1-11: nothing of it may be missing.
 
 
@@ -288,6 +295,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "engine/graphs/runner.py": in_turn(
         graphs.test_s1_3_a_replay_without_a_plan_of_its_own_is_refused,
         graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone),
+    "engine/speculative/layerwise.py": check_layerwise,
     "engine/speculative/eagle.py": lambda: rounds.test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(2, 3),
 }
 

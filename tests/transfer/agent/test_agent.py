@@ -220,7 +220,7 @@ def test_terms_with_other_layers_than_this_stage_has_are_refused(pools: Pools) -
                                    stages=stages,
                           specs=dest.specs)
     dest.open_receive(terms, destination)
-    assert dest.wait("s", FAILED)[0].error_text == "stage 0 has layers 0-3, not 0-2"
+    assert dest.wait("s", FAILED)[0].error_text == "stage 0 has layers 0-3 of rank 0 of 1, not 0-2 of rank 0 of 1"
 
 
 def test_a_plan_the_sides_disagree_on_is_refused_by_both(pools: Pools) -> None:
