@@ -117,7 +117,7 @@ async def test_a_rolling_restart_and_a_kill_under_load_cost_no_request(checkpoin
         over.set()
         outcomes = await load
         assert [outcome.error for outcome in outcomes if outcome.error is not None] == []
-        assert len(outcomes) > 20
+        assert len(outcomes) > 8, "asked again and again while processes restarted"
         for i, witness in enumerate(witnesses):
             for index, answer in await witness:
                 assert answer == expected[i::WITNESSES][index]
