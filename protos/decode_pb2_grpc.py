@@ -39,13 +39,27 @@ class DecodeStub:
                 request_serializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Steps = channel.unary_stream(
+                '/baton.v1.Decode/Steps',
+                request_serializer=baton_dot_v1_dot_decode__pb2.StepsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_decode__pb2.StepsResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request_iterator, context):
-        """One request. The stream's life is the session's life: dropping it aborts and frees.
+        """One request. The stream's life is the session's life: dropping it aborts and frees. What the request draws comes by
+        the caller's `Steps`; the stream ends with OK when the request has finished there, or with what ended it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Steps(self, request, context):
+        """What is drawn for all requests of one router. It lasts until the router or the worker ends it, and with it end the
+        requests that name it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,6 +72,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Steps': grpc.unary_stream_rpc_method_handler(
+                    servicer.Steps,
+                    request_deserializer=baton_dot_v1_dot_decode__pb2.StepsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_decode__pb2.StepsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +106,33 @@ class Decode:
             '/baton.v1.Decode/Generate',
             baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Steps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Decode/Steps',
+            baton_dot_v1_dot_decode__pb2.StepsRequest.SerializeToString,
+            baton_dot_v1_dot_decode__pb2.StepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,13 +32,25 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Generate: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """One request. The stream's life is the session's life: dropping it aborts and frees."""
+    """One request. The stream's life is the session's life: dropping it aborts and frees. What the request draws comes by
+    the caller's `Steps`; the stream ends with OK when the request has finished there, or with what ended it.
+    """
+    Steps: _grpc.UnaryStreamMultiCallable[_decode_pb2.StepsRequest, _decode_pb2.StepsResponse]
+    """What is drawn for all requests of one router. It lasts until the router or the worker ends it, and with it end the
+    requests that name it.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """One request. The stream's life is the session's life: dropping it aborts and frees."""
+    """One request. The stream's life is the session's life: dropping it aborts and frees. What the request draws comes by
+    the caller's `Steps`; the stream ends with OK when the request has finished there, or with what ended it.
+    """
+    Steps: _aio.UnaryStreamMultiCallable[_decode_pb2.StepsRequest, _decode_pb2.StepsResponse]  # type: ignore[assignment]
+    """What is drawn for all requests of one router. It lasts until the router or the worker ends it, and with it end the
+    requests that name it.
+    """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -47,6 +59,18 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """One request. The stream's life is the session's life: dropping it aborts and frees."""
+        """One request. The stream's life is the session's life: dropping it aborts and frees. What the request draws comes by
+        the caller's `Steps`; the stream ends with OK when the request has finished there, or with what ended it.
+        """
+
+    @_abc_1.abstractmethod
+    def Steps(
+        self,
+        request: _decode_pb2.StepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.StepsResponse], _abc.AsyncIterator[_decode_pb2.StepsResponse]]:
+        """What is drawn for all requests of one router. It lasts until the router or the worker ends it, and with it end the
+        requests that name it.
+        """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -188,7 +188,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("role", "address", "serving", "reason", "incarnation", "stages", "queued_requests", "running_requests", "pages_total", "pages_free", "slots_total", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "tensor_size")
+    __slots__ = ("role", "address", "serving", "reason", "incarnation", "stages", "queued_requests", "running_requests", "pages_total", "pages_free", "slots_total", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "tensor_size", "data_ranks")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class WorkerStatus(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_RANKS_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     serving: bool
@@ -223,7 +224,8 @@ class WorkerStatus(_message.Message):
     prompt_tokens: int
     output_tokens: int
     tensor_size: int
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., incarnation: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tensor_size: _Optional[int] = ...) -> None: ...
+    data_ranks: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRankLoad]
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., incarnation: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ...) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
     __slots__ = ("model", "waiting_requests", "running_requests", "workers")

@@ -158,3 +158,15 @@ class Timings(_message.Message):
     decode_s: float
     total_s: float
     def __init__(self, router_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ...) -> None: ...
+
+class DataRankLoad(_message.Message):
+    __slots__ = ("queued_requests", "running_requests", "pages_free", "slots_free")
+    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FREE_FIELD_NUMBER: _ClassVar[int]
+    queued_requests: int
+    running_requests: int
+    pages_free: int
+    slots_free: int
+    def __init__(self, queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_free: _Optional[int] = ...) -> None: ...

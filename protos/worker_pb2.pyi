@@ -1,3 +1,4 @@
+from protos import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -23,7 +24,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("role", "incarnation", "model", "architecture", "revision", "compatibility", "compatibility_text", "vocab_size", "max_context_tokens", "num_layers", "page_size", "pages_total", "slots_total", "max_running_requests", "max_queued_requests", "stages", "tokenizer_digest", "max_batch_requests", "tensor_size")
+    __slots__ = ("role", "incarnation", "model", "architecture", "revision", "compatibility", "compatibility_text", "vocab_size", "max_context_tokens", "num_layers", "page_size", "pages_total", "slots_total", "max_running_requests", "max_queued_requests", "stages", "tokenizer_digest", "max_batch_requests", "tensor_size", "data_size")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +44,7 @@ class WorkerInfo(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_SIZE_FIELD_NUMBER: _ClassVar[int]
     role: str
     incarnation: str
     model: str
@@ -62,10 +64,11 @@ class WorkerInfo(_message.Message):
     tokenizer_digest: str
     max_batch_requests: int
     tensor_size: int
-    def __init__(self, role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., pages_total: _Optional[int] = ..., slots_total: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., stages: _Optional[_Iterable[str]] = ..., tokenizer_digest: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., tensor_size: _Optional[int] = ...) -> None: ...
+    data_size: int
+    def __init__(self, role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., pages_total: _Optional[int] = ..., slots_total: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., stages: _Optional[_Iterable[str]] = ..., tokenizer_digest: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., tensor_size: _Optional[int] = ..., data_size: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("serving", "reason", "queued_requests", "queued_tokens", "running_requests", "pages_free", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "start_s", "cache_reports")
+    __slots__ = ("serving", "reason", "queued_requests", "queued_tokens", "running_requests", "pages_free", "slots_free", "open_sessions", "busy_s", "prompt_tokens", "output_tokens", "start_s", "cache_reports", "data_ranks", "local_rest_tokens")
     SERVING_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +82,8 @@ class WorkerLoad(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     START_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_REPORTS_FIELD_NUMBER: _ClassVar[int]
+    DATA_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_REST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     serving: bool
     reason: str
     queued_requests: int
@@ -92,7 +97,9 @@ class WorkerLoad(_message.Message):
     output_tokens: int
     start_s: float
     cache_reports: int
-    def __init__(self, serving: _Optional[bool] = ..., reason: _Optional[str] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., start_s: _Optional[float] = ..., cache_reports: _Optional[int] = ...) -> None: ...
+    data_ranks: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRankLoad]
+    local_rest_tokens: int
+    def __init__(self, serving: _Optional[bool] = ..., reason: _Optional[str] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., pages_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., open_sessions: _Optional[int] = ..., busy_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., start_s: _Optional[float] = ..., cache_reports: _Optional[int] = ..., data_ranks: _Optional[_Iterable[_Union[_types_pb2.DataRankLoad, _Mapping]]] = ..., local_rest_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheReport(_message.Message):
     __slots__ = ("number", "whole", "stored", "removed")
