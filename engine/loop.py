@@ -4,6 +4,8 @@ The window is the pipeline's depth: 1 on a single stage, the number of stages on
 loop and owns the scheduler, its allocators and the stage channel; other threads hand it commands.
 
     commands ─▶ [ scheduler.next_batch ─▶ pipeline.launch ]* ─▶ pipeline.collect ─▶ scheduler.on_result ─▶ …
+
+A pool of several data ranks has a scheduler for each; a step is a batch of each of them (`plan_step`).
 """
 
 import asyncio
@@ -15,10 +17,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
-from engine.core.batch import ForwardBatch
+from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.time_limits import StepLimit
+from engine.pipeline.ranks import Step, plan_step
 from engine.pipeline.stages import Pipeline, StepResult
 from runtime.errors import (
     BatonError,
@@ -78,10 +81,11 @@ class EngineLoop:
     another one.
     """
 
-    def __init__(self, scheduler: Scheduler, *, observer: LoopObserver | None = None,
+    def __init__(self, *schedulers: Scheduler, observer: LoopObserver | None = None,
                  step_limit: StepLimit | None = None, idle_check_s: float = 1.0) -> None:
-        """`idle_check_s` is the least time between two idle checks, which walk every id of the pools."""
-        self._scheduler = scheduler
+        """`schedulers`: one of each data rank. `idle_check_s` is the least time between two idle checks, which walk
+        every id of the pools."""
+        self._schedulers = schedulers
         self._idle_check_s = idle_check_s
         self._checked_s = 0.0
         self._observer = observer or LoopObserver()
@@ -89,7 +93,7 @@ class EngineLoop:
         self._pipeline: Pipeline | None = None
         self._on_lost: LostListener = lambda error: None
         self._failure: BaseException | None = None
-        self._in_flight: deque[tuple[ForwardBatch, float]] = deque()
+        self._in_flight: deque[tuple[Step, float]] = deque()
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._was_busy = False
@@ -164,9 +168,10 @@ class EngineLoop:
     def detach(self, error: BatonError) -> None:
         """The pipeline is gone: end what depended on it, and what came since it broke. Loop thread only."""
         self._pipeline = None
-        batches = [batch for batch, _ in self._in_flight]
+        steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
-        self._scheduler.on_pipeline_lost(batches, error)
+        for rank, scheduler in enumerate(self._schedulers):
+            scheduler.on_pipeline_lost([batch for step in steps if _has_rows(batch := step[rank])], error)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -207,12 +212,13 @@ class EngineLoop:
         pipeline = self._pipeline
         if pipeline is not None:
             has_launched = False
-            while len(self._in_flight) < pipeline.depth and (batch := self._scheduler.next_batch()) is not None:
+            while len(self._in_flight) < pipeline.depth and (step := self._next_step()) is not None:
                 self._observer.settled()
                 launched = self._note_busy()
-                self._in_flight.append((batch, launched))
-                pipeline.launch(batch)
-                self._observer.launched_s(time.monotonic() - launched, batch)
+                self._in_flight.append((step, launched))
+                pipeline.launch(step)
+                if step[0] is not None:
+                    self._observer.launched_s(time.monotonic() - launched, step[0])
                 self._was_busy = has_launched = True
             if self._in_flight:
                 if not has_launched:
@@ -225,27 +231,35 @@ class EngineLoop:
         self._observer.settled()
         self._wait_for_command()
 
+    def _next_step(self) -> Step | None:
+        """Of what each data rank has ready; None when that is nothing."""
+        step = plan_step([scheduler.next_batch() for scheduler in self._schedulers])
+        return step if any(batch is not None for batch in step) else None
+
     def _check_idle(self) -> None:
         try:
-            self._scheduler.on_idle()
+            for scheduler in self._schedulers:
+                scheduler.on_idle()
         except InternalError as error:  # a leak breaks no pipeline
             logger.exception("an invariant is broken")
             self._observer.unhealthy(str(error))
 
     def _collect(self, pipeline: Pipeline) -> None:
         began = time.monotonic()
-        batch, launched = self._in_flight[0]
-        result = pipeline.collect(0.5)
+        step, launched = self._in_flight[0]
+        results = pipeline.collect(0.5)
         self._observer.waited_s(time.monotonic() - began)
-        if result is None:
+        if results is None:
             if time.monotonic() - launched > self.step_limit.seconds:
                 raise PeerLostError(f"a step took longer than {self.step_limit.seconds:g} s")
             return
         self._in_flight.popleft()
         step_s = time.monotonic() - launched
         self.step_limit.observe(step_s)
-        self._observer.step_s(step_s, batch)
-        self._scheduler.on_result(batch, result)
+        for scheduler, batch, result in zip(self._schedulers, step, results, strict=True):
+            if _has_rows(batch) and result is not None:
+                self._observer.step_s(step_s, batch)
+                scheduler.on_result(batch, result)
 
     def _drain_commands(self) -> None:
         while True:
@@ -270,3 +284,8 @@ class EngineLoop:
         """From now on the thread is within one command or one step."""
         self._busy_since_s = now = time.monotonic()
         return now
+
+
+def _has_rows(batch: ForwardBatch | None) -> TypeGuard[ForwardBatch]:
+    """Whether it is its scheduler's own."""
+    return batch is not None and batch.mode is not ForwardMode.IDLE

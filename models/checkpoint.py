@@ -50,6 +50,10 @@ class WeightEntry(Protocol):
         """See `read_tensor`; `hashed` takes up every byte that is read."""
         ...
 
+    def row_scales(self, *, item: int | None = None) -> Tensor | None:
+        """[rows] fp32, if every row is whole codes of a byte or less times one scale."""
+        ...
+
 
 @dataclass(frozen=True)
 class TensorEntry:
@@ -86,6 +90,9 @@ class TensorEntry:
         _read_exactly(self.file, self.offset + (item or 0) * target.nbytes, target, hashed)
         if target is not out:
             out.copy_(target)
+
+    def row_scales(self, *, item: int | None = None) -> None:
+        """See `WeightEntry.row_scales`."""
 
     def rows(self, start: int, count: int, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> Tensor:
         """`count` rows from `start` on, of entry `item` if this is a stack, in the stored dtype: [count, ...]."""

@@ -1,16 +1,17 @@
 """The stage skeleton all families share: embedding on the first stage, a range of layers, norm and head on the last."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.contracts.model import ForwardContext, ModelFacts, StageOutput
+from engine.contracts.model import ExpertTokens, ForwardContext, ModelFacts, RanksOfStage, StageOutput
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange
 from engine.sampling.sampler import wanted_tokens
 from models.blocks.linear import embed
+from models.blocks.norm import RmsNorm
 from models.blocks.rotary import Rotary
 from models.blocks.spec import DecoderSpec, LayerSpec, StagePass
 from models.blocks.weights import Weights
@@ -22,33 +23,61 @@ HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
-    """Mixer and feed-forward, each behind a norm and beside a residual. The first layer of a stage also computes what
-    the whole stage needs once per forward."""
+    """Mixer and feed-forward, each behind a norm or between two, and beside a residual. The first layer of a stage also
+    computes what the whole stage needs once per forward."""
 
-    def __init__(self, *, spec: LayerSpec, decoder: DecoderSpec, layer_id: int, start_layer: int, rotary: Rotary,
-                 weights: Weights) -> None:
+    def __init__(self, *, spec: LayerSpec, decoder: DecoderSpec, layer_id: int, start_layer: int, rotary: Rotary | None,
+                 weights: Weights, window_rotary: Rotary | None = None,
+                 ranks: RanksOfStage | None = None) -> None:
         self.layer_id = layer_id
         self.start_layer = start_layer
-        self._rotary = rotary
+        self._ranks = ranks
+        self._rotary, self._window_rotary = rotary, window_rotary
         self._input_norm = decoder.norm.build(weights, "input_layernorm", decoder.hidden_size)
-        self._mixer = spec.mixer.build(weights.at(spec.mixer.weights_name), layer_id=layer_id)
-        self._post_norm = decoder.norm.build(weights, "post_attention_layernorm", decoder.hidden_size)
-        self._feed_forward = spec.feed_forward.build(weights.at("mlp"))
+        self._mixer = spec.mixer.build(weights.at(spec.mixer.weights_name).among(None if ranks is None else
+                                                                                 ranks.attention), layer_id=layer_id)
+        self._mixed_norm: RmsNorm | None = None
+        self._output_norm: RmsNorm | None = None
+        before = "post_attention_layernorm"
+        if decoder.norms_outputs:
+            self._mixed_norm = decoder.norm.build(weights, "post_attention_layernorm", decoder.hidden_size)
+            self._output_norm = decoder.norm.build(weights, "post_feedforward_layernorm", decoder.hidden_size)
+            before = "pre_feedforward_layernorm"
+        self._post_norm = decoder.norm.build(weights, before, decoder.hidden_size)
+        self.feed_forward = spec.feed_forward.build(weights.at("mlp").among(ranks))
+        self._scale = weights.tensor("layer_scalar", 1) if decoder.scales_layers else None
 
-    def forward(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None = None,
+                counts: Sequence[int] | None = None) -> Tensor:
         """hidden: [T, hidden]. Returns the same shape, or with `wanted`, indices of tokens, their rows only: then the
-        feed-forward runs for no other token."""
+        feed-forward runs for no other token. `counts`: how many those are on each data rank, where there are several;
+        all of them divide the feed-forward, so it runs also for a rank without any."""
+        if len(hidden):
+            hidden = self._mixed(hidden, stage_pass, wanted)
+        if not (len(hidden) if counts is None else sum(counts)):
+            return hidden
+        fed = self._fed(self._post_norm.forward(hidden), counts)
+        hidden = hidden + (fed if self._output_norm is None else self._output_norm.forward(fed))
+        return hidden if self._scale is None else hidden * self._scale
+
+    def _fed(self, rows: Tensor, counts: Sequence[int] | None) -> Tensor:
+        if counts is None or self._ranks is None:
+            return self.feed_forward.forward(rows)
+        every = self.feed_forward.forward(self._ranks.gather_rows(rows, counts))
+        return self._ranks.own_rows(every, counts)
+
+    def _mixed(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None) -> Tensor:
         if self.layer_id == self.start_layer:
-            stage_pass.rotary = self._rotary.table(stage_pass.batch.positions)
+            if self._rotary is not None:
+                stage_pass.rotary = self._rotary.table(stage_pass.batch.positions)
+            if self._window_rotary is not None:
+                stage_pass.window_rotary = self._window_rotary.table(stage_pass.batch.positions)
         mixed = self._mixer.forward(self._input_norm.forward(hidden), stage_pass)
         if stage_pass.context.on_layer_done is not None:
             stage_pass.context.on_layer_done(self.layer_id)
         if wanted is not None:
             hidden, mixed = hidden[wanted], mixed[wanted]
-        hidden = hidden + mixed
-        if not len(hidden):
-            return hidden
-        return hidden + self._feed_forward.forward(self._post_norm.forward(hidden))
+        return hidden + (mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed))
 
 
 class DecoderStage:
@@ -59,7 +88,8 @@ class DecoderStage:
     """
 
     def __init__(self, *, facts: ModelFacts, spec: DecoderSpec, layer_range: LayerRange, weights: Weights,
-                 capture_layers: frozenset[int] = frozenset()) -> None:
+                 capture_layers: frozenset[int] = frozenset(), ranks: RanksOfStage | None = None) -> None:
+        """`ranks` share the stage, where it has several."""
         self._facts = facts
         self._layer_range = layer_range
         self._device = weights.device
@@ -68,19 +98,24 @@ class DecoderStage:
         self._is_last = layer_range.end == spec.num_layers
         self._takes_selection = spec.layers[layer_range.start].mixer.shares_selection
         self._hands_on_selection = not self._is_last and spec.layers[layer_range.end].mixer.shares_selection
-        self._vocabulary, self._ranks = spec.vocabulary, weights.ranks
+        self._vocabulary, self._ranks = spec.vocabulary, ranks
+        self._has_data_ranks = spec.rank.data_size > 1
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:
             name = (EMBEDDING if spec.tied_head else HEAD).removesuffix(".weight")
             self._head = weights.linear(name, rows=(spec.vocabulary,), in_features=spec.hidden_size)
         if self._is_first:
-            own = None if self._is_last and spec.tied_head else weights.tensor(
+            shares_head = self._is_last and spec.tied_head and not weights.in_bytes
+            own = None if shares_head else weights.tensor(
                 EMBEDDING, len(spec.vocabulary), spec.hidden_size, rows=spec.vocabulary)
             self._embed = self._head.weight_rows if own is None else partial(embed, table=own)
-        rotary = Rotary(spec=spec.rope, dtype=getattr(torch, facts.dtype), device=weights.device)
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=getattr(torch, facts.dtype)).item()
+        self._logit_bound = spec.logit_bound
+        rotary, window_rotary = (Rotary.of(rope, dtype=getattr(torch, facts.dtype), device=weights.device)
+                                 for rope in (spec.rope, spec.window_rope))
         self.layers = [DecoderLayer(spec=spec.layers[layer_id], decoder=spec, layer_id=layer_id,
-                                    start_layer=layer_range.start, rotary=rotary,
-                                    weights=weights.at(f"layers.{layer_id}"))
+                                    start_layer=layer_range.start, rotary=rotary, ranks=ranks,
+                                    weights=weights.at(f"layers.{layer_id}"), window_rotary=window_rotary)
                        for layer_id in layer_range]
         if self._is_last:
             self._norm = spec.norm.build(weights, "norm", spec.hidden_size)
@@ -93,11 +128,17 @@ class DecoderStage:
     def layer_range(self) -> LayerRange:
         return self._layer_range
 
+    @property
+    def expert_tokens(self) -> dict[int, ExpertTokens]:
+        """See `StageModel.expert_tokens`."""
+        found = {layer.layer_id: layer.feed_forward.expert_tokens for layer in self.layers}
+        return {layer_id: tokens for layer_id, tokens in found.items() if tokens is not None}
+
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
                 aux_hidden: Mapping[int, Tensor] | None = None,
                 selected_keys: Tensor | None = None) -> StageOutput:
-        """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through unchanged. What the
-        stage before handed on must lie on this stage's device.
+        """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through unchanged, but for
+        what other data ranks need. What the stage before handed on must lie on this stage's device.
 
         Raises:
             InternalError: the first stage was given no token ids, a later one no hidden states, or one whose first
@@ -108,23 +149,35 @@ class DecoderStage:
         stage_pass = StagePass(batch=batch, context=context, selected_keys=self._stage_selection(batch, selected_keys))
         wanted = self._wanted(batch)
         cut_layer = self._cut_layer(wanted)
+        tokens, logits = self._shares(batch)
         for layer in self.layers:
-            if batch.num_tokens:
-                hidden = layer.forward(hidden, stage_pass, wanted if layer.layer_id == cut_layer else None)
+            if batch.num_tokens or self._has_data_ranks:
+                hidden = layer.forward(hidden, stage_pass, wanted if layer.layer_id == cut_layer else None,
+                                       logits if self._may_cut(layer.layer_id) else tokens)
             if layer.layer_id in self._capture_layers:
                 captured[layer.layer_id] = hidden
         if not self._is_last:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
-        return StageOutput(logits=self._all_logits(self._head.logits(self._norm.forward(rows))), aux_hidden=captured)
+        return StageOutput(logits=self._logits(self._norm.forward(rows), logits), aux_hidden=captured)
 
-    def _all_logits(self, logits: Tensor) -> Tensor | None:
-        """logits: [rows, part of vocab]. Returns [rows, vocab] where tokens are drawn, None on the other ranks."""
+    def _logits(self, rows: Tensor, counts: Sequence[int] | None) -> Tensor | None:
+        """rows: [n, hidden]. Returns [n, vocab] where tokens are drawn, None on the other ranks."""
         if self._ranks is None:
-            return logits
-        parts = self._ranks.collect(logits)
-        return None if parts is None else torch.cat(parts, dim=1)
+            return self._bounded(self._head.logits(rows))
+        every = rows if counts is None else self._ranks.gather_rows(rows, counts)
+        return self._ranks.collect(self._bounded(self._head.logits(every)), [len(rows)] if counts is None else counts)
+
+    def _bounded(self, logits: Tensor) -> Tensor:
+        bound = self._logit_bound
+        return logits if bound is None else logits.div_(bound).tanh_().mul_(bound)
+
+    def _shares(self, batch: ForwardBatch) -> tuple[list[int] | None, list[int] | None]:
+        """Tokens of each data rank, and of these those whose logits are computed; None where there is one."""
+        if not self._has_data_ranks:
+            return None, None
+        return [share.tokens for share in batch.shares], [share.logits for share in batch.shares]
 
     def _embedded(self, token_ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """token_ids: [T]. Returns [T, hidden]; each token's row comes from the rank that has it."""
@@ -134,7 +187,7 @@ class DecoderStage:
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < part.total:
             raise IndexError(f"index out of range: a token of {part.total} in the vocabulary")
         rows = self._ranks.gather(embed((token_ids - part.start).clamp(0, len(part) - 1)))
-        return torch.stack(rows)[token_ids // each, torch.arange(len(token_ids))]
+        return rows[token_ids // each * len(token_ids) + torch.arange(len(token_ids))]
 
     def _wanted(self, batch: ForwardBatch) -> Tensor | None:
         """Indices of the tokens whose logits the last stage gives; None where it gives all, as in decode steps."""
@@ -146,9 +199,10 @@ class DecoderStage:
     def _cut_layer(self, wanted: Tensor | None) -> int | None:
         """The last layer, if only the tokens that draw need what comes behind its mixer: most of a prompt does not."""
         last = self._layer_range.end - 1
-        if wanted is None or last in self._capture_layers:
-            return None
-        return last
+        return last if wanted is not None and self._may_cut(last) else None
+
+    def _may_cut(self, layer_id: int) -> bool:
+        return self._is_last and layer_id == self._layer_range.end - 1 and layer_id not in self._capture_layers
 
     def _stage_selection(self, batch: ForwardBatch, selected_keys: Tensor | None) -> Tensor | None:
         """What the first layer may share: nothing unless it shares, else a row of keys for each token."""
@@ -161,9 +215,17 @@ class DecoderStage:
 
     def _stage_input(self, batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
         if self._embed is None:
+            if hidden is None and not batch.num_tokens:
+                return torch.empty(0, self._facts.hidden_size, dtype=getattr(torch, self._facts.dtype))
             if hidden is None or hidden.shape[0] != batch.num_tokens:
                 raise InternalError(f"stage {self._layer_range} needs hidden states of {batch.num_tokens} tokens")
             return hidden
         if batch.token_ids is None:
             raise InternalError(f"stage {self._layer_range} needs token ids")
-        return self._embedded(batch.token_ids, self._embed)
+        tokens, _ = self._shares(batch)
+        if tokens is None or self._ranks is None:
+            embedded = self._embedded(batch.token_ids, self._embed)
+        else:
+            every = self._ranks.gather_rows(batch.token_ids.int(), tokens).long()
+            embedded = self._ranks.own_rows(self._embedded(every, self._embed), tokens)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
-from engine.contracts.model import ModelFacts, Ranks
-from engine.core.layer_range import LayerRange, Part, TensorRank
+from engine.contracts.model import ModelFacts, RanksOfStage
+from engine.core.layer_range import ONLY_RANK, LayerRange, Part, TensorRank
 from engine.core.numerics import HOST, Numerics
+from engine.kernels.host.compiled import has_kernels
+from engine.kernels.host.eight_bits import SCALE_BYTES
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.blocks.spec import DecoderSpec
@@ -35,7 +37,8 @@ from runtime.model_folder import check_model_folder
 # Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
 # wrapper saved as its text model keeps the wrapper's keys.
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-_NOT_OURS = re.compile(r"^(model\.)?(mtp|visual|vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$")
+_NOT_OURS = re.compile(r"^(model\.)?(mtp|visual|vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\."
+                       r"|\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _NOTHING = torch.empty(0)
 _REVISION_IGNORES = ("transformers_version", "_name_or_path")
@@ -48,6 +51,7 @@ class ModelDescription:
     facts: ModelFacts
     spec: DecoderSpec
     checkpoint: Checkpoint | None = field(repr=False)  # None: weights are random
+    in_bytes: bool = False  # projections keep eight bits of each weight
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What every layer of the whole model caches, in layer order."""
@@ -56,9 +60,12 @@ class ModelDescription:
                      for spec in layer.mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype))
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry | None:
-        """Of the layers with paged K/V, which share one; None if there are none."""
+        """Of the layers with K/V, which share one, but for those that see a window only; None if there are none."""
         found = (layer.mixer.attention_geometry(page_size) for layer in self.spec.layers)
-        return next((geometry for geometry in found if isinstance(geometry, AttentionGeometry)), None)
+        geometries = [geometry for geometry in found if isinstance(geometry, AttentionGeometry)]
+        windowed = next((geometry for geometry in geometries if geometry.window is not None), None)
+        whole = next((geometry for geometry in geometries if geometry.window is None), windowed)
+        return None if whole is None else replace(whole, windowed=windowed)
 
     def latent_geometry(self, page_size: int) -> LatentGeometry | None:
         """Of the layers with latent attention, which share one; None if there are none."""
@@ -79,18 +86,29 @@ class ModelDescription:
         """
         return self if rank.size == 1 else replace(self, spec=self.spec.of_rank(rank))
 
-    def weight_bytes(self, layers: LayerRange) -> int:
-        """What all ranks of a stage of these layers hold together at least, in the dtype that the model runs in; 0
-        where weights are random."""
+    def weight_bytes(self, layers: LayerRange, rank: TensorRank = ONLY_RANK) -> int:
+        """What a rank of a stage of these layers holds at least, in the dtype that the model runs in, or in eight bits;
+        0 where weights are random."""
         if self.checkpoint is None:
             return 0
-        item_bytes = _torch_dtype(self.facts.dtype).itemsize
-        return sum(math.prod(entry.shape) for entry in stage_entries(self.checkpoint, self.spec, layers).values()
-                   ) * item_bytes
+        num_bytes = 0
+        by_request = {f".{layer.mixer.weights_name}." for layer in self.spec.layers}
+        for name, entry in stage_entries(self.checkpoint, self.spec, layers).items():
+            own = rank.attention if any(part in name for part in by_request) else rank
+            num_bytes += -(-self._kept_bytes(name, entry.shape, layers) // own.size)
+        return num_bytes
+
+    def _kept_bytes(self, name: str, shape: tuple[int, ...], layers: LayerRange) -> int:
+        """Of one tensor. An embedding keeps its type; a head that is tied to it is then a copy."""
+        coded = kept_bytes(shape, self.facts.dtype, in_bytes=self.in_bytes)
+        if name != EMBEDDING or not self.in_bytes:
+            return coded
+        is_head = self.spec.tied_head and layers.end == self.spec.num_layers
+        return (kept_bytes(shape, self.facts.dtype) if layers.start == 0 else 0) + (coded if is_head else 0)
 
     def load_stage(self, layers: LayerRange, *, numerics: Numerics,
                    capture_layers: frozenset[int] = frozenset(), device: torch.device = HOST,
-                   digest: WeightsDigest | None = None, ranks: Ranks | None = None) -> DecoderStage:
+                   digest: WeightsDigest | None = None, ranks: RanksOfStage | None = None) -> DecoderStage:
         """Build one stage, or this rank's part of it, with its weights in memory of its own, on `device`. `ranks`:
         those of the stage, where it has several; this description is then that of the rank (`of_rank`).
 
@@ -109,38 +127,44 @@ class ModelDescription:
             raise ConfigError(f"no layers {unknown} to capture in a model with {self.facts.num_layers}",
                               field="capture_layers")
         if self.checkpoint is None:
-            return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device, ranks), layers,
-                                     capture_layers)
+            return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device), layers, capture_layers,
+                                     ranks)
         source = _StageWeights(self.checkpoint, self.spec, layers, digest)
-        stage = self._build_stage(self._weights(source, numerics, device, ranks), layers, capture_layers)
+        stage = self._build_stage(self._weights(source, numerics, device), layers, capture_layers, ranks)
         source.finish()
         return stage
 
-    def _weights(self, source: PartSource, numerics: Numerics, device: torch.device, ranks: Ranks | None) -> Weights:
+    def _weights(self, source: PartSource, numerics: Numerics, device: torch.device) -> Weights:
         return Weights(source, prefix="", dtype=_torch_dtype(self.facts.dtype), numerics=numerics, device=device,
-                       parts=source, ranks=ranks)
+                       parts=source, in_bytes=self.in_bytes)
 
-    def _build_stage(self, weights: Weights, layers: LayerRange, capture_layers: frozenset[int]) -> DecoderStage:
-        return DecoderStage(facts=self.facts, spec=self.spec, layer_range=layers, weights=weights,
+    def _build_stage(self, weights: Weights, layers: LayerRange, capture_layers: frozenset[int],
+                     ranks: RanksOfStage | None) -> DecoderStage:
+        return DecoderStage(facts=self.facts, spec=self.spec, layer_range=layers, weights=weights, ranks=ranks,
                             capture_layers=capture_layers)
 
 
-def read_model(path: Path) -> ModelDescription:
-    """Describe the checkpoint in folder `path`.
+def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
+    """Describe the checkpoint in folder `path`, to be kept in its own type or `in_bytes`.
 
     `facts.revision` is a digest over config.json (without the fields that only say who wrote it) and the names, types
     and shapes of all tensors; their bytes are digested while they are read (`load_stage`). End-of-sequence ids are
     those of the config and of generation_config.json.
 
     Raises:
-        ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, or a file is damaged.
+        ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, a file is damaged, or
+            the model's type has no products in eight bits.
     """
     check_model_folder(path)
     raw = read_config_file(path / "config.json")
     checkpoint = open_checkpoint(path, text_config(raw))
     generation = path / "generation_config.json"
     eos_ids = read_config_file(generation).integers("eos_token_id") if generation.exists() else ()
-    return _describe(raw, checkpoint, eos_ids)
+    description = _describe(raw, checkpoint, eos_ids)
+    if in_bytes and not has_kernels(_torch_dtype(description.facts.dtype)):
+        raise ConfigError(f"weights int8: models that run in {description.facts.dtype} have no products in eight bits, "
+                          f"only those in bfloat16 and float32", field="weights")
+    return replace(description, in_bytes=in_bytes)
 
 
 def random_model(config: dict[str, object]) -> ModelDescription:
@@ -215,6 +239,10 @@ class _StageWeights:
             return
         read_rows(entry, out, rows, columns, name=name, digest=self._digest)
 
+    def row_scales(self, name: str, *, item: int | None = None) -> Tensor | None:
+        """See `WeightSource.row_scales`."""
+        return self._entries[name].row_scales(item=item) if name in self._entries else None
+
     def skip(self, name: str, item: int | None = None) -> None:
         """See `PartSource.skip`."""
         entry = self._entries.get(name)
@@ -247,6 +275,8 @@ def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange)
         if _NOT_OURS.search(key):
             continue
         name = key.removeprefix(next((prefix for prefix in _PREFIXES if key.startswith(prefix)), ""))
+        for theirs, ours in spec.other_names:
+            name = name.replace(theirs, ours)
         layer = _LAYER.match(name)
         if layer is None:
             mine = shared.get(name, True)  # an unknown name is every stage's, so that it is reported
@@ -274,6 +304,13 @@ def _has_other_head(checkpoint: Checkpoint) -> bool:
 def _listing(names: set[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:8]) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")
+
+
+def kept_bytes(shape: tuple[int, ...], dtype: str, *, in_bytes: bool = False) -> int:
+    """What a tensor of this shape takes in a model that runs in that type; a matrix perhaps in eight bits."""
+    if in_bytes and len(shape) > 1:
+        return math.prod(shape) + math.prod(shape[:-1]) * SCALE_BYTES
+    return math.prod(shape) * _torch_dtype(dtype).itemsize
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -173,6 +173,13 @@ class QuantisedEntry:
             piece *= _spread(scales[blocks], of_column[columns])
             out[rows, columns].copy_(piece)
 
+    def row_scales(self, *, item: int | None = None) -> Tensor | None:
+        """See `WeightEntry.row_scales`. A zero point of a tensor may move codes beyond a byte."""
+        if self.form.codes_dtype == "F8_E4M3" or self.zeros is not None or self._num_blocks[1] > 1:
+            return None
+        of_blocks = self._by_block(self._whole(self.scales, None, item))[:, 0]
+        return of_blocks.repeat_interleave(self._block[0])[:self.shape[-2]]
+
     @property
     def _block(self) -> tuple[int, int]:
         rows, columns = self.shape[-2:]

@@ -4,7 +4,7 @@ from models.blocks.config import RawConfig
 from models.blocks.mlp import read_mlp
 from models.blocks.moe import MoeSpec, read_softmax_moe
 from models.blocks.rotary import read_rope
-from models.blocks.spec import DecoderSpec, LayerSpec, MixerSpec, assemble_decoder
+from models.blocks.spec import DecoderSpec, FeedForwardSpec, LayerSpec, MixerSpec, assemble_decoder
 from models.qwen2 import read_qwen2_attention
 
 
@@ -16,9 +16,12 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 
 def read_sparse_layers(raw: RawConfig, mixer: MixerSpec, moe: MoeSpec) -> tuple[LayerSpec, ...]:
+    """The same mixer on every layer."""
+    return tuple(LayerSpec(mixer, feed_forward) for feed_forward in read_sparse_feed_forwards(raw, moe))
+
+
+def read_sparse_feed_forwards(raw: RawConfig, moe: MoeSpec) -> list[FeedForwardSpec]:
     """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name, dense on the others."""
     step, dense = raw.integer("decoder_sparse_step", 1), raw.integers("mlp_only_layers")
-    return tuple(
-        LayerSpec(mixer, read_mlp(raw) if layer_id in dense or (layer_id + 1) % step else moe)
-        for layer_id in range(raw.integer("num_hidden_layers"))
-    )
+    return [read_mlp(raw) if layer_id in dense or (layer_id + 1) % step else moe
+            for layer_id in range(raw.integer("num_hidden_layers"))]

@@ -5,9 +5,13 @@ from collections.abc import Callable
 from models import (
     deepseek_v3,
     deepseek_v32,
+    gemma3,
+    gemma4,
     glm4_moe,
     glm_moe_dsa,
+    kimi_linear,
     llama,
+    minimax_m2,
     mistral,
     qwen2,
     qwen2_moe,
@@ -15,6 +19,7 @@ from models import (
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from models.blocks.config import RawConfig
 from models.blocks.spec import DecoderSpec
@@ -23,11 +28,18 @@ from runtime.errors import ConfigError
 _FAMILIES: dict[str, Callable[[RawConfig], DecoderSpec]] = {
     "LlamaForCausalLM": llama.read_decoder,
     "MistralForCausalLM": mistral.read_decoder,
+    "Gemma3ForCausalLM": gemma3.read_decoder,
+    "Gemma3ForConditionalGeneration": gemma3.read_decoder,
+    "Gemma4ForCausalLM": gemma4.read_decoder,
+    "Gemma4ForConditionalGeneration": gemma4.read_decoder,
     "Qwen2ForCausalLM": qwen2.read_decoder,
     "Qwen2MoeForCausalLM": qwen2_moe.read_decoder,
     "Qwen3ForCausalLM": qwen3.read_decoder,
     "Qwen3MoeForCausalLM": qwen3_moe.read_decoder,
+    "Qwen3NextForCausalLM": qwen3_next.read_decoder,
+    "MiniMaxM2ForCausalLM": minimax_m2.read_decoder,
     "Glm4MoeForCausalLM": glm4_moe.read_decoder,
+    "KimiLinearForCausalLM": kimi_linear.read_decoder,
     "DeepseekV3ForCausalLM": deepseek_v3.read_decoder,
     "DeepseekV32ForCausalLM": deepseek_v32.read_decoder,
     "GlmMoeDsaForCausalLM": glm_moe_dsa.read_decoder,

@@ -18,6 +18,7 @@ from engine.graphs.capture import Capture
 from engine.graphs.runner import GraphAttention, GraphRecurrent, StageGraphs
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
+from engine.pipeline.overlap import Overlap
 from engine.pipeline.stages import Commits, LayerObserver, StageExecutor
 from engine.speculative.draft_attention import DraftAttention
 
@@ -34,10 +35,12 @@ class StageCaches:
     index_key: Mapping[int, Tensor]
     conv: Mapping[int, Tensor]
     state: Mapping[int, Tensor]
+    window: Mapping[int, Tensor]
 
     @classmethod
     def of_layers(cls, pools: StagePools, layers: LayerRange) -> "StageCaches":
-        kinds = (CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY, CacheKind.CONV, CacheKind.STATE)
+        kinds = (CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY, CacheKind.CONV, CacheKind.STATE,
+                 CacheKind.WINDOW)
         return cls(*({layer_id: tensor for layer_id, tensor in pools.of_kind(kind).items() if layer_id in layers}
                      for kind in kinds))
 
@@ -92,7 +95,8 @@ class Backends(Protocol):
 
 
 def build_executor(model: StageModel, backends: StageBackends, device: torch.device,
-                   observer: LayerObserver | None, graphs: StageGraphs | None = None) -> StageExecutor:
+                   observer: LayerObserver | None, graphs: StageGraphs | None = None,
+                   overlap: Overlap | None = None) -> StageExecutor:
     return StageExecutor(model=model, attention=backends.attention, latent_attention=backends.latent_attention,
                          recurrent=backends.recurrent, caches=backends.caches, on_layer_done=observer, device=device,
-                         graphs=graphs)
+                         graphs=graphs, overlap=overlap)

@@ -30,12 +30,13 @@ class CpuBackends:
     def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
                  max_nodes: int, num_scratch: int) -> StageBackends:
         """See `Backends.of_stage`."""
-        paged = None if geometry is None else CpuAttention(kv_pools=caches.kv, geometry=geometry)
+        paged = None if geometry is None else CpuAttention(kv_pools=caches.kv, window_pools=caches.window,
+                                                             geometry=geometry)
         slots = self._recurrent(caches.conv, caches.state)
         compressed = None if latent is None else CpuLatentAttention(
             latent_pools=caches.latent, index_pools=caches.index_key, geometry=latent)
         if not max_nodes:
-            return StageBackends(paged, compressed, slots)
+            return StageBackends(paged, compressed, slots, (paged,) if paged is not None and caches.window else ())
         states = TreeRecurrent(slots=slots, conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes,
                                num_scratch=num_scratch, backend_over=self._recurrent)
         return StageBackends(paged, compressed, states,

@@ -6,16 +6,17 @@ the order in which keys are added up is that of plain decoding. `tree_visibility
 may see, and `check_covered` refuses what was not planned for.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from engine.backends.recurrent_batch import StateCopy, batch_parts, state_copies
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, ancestors
-from engine.kernels.rows_in_place import RowsInPlace
+from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 
 MAX_TILE_ROWS = 384  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
@@ -35,15 +36,26 @@ class PageRun:
 @dataclass(frozen=True)
 class AttentionPlan:
     """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `runs` cover all tokens, or are
-    empty where they are so short that writing token by token is quicker."""
+    empty where they are so short that writing token by token is quicker. `parts`: the same for layers that see a window
+    only, one behind the other."""
 
-    geometry: AttentionGeometry
     num_rows: int
     num_tokens: int
     write_pages: Tensor  # [T] int64
     write_offsets: Tensor  # [T] int64
     runs: tuple[PageRun, ...]
     rows: RowsInPlace
+    parts: "tuple[WindowPart, ...]" = ()
+
+
+@dataclass(frozen=True)
+class WindowPart:
+    """Tokens of a batch that lie on one page of each row. After them `copy` keeps a row's window for others, if any is
+    to be kept."""
+
+    tokens: slice
+    plan: AttentionPlan
+    copy: StateCopy | None
 
 
 def check_covered(batch: ForwardBatch, num_planned: tuple[int, int], geometry: AttentionGeometry, q: Tensor, k: Tensor,
@@ -74,7 +86,6 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int 
         raise InternalError(f"the pool has {num_pages} pages, the page tables name {pages.tolist()}")
     write_pages, write_offsets = pages[rows, positions // geometry.page_size], positions % geometry.page_size
     return AttentionPlan(
-        geometry=geometry,
         num_rows=batch.num_rows,
         num_tokens=len(positions),
         write_pages=write_pages,
@@ -82,6 +93,39 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int 
         runs=_runs(batch, geometry.page_size),
         rows=_rows_in_place(batch, geometry, pages, positions),
     )
+
+
+def window_parts(batch: ForwardBatch, geometry: AttentionGeometry, num_slots: int,
+                 ring_pages: int) -> Iterator[WindowPart]:
+    """Plans for layers that keep the latest `ring_pages` pages of a row in its slot, page n as record n % ring_pages:
+    as many as a window lies on, so at least a page of tokens more than it has. So no page of new tokens is written
+    before what it takes the place of was read, and a chain of up to a page of tokens leaves the window of each of them
+    whole, whichever of them stand.
+
+    Raises:
+        InternalError: a slot that the pools do not have, trees, or chains of more than a page.
+    """
+    if batch.mode is ForwardMode.PREBUILT or trees_of(batch) is not None:
+        raise InternalError(f"layers that see a window cannot run this {batch.mode} batch")
+    is_read = batch.mode is ForwardMode.PREFILL
+    if not is_read and max(batch.query_lens, default=0) > geometry.page_size:
+        raise InternalError(f"chains of {batch.query_lens} tokens, of more than a page of {geometry.page_size}")
+    copies = {copy.end: copy for copy in state_copies(batch)}
+    cuts = {*(_page_ends(batch, geometry.page_size) if is_read else ()), *copies, batch.num_tokens} - {0}
+    for tokens, part in batch_parts(batch, sorted(cuts)):
+        longest = max(map(sum, zip(part.context_lens, part.query_lens, strict=True)))
+        ring = torch.arange(-(-longest // geometry.page_size)) % ring_pages
+        tables = part.slot_ids.long()[:, None] * ring_pages + ring
+        plan = build_plan(replace(part, page_tables=tables), geometry, num_slots * ring_pages)
+        yield WindowPart(tokens, plan, copies.get(tokens.stop))
+
+
+def _page_ends(batch: ForwardBatch, page_size: int) -> Iterator[int]:
+    """How many of the batch's tokens come before each page that a row goes on to."""
+    first = 0
+    for context_len, query_len in zip(batch.context_lens, batch.query_lens, strict=True):
+        yield from range(first + page_size - context_len % page_size, first + query_len, page_size)
+        first += query_len
 
 
 def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, pages: Tensor, positions: Tensor) -> RowsInPlace:
@@ -103,7 +147,8 @@ def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, pages: Tens
             start += len(visible)
     tiles = _tiles(batch, max(1, MAX_TILE_ROWS * geometry.num_kv_heads // geometry.num_heads))
     return RowsInPlace(pages.int().contiguous(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3), positions.int(),
-                       num_in_order, paths, max((count for *_, count in tiles), default=0))
+                       num_in_order, paths, max((count for *_, count in tiles), default=0),
+                       NO_WINDOW if geometry.window is None else geometry.window)
 
 
 def _tiles(batch: ForwardBatch, size: int) -> list[tuple[int, int, int]]:

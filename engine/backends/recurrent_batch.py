@@ -6,7 +6,7 @@ rule has the same bits however it is cut on its grid, so a row that hands out a 
 pass of the layer. The convolution needs no cut: its state is its last inputs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -59,7 +59,7 @@ def delta_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> De
 
 
 @dataclass(frozen=True)
-class _Copy:
+class StateCopy:
     """The state of `slot_id` before token `end` of the batch is copied to `target`. `num_tokens`: of the row, up to
     there."""
 
@@ -78,15 +78,11 @@ class SnapshotRecurrent:
         """The pools are those that `backend` works on."""
         self._backend = backend
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
-        self._planned: tuple[ForwardBatch, list[_Copy], list[tuple[slice, ForwardBatch]]] | None = None
+        self._planned: tuple[ForwardBatch, list[StateCopy], list[tuple[slice, ForwardBatch]]] | None = None
 
     def commit(self, batch: ForwardBatch) -> None:
         """Give rows that go on from a kept state a copy of it. Before the batch runs."""
-        moves = [(row.resumed_slot, slot) for row, slot in zip(batch.states, batch.slot_ids.tolist(), strict=True)
-                 if row.resumed_slot] if batch.states else []
-        for pool in (*self._conv_pools.values(), *self._state_pools.values()) if moves else ():
-            sources, slots = torch.tensor(moves, device=pool.device).t()
-            pool[slots] = pool[sources]
+        resume_states(batch, (*self._conv_pools.values(), *self._state_pools.values()))
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.causal_conv`."""
@@ -113,16 +109,25 @@ class SnapshotRecurrent:
                 pool[copy.target] = pool[copy.slot_id]
         return torch.cat(outs)
 
-    def _plan(self, batch: ForwardBatch) -> tuple[list[_Copy], list[tuple[slice, ForwardBatch]]]:
+    def _plan(self, batch: ForwardBatch) -> tuple[list[StateCopy], list[tuple[slice, ForwardBatch]]]:
         """Made at the first recurrent layer of a forward, used by all: the copies in the order of their tokens, and the
         parts of the batch that end with them, and the rest."""
         if self._planned is None or self._planned[0] is not batch:
-            copies = list(_copies(batch))
-            self._planned = batch, copies, list(_parts(batch, [copy.end for copy in copies]))
+            copies = list(state_copies(batch))
+            self._planned = batch, copies, list(batch_parts(batch, [copy.end for copy in copies]))
         return self._planned[1:]
 
 
-def _copies(batch: ForwardBatch) -> Iterator[_Copy]:
+def resume_states(batch: ForwardBatch, pools: Iterable[Tensor]) -> None:
+    """Copy the records of `pools` that rows go on from into their slots."""
+    moves = [(row.resumed_slot, slot) for row, slot in zip(batch.states, batch.slot_ids.tolist(), strict=True)
+             if row.resumed_slot] if batch.states else []
+    for pool in pools if moves else ():
+        sources, slots = torch.tensor(moves, device=pool.device).t()
+        pool[slots] = pool[sources]
+
+
+def state_copies(batch: ForwardBatch) -> Iterator[StateCopy]:
     first = 0
     for row, length, context_len, slot in zip(batch.states, batch.query_lens, batch.context_lens,
                                               batch.slot_ids.tolist(), strict=True) if batch.states else ():
@@ -131,11 +136,11 @@ def _copies(batch: ForwardBatch) -> Iterator[_Copy]:
             if not 0 < count <= length:
                 raise InternalError(f"a snapshot at {snapshot.num_tokens} of a row from {context_len} to "
                                     f"{context_len + length}")
-            yield _Copy(first + count, count, slot, snapshot.slot_id)
+            yield StateCopy(first + count, count, slot, snapshot.slot_id)
         first += length
 
 
-def _parts(batch: ForwardBatch, cuts: list[int]) -> Iterator[tuple[slice, ForwardBatch]]:
+def batch_parts(batch: ForwardBatch, cuts: list[int]) -> Iterator[tuple[slice, ForwardBatch]]:
     """The tokens up to each cut, and those behind the last, as batches of what lies in them of the rows."""
     ends = [*cuts, batch.num_tokens] if cuts and cuts[-1] < batch.num_tokens else cuts
     for start, end in zip([0, *ends], ends, strict=False):

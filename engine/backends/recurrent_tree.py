@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.gated_delta import normalise_heads, recurrent_step
+from engine.backends.gated_delta import decays_of, normalise_heads, recurrent_step
 from engine.backends.recurrent_batch import delta_inputs, recurrent_rows
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -116,7 +116,7 @@ class TreeRecurrent:
     def _plain_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                           layout: TreeLayout) -> Tensor:
         q, k = normalise_heads(q, k, v.shape[1])
-        v, rows = v.float(), layout.scratch_rows
+        v, g, rows = v.float(), decays_of(g), layout.scratch_rows
         if layout.by_depth is not None:
             q, k, v, g, beta, rows = (part[layout.by_depth] for part in (q, k, v, g, beta, rows))
         outs, states, state = [], [], self._state_pools[layer_id][layout.slots]

@@ -16,7 +16,7 @@ from engine.core.batch import ForwardBatch
 @dataclass(frozen=True)
 class AttentionGeometry:
     """What distinguishes one plan from another on the same batch. `window`: how many tokens before itself a token sees;
-    None for all."""
+    None for all. `windowed`: of the layers beside these that see a window only; None where there are none."""
 
     num_heads: int
     num_kv_heads: int
@@ -24,6 +24,7 @@ class AttentionGeometry:
     page_size: int
     scale: float
     window: int | None = None
+    windowed: "AttentionGeometry | None" = None
 
 
 class AttentionBackend(Protocol):
@@ -42,4 +43,17 @@ class AttentionBackend(Protocol):
         Raises:
             StalePlanError: the batch was not planned by this backend, or has more rows or tokens than the plan.
         """
+        ...
+
+
+class CachedAttention(Protocol):
+    """What reads keys that others have written: those of a target, for a draft without a cache."""
+
+    def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
+        """See `AttentionBackend.plan`."""
+        ...
+
+    def read(self, layer_id: int, q: Tensor, batch: ForwardBatch) -> Tensor:
+        """q: [T, num_heads, head_dim], rope applied. Attend with the keys and values that lie where the batch says
+        the tokens', and write none. Returns the same as q. Raises StalePlanError as `AttentionBackend.run` does."""
         ...

@@ -1,17 +1,17 @@
 """What the engine needs of a model stage. `models/` satisfies it; the engine never imports `models/`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.contracts.attention import AttentionBackend
+from engine.contracts.attention import AttentionBackend, CachedAttention
 from engine.contracts.latent import LatentAttentionBackend
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch
-from engine.core.layer_range import LayerRange, TensorRank
+from engine.core.layer_range import LayerRange, Part, TensorRank
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,30 @@ class StageOutput:
         aux_hidden = {layer_id: tensor.to(device) for layer_id, tensor in self.aux_hidden.items()}
         return StageOutput(hidden, logits, aux_hidden, keys)
 
+    def split(self, num_tokens: int) -> "tuple[StageOutput, StageOutput]":
+        """What is there of the first tokens, and of the others. For what a stage hands on: not of logits."""
+        def parts(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            return (None, None) if tensor is None else (tensor[:num_tokens], tensor[num_tokens:])
+
+        hidden, keys = parts(self.hidden), parts(self.selected_keys)
+        aux_hidden = ({layer_id: tensor[tokens] for layer_id, tensor in self.aux_hidden.items()}
+                      for tokens in (slice(num_tokens), slice(num_tokens, None)))
+        first, second = (StageOutput(*each) for each in zip(hidden, (None, None), aux_hidden, keys, strict=True))
+        return first, second
+
+    def joined(self, other: "StageOutput") -> "StageOutput":
+        """With that of the tokens behind these, of the same stage."""
+        def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+            return None if first is None or second is None else torch.cat([first, second])
+
+        aux_hidden = {layer_id: torch.cat([tensor, other.aux_hidden[layer_id]])
+                      for layer_id, tensor in self.aux_hidden.items()}
+        keys = [tensor for tensor in (self.selected_keys, other.selected_keys) if tensor is not None]
+        width = max((tensor.shape[1] for tensor in keys), default=0)
+        wide = [torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=-1) for tensor in keys]
+        return StageOutput(both(self.hidden, other.hidden), both(self.logits, other.logits), aux_hidden,
+                           torch.cat(wide) if wide else None)
+
     def _tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.hidden, self.logits, self.selected_keys, *self.aux_hidden.values())
                 if tensor is not None]
@@ -67,22 +91,56 @@ class ForwardContext:
     recurrent: RecurrentBackend
     on_layer_done: Callable[[int], None] | None = None
     latent_attention: LatentAttentionBackend | None = None
+    cached_attention: CachedAttention | None = None
+
+
+@dataclass(frozen=True)
+class ExpertTokens:
+    """Tokens that each expert of a layer [experts] int64 has got since the start, whichever rank has it, and which of
+    the experts are this rank's."""
+
+    counts: Tensor
+    own: Part
 
 
 class Ranks(Protocol):
-    """The ranks that share a stage, to one of them. All call the same methods in the same order; a call that cannot
-    be answered, because a rank is lost or could not go on, raises."""
+    """Ranks that divide a layer, to one of them. All call the same methods in the same order; a call that cannot be
+    answered, because a rank is lost or could not go on, raises."""
 
     @property
     def own(self) -> TensorRank: ...
 
-    def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        """part: [n, ...] with n the same on every rank, or counts[r] on rank r. Returns all ranks' parts by rank, this
-        one's included."""
+    def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """part: [n, ...] with n the same on every rank, or counts[r] on rank r. Returns all ranks' parts by rank, one
+        behind the other, this one's included."""
         ...
 
-    def collect(self, part: Tensor) -> list[Tensor] | None:
-        """part: [n, ...], n the same on every rank. Returns all parts on the first rank, None on the others."""
+    def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
+        """parts: one for each rank. Returns what the ranks have for this one, likewise: `counts[r]` rows of rank r, or
+        of each as many as this one has for itself."""
+        ...
+
+
+class RanksOfStage(Ranks, Protocol):
+    """Those that share a stage. Counts of rows by data rank are the same on all of them."""
+
+    @property
+    def attention(self) -> Ranks:
+        """Those of its data rank, which alone divide what is done by request."""
+        ...
+
+    def collect(self, part: Tensor, counts: Sequence[int]) -> Tensor | None:
+        """part: [sum(counts), n], n the same on every rank. Returns of a data rank's rows all ranks' parts side by side
+        [counts[data rank], ranks * n] on the first rank of that, None on the others."""
+        ...
+
+    def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """rows: [counts[own data rank], ...], the same on all ranks of a data rank. Returns those of all data ranks
+        [sum(counts), ...], one behind the other. Raises InternalError for counts that are not of this step."""
+        ...
+
+    def own_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """rows: [sum(counts), ...]. Returns those of this rank's data rank, [counts[own data rank], ...]."""
         ...
 
 
@@ -94,6 +152,11 @@ class StageModel(Protocol):
 
     @property
     def layer_range(self) -> LayerRange: ...
+
+    @property
+    def expert_tokens(self) -> Mapping[int, ExpertTokens]:
+        """By layer, of those that have experts. Engine thread."""
+        ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
                 aux_hidden: dict[int, Tensor] | None = None, selected_keys: Tensor | None = None) -> StageOutput:

@@ -21,8 +21,8 @@ class RecurrentBackend(Protocol):
 
     def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                          batch: ForwardBatch) -> Tensor:
-        """q, k: [T, Hk, dk]; v: [T, Hv, dv]; g (log decay), beta: [T, Hv] fp32. Returns [T, Hv, dv] fp32; updates
-        state.
+        """q, k: [T, Hk, dk]; v: [T, Hv, dv]; g (log decay), beta: [T, Hv] fp32; g may be [T, Hv, dk], a decay of each
+        key channel. Returns [T, Hv, dv] fp32; updates state.
 
         q and k come as the convolution gave them: the backend normalises them per head (fp32), scales q by dk^-0.5 and
         repeats each key head for its Hv / Hk consecutive value heads.

@@ -8,7 +8,7 @@ other. Attention metadata planned for it is recorded *on it* (`mark_forward_meta
 
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -113,6 +113,13 @@ class GraphBucket:
         return f"{self.mode} of {self.max_rows} x {self.row_tokens} tokens{' in trees' * self.is_masked}"
 
 
+class DataShare(NamedTuple):
+    """What one data rank brings into a step of the ranks that share a stage."""
+
+    tokens: int  # of its forward
+    logits: int  # of these, those whose logits are computed
+
+
 class BatchPlanner(Protocol):
     """Plans the attention of batches and marks them."""
 
@@ -155,6 +162,7 @@ class ForwardBatch:
     spec_info          `SpecInfo` on a pool that speculates, `CarriedKeys` on a draft whose steps share keys
     graph_bucket       set where the rows are padded to a captured shape: planning then refreshes that capture's buffers
     plan_mark          what was planned for it, None before; set by `mark_forward_metadata_ready` alone
+    shares             of every data rank in its step, this batch's own among them; set where the step is planned
     """
 
     mode: ForwardMode = field(metadata=_CARRIED)
@@ -172,6 +180,7 @@ class ForwardBatch:
     spec_info: SpecInfo | CarriedKeys | None = field(default=None, metadata=_DROPPED)
     graph_bucket: GraphBucket | None = field(default=None, metadata=_DROPPED)
     plan_mark: PlanMark | None = field(default=None, metadata=_DROPPED)
+    shares: tuple[DataShare, ...] = field(default=(), metadata=_DROPPED)
 
     @property
     def num_rows(self) -> int:
@@ -180,6 +189,14 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
+
+    @property
+    def inner_idle(self) -> "ForwardBatch | None":
+        """What a PREBUILT batch, which has no forward of its own, takes part in that of other data ranks with; None
+        where no rank has any."""
+        if self.mode is not ForwardMode.PREBUILT or not any(share.tokens for share in self.shares):
+            return None
+        return idle_batch(self.shares)
 
     @property
     def forward_metadata_ready(self) -> bool:
@@ -252,10 +269,7 @@ class ForwardBatch:
         )
 
     def split(self, at: int) -> tuple["ForwardBatch", "ForwardBatch"]:
-        """Rows before `at`, and the rest; neither has a marker.
-
-        Waits for its caller: running the halves of a batch so that one computes while the other communicates.
-        """
+        """Rows before `at`, and the rest; neither has a marker."""
         return self.filter(list(range(at))), self.filter(list(range(at, self.num_rows)))
 
     def clone(self) -> "ForwardBatch":
@@ -268,6 +282,14 @@ class ForwardBatch:
 
     def _num_input_ids(self) -> int:
         return 0 if self.token_ids is None else self.token_ids.shape[0]
+
+
+def idle_batch(shares: tuple[DataShare, ...] = ()) -> ForwardBatch:
+    """No rows: what a data rank runs that has nothing of its own where another one needs it for the layers that all
+    divide."""
+    return ForwardBatch(ForwardMode.IDLE, (), (), (), token_ids=torch.empty(0, dtype=torch.int64),
+                        positions=torch.empty(0, dtype=torch.int64), page_tables=torch.zeros(0, 1, dtype=torch.int32),
+                        slot_ids=torch.empty(0, dtype=torch.int32), sampling=(), shares=shares)
 
 
 def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:

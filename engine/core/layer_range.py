@@ -65,10 +65,25 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorRank:
-    """Which of the ranks that share a stage. The ranks have the same layers, and of each layer equal parts."""
+    """Which of the ranks that share a stage. The ranks have the same layers, and of each layer equal parts.
+
+    With several data ranks (`data_size`) neighbours are grouped into these: each has requests of its own, whose
+    attention and cache only its `attention` ranks divide.
+    """
 
     rank: int = 0
     size: int = 1
+    data_size: int = 1
+
+    @property
+    def attention(self) -> "TensorRank":
+        """Which of the ranks that share the requests of its data rank."""
+        each = self.size // self.data_size
+        return TensorRank(self.rank % each, each)
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // (self.size // self.data_size)
 
     def part(self, total: int, what: str) -> Part:
         """This rank's of `total` things. Raises ConfigError when they cannot be divided equally."""
@@ -105,12 +120,17 @@ class Placement:
     tensor: TensorRank = ONLY_RANK
 
     @classmethod
-    def of(cls, rank: int, world_size: int, tensor_size: int) -> "Placement":
-        """Of process `rank` of `world_size`. Raises ConfigError when the stages would not have `tensor_size` each."""
+    def of(cls, rank: int, world_size: int, tensor_size: int, data_size: int = 1) -> "Placement":
+        """Of process `rank` of `world_size`. Raises ConfigError when the stages would not have `tensor_size` ranks
+        each, or these would not be `data_size` equal groups."""
         if world_size % tensor_size:
             raise ConfigError(f"{world_size} processes (--world-size) are no stages of {tensor_size} ranks (--tp)",
                               field="tp")
-        return cls(rank // tensor_size, world_size // tensor_size, TensorRank(rank % tensor_size, tensor_size))
+        if tensor_size % data_size:
+            raise ConfigError(f"{tensor_size} ranks (--tp) are no {data_size} equal groups (--dp-attention)",
+                              field="dp_attention")
+        return cls(rank // tensor_size, world_size // tensor_size,
+                   TensorRank(rank % tensor_size, tensor_size, data_size))
 
     def __str__(self) -> str:
         """For people: "stage 1", or "rank 0 of stage 1" where it has several."""
@@ -123,8 +143,8 @@ class Placement:
 
     @property
     def draws(self) -> bool:
-        """Whether it is the process of its pool that draws tokens."""
-        return self.is_last_stage and self.tensor.rank == 0
+        """Whether it draws the tokens of its data rank."""
+        return self.is_last_stage and self.tensor.attention.rank == 0
 
 
 def get_pp_indices(num_layers: int, rank: int, size: int, partition: str | None = None) -> LayerRange:

@@ -5,7 +5,6 @@ Each stage knows the cache specs of the whole model and the whole partition, wor
 takes the least. No stage needs an answer of another.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,9 +13,7 @@ from engine.memory.layout import CacheSpec, PoolGeometry, bytes_per_page, bytes_
 from engine.memory.leases import pages_for_tokens
 from runtime.errors import ConfigError
 
-_log = logging.getLogger(__name__)
-
-_SMALL_POOL = 32  # requests; a pool up to this size keeps twice as many more in hand for arrivals
+_SMALL_POOL = 32  # requests
 
 
 @dataclass(frozen=True)
@@ -127,32 +124,12 @@ def describe_pools(geometry: PoolGeometry) -> str:
     return f"layers {geometry.layers}, {pages}, {slots}, {num_bytes / (1 << 20):.1f} MiB of cache"
 
 
-def decode_requests(max_running: int, *, num_arriving: int = 0) -> int:
-    """Requests a decode pool holds at once: the running ones, and those whose handoff is still on its way.
-
-    A pool of up to 32 requests keeps room for twice as many arrivals, so that a burst finds a landing; larger pools
-    keep `num_arriving`. (Rule of the field; a small pool's extra slots are cheap.)
+def decode_requests(max_running: int, *, num_landing: int = 0) -> int:
+    """Requests a decode pool holds at once: the running ones, and `num_landing` whose prompts are still on their way,
+    so that a full pool can go on receiving. 0: twice as many as run in a pool of up to 32, where memory for them is
+    small, and none in a larger one. (Rule of the field.)
     """
-    return max_running + (2 * max_running if max_running <= _SMALL_POOL else num_arriving)
-
-
-def decode_slots(num_requests: int, *, num_configured: int = 0, num_copies: int = 0) -> int:
-    """Slots for `num_requests`, the null slot not counted: one each, and `num_copies` more for states kept aside.
-
-    A smaller `num_configured` (0: not configured) is raised, with a warning; a larger one is kept.
-
-    Waits for its caller: a setting for the number of slots, or a prefix cache that keeps states aside.
-    """
-    num_needed = num_requests * (1 + num_copies)
-    if 0 < num_configured < num_needed:
-        _log.warning(
-            "num_slots %d raised to %d: %d requests with %d states each",
-            num_configured,
-            num_needed,
-            num_requests,
-            1 + num_copies,
-        )
-    return max(num_configured, num_needed)
+    return max_running + (num_landing or (2 * max_running if max_running <= _SMALL_POOL else 0))
 
 
 def _needs(rank: int, cost: StageCost, num_scratch: int, num_slots: int, pages_per_request: int) -> str:

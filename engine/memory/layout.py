@@ -21,6 +21,7 @@ class CacheKind(StrEnum):
     KV = "kv"  # paged: [2 (k, v), num_kv_heads, page_size, head_dim] per page
     CONV = "conv"  # slot: [conv_kernel - 1, channels], raw inputs, oldest first
     STATE = "state"  # slot: [num_v_heads, head_k_dim, head_v_dim], fp32
+    WINDOW = "window"  # slot: [pages, 2 (k, v), num_kv_heads, page_size, head_dim], a ring of the row's latest pages
     LATENT = "latent"  # paged: [page_size, kv_lora_rank + qk_rope_head_dim] (MLA)
     INDEX_KEY = "index_key"  # paged: [page_size, index_head_dim] (DSA)
     TOPK_P = "topk_p"  # slot: [topk] fp32, a draft's first level after the prompt, as natural logarithms
@@ -33,9 +34,9 @@ class CacheKind(StrEnum):
         return self in (CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY)
 
     @property
-    def is_recurrent(self) -> bool:
-        """What a row reads of all tokens before it: a prompt goes on only where it was kept."""
-        return self in (CacheKind.CONV, CacheKind.STATE)
+    def is_state(self) -> bool:
+        """What a row overwrites as it goes on: a prompt is taken up only where it was kept."""
+        return self in (CacheKind.CONV, CacheKind.STATE, CacheKind.WINDOW)
 
 
 class Buffer(Protocol):
@@ -98,7 +99,7 @@ class PoolGeometry:
     num_slots: int
     layers: LayerRange
     specs: tuple[CacheSpec, ...]
-    tensor: TensorRank = ONLY_RANK
+    tensor: TensorRank = ONLY_RANK  # of those that share requests
 
     def local_specs(self) -> tuple[CacheSpec, ...]:
         return tuple(spec.of_rank(self.tensor) for spec in self.specs

@@ -6,9 +6,10 @@ each as one frame (`engine/pipeline/frames.py`), the tensors within the frame or
 own, beside it from device to device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -56,6 +57,41 @@ class StageChannel(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class PartPiece(NamedTuple):
+    """What a rank of a stage sends to others within batch `sequence`: bytes of its part of exchange `number` (PART), or
+    why it could not run the batch (FAULT)."""
+
+    kind: PacketKind
+    sequence: int
+    number: int
+    data: bytearray | memoryview
+
+
+class PartChannel(Protocol):
+    """Between the ranks of a stage. Pieces arrive in order per sender."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Of a piece; longer parts go in several."""
+        ...
+
+    def begin(self, sequence: int) -> None:
+        """A batch begins; what others have sent for those before it is of no use any more."""
+        ...
+
+    def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
+        """To several ranks; returns when its bytes may be overwritten. Raises as `StageChannel.send`."""
+        ...
+
+    def receive(self, rank: int, into: memoryview, *, timeout_s: float) -> PartPiece | None:
+        """As `StageChannel.receive`; its bytes lie in `into` where they are as many, else they are the caller's own."""
+        ...
+
+    def abandon(self) -> None:
+        """The pool is broken: waits of the owner's thread return early, or raise PeerLostError. From any thread."""
+        ...
 
 
 class FrameChannel(Protocol):

@@ -19,8 +19,8 @@ host memory and a device.
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -46,8 +46,7 @@ class TensorRoute(IntEnum):
     BESIDE = 2  # over a link, from device to device
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -56,8 +55,7 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A frame as it arrived; `run` is empty when the tensors travel beside it. Both views live as long as its
     memory."""
 
@@ -89,10 +87,10 @@ def write(route: TensorRoute, packet: Packet) -> bytearray:
         extents = (*spec.shape, *(0,) * _MAX_DIMS)[:_MAX_DIMS]
         _ENTRY.pack_into(frame, _HEADER.size + place * _ENTRY.size, _DTYPES.index(spec.dtype), len(spec.shape),
                          *extents)
-    frame[start:end] = packet.record
-    at = run
+    view, at = memoryview(frame), run
+    view[start:end] = packet.record
     for tensor, spec in zip(packet.tensors, specs, strict=True) if route is TensorRoute.WITHIN else ():
-        frame[at:at + spec.num_bytes] = tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
+        view[at:at + spec.num_bytes] = tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
         at += _aligned(spec.num_bytes)
     _HEADER.pack_into(frame, 0, _MAGIC, SCHEMA, packet.kind, route, len(specs), len(packet.record), packet.sequence, 0)
     _DIGEST.pack_into(frame, _KEYED_BYTES, digest_of(frame))

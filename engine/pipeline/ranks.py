@@ -2,142 +2,295 @@
 
 The leader plans each batch once, for all: it sends the batch to the other ranks of stage 0, and rank r of a stage hands
 it on to rank r of the next. So every rank runs the same batches in the same order, and exchanges the same parts in the
-same order: nobody votes. Parts are packets of the stage channel, counted within their batch; one that is not the next
-due breaks the pool, and so does one that does not come in time.
+same order: nobody votes. Parts go by frames of the stage channel, or through memory that the ranks share. They are
+counted within their batch; one that is not the next due breaks the pool, and so does one that does not come in time.
+Long parts go in rounds, a piece from each rank in each, so what is under way has a bound.
+
+With several data ranks a step is a batch for each of them, and every batch has the shares of all. So what a rank has to
+take part in is known, and not gathered: one that has nothing of its own runs an idle batch (`plan_step`).
+
+Where the halves of a batch take turns (`engine/pipeline/overlap.py`) two exchanges may be open at a time; each half
+has its own, and all ranks begin them in the same order.
 
 A rank that cannot run a batch sends the others a fault in place of its next part: the batch fails on all of them, and
 what they still had on the way for it is dropped with the next one.
 """
 
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from engine.core.batch import ForwardBatch
+from engine.contracts.model import Ranks
+from engine.core.batch import DataShare, ForwardBatch, ForwardMode, idle_batch
 from engine.core.layer_range import ONLY_RANK, TensorRank
 from engine.core.time_limits import StepLimit
 from engine.pipeline import records
-from engine.pipeline.channel import Packet, PacketKind, StageChannel
+from engine.pipeline.channel import PacketKind, PartChannel, PartPiece, StageChannel
+from engine.sampling.sampler import wanted_tokens
 from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
 
 BROKEN_POOL = (PeerLostError, IntegrityError, DeadlineError)  # not the batch is at fault
-MAX_PART_BYTES = 16 << 20  # of one packet; longer parts go in several
+MAX_PART_BYTES = 16 << 20  # of one frame of the stage channel
+_WITHIN_DATA_RANK = 1 << 31  # added to the numbers of these exchanges, which are counted for themselves
 _LOOK_S = 1.0
 _SHARE_OF_STEP = 0.75  # of the time a step may take: a wait for another rank ends before this one counts as hung
 
 
-class StageRanks:
-    """Satisfies `engine.contracts.model.Ranks`. Belongs to the engine thread, but for `abandon`."""
+Step = tuple[ForwardBatch | None, ...]  # what each data rank runs at once
 
-    def __init__(self, own: TensorRank = ONLY_RANK, *, stage: int = 0, step_limit_s: float = 0.0) -> None:
-        """`stage`: whose ranks they are. A part is waited for most of the time that a step may
-        take (`StepLimit`)."""
+
+def plan_step(own: Sequence[ForwardBatch | None]) -> Step:
+    """What the data ranks run in one step, given what each has of its own:
+
+    a batch           itself; a PREBUILT one takes part in others' forwards with its `inner_idle`, once
+    none              nothing, or an idle batch where another rank has tokens
+
+    So a pool of one data rank never runs an idle batch. Every batch gets the shares of all ranks, for layers that all
+    of them divide; these are never absent.
+    """
+    shares = tuple(_share_of(batch) for batch in own)
+    is_needed = any(share.tokens for share in shares)
+    step = tuple(idle_batch() if batch is None and is_needed else batch for batch in own)
+    for batch in step:
+        if batch is not None:
+            batch.shares = shares
+    return step
+
+
+def _share_of(batch: ForwardBatch | None) -> DataShare:
+    if batch is None or batch.mode in (ForwardMode.PREBUILT, ForwardMode.IDLE):
+        return DataShare(0, 0)
+    return DataShare(batch.num_tokens, len(wanted_tokens(batch)))
+
+
+def rows_per_rank(count: int, num_ranks: int) -> int:
+    """Of `count` rows, padded to a multiple of the ranks that share them."""
+    return -(-count // num_ranks)
+
+
+class _FrameParts:
+    """A `PartChannel` over the stage channel."""
+
+    max_bytes = MAX_PART_BYTES
+
+    def __init__(self, channel: StageChannel) -> None:
+        self._channel = channel
+
+    def begin(self, sequence: int) -> None:
+        """What is old is recognised when it is received."""
+
+    def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
+        packet = records.pack_piece(piece)
+        for rank in ranks:
+            self._channel.send(rank, packet, timeout_s=timeout_s)
+
+    def receive(self, rank: int, into: memoryview, *, timeout_s: float) -> PartPiece | None:
+        packet = self._channel.receive(rank, timeout_s=timeout_s)
+        if packet is not None and packet.kind not in (PacketKind.PART, PacketKind.FAULT):
+            raise IntegrityError(f"from stage {rank}: {packet.kind.name.lower()} of batch {packet.sequence} where a "
+                                 f"part is due")
+        return None if packet is None else records.unpack_piece(packet, into)
+
+    def abandon(self) -> None:
+        self._channel.wake()
+
+
+class StageRanks:
+    """Satisfies `engine.contracts.model.RanksOfStage`. Belongs to the engine thread, but for `abandon`."""
+
+    def __init__(self, own: TensorRank = ONLY_RANK, *, stage: int = 0, step_limit_s: float = 0.0,
+                 while_under_way: Callable[[], object] = lambda: None) -> None:
+        """`stage`: whose ranks they are. A part is waited for most of the time that a step may take (`StepLimit`).
+        `while_under_way` is called in every exchange when this rank's part has left; another may be begun in it."""
         self.own = own
         self._stage = stage
         self._first = stage * own.size  # in the pool
         self._others = [self._first + rank for rank in range(own.size) if rank != own.rank]
+        self.attention: Ranks = self if own.data_size == 1 else _AttentionRanks(self)
         self._limit = StepLimit(step_limit_s)
         self._channel: StageChannel | None = None
-        self._sequence = self._number = 0  # of the batch, and of the exchange within it
+        self._parts: PartChannel | None = None
+        self._sequence = 0  # of the batch
+        self._exchanges: Counter[int] = Counter()  # within it, by what their numbers begin at
+        self._number = 0  # of the present one
+        self._open: set[int] = set()  # numbers of those whose parts have not all come
+        self._early: dict[tuple[int, int], PartPiece] = {}  # by rank and number, what came while another was due
+        self._while_under_way = while_under_way
         self._is_abandoned = threading.Event()
 
-    def use(self, channel: StageChannel) -> None:
-        """From here on the others are reached by this channel, which was connected for a new epoch of the pool."""
-        self._channel = channel
+    def use(self, channel: StageChannel, parts: PartChannel | None = None) -> None:
+        """From here on the others are reached by this channel, which was connected for a new epoch of the pool, and
+        get their parts by the second one, if there is one."""
+        self._channel, self._parts = channel, parts or _FrameParts(channel)
         self._sequence = 0
         self._is_abandoned.clear()
 
     def abandon(self) -> None:
         """The pool is broken: a wait for another rank ends with PeerLostError. Any thread."""
         self._is_abandoned.set()
-        if self._channel is not None:
-            self._channel.wake()
+        if self._parts is not None:
+            self._parts.abandon()
 
-    def lead(self, sequence: int, batch: ForwardBatch) -> None:
-        """On the leader: the batch to the other ranks of its stage. Raises PeerLostError and DeadlineError."""
-        packet = records.pack_input(sequence, batch) if self._others else None
+    def lead(self, sequence: int, step: Step) -> None:
+        """On the leader: to each of the other ranks of its stage the batch of its data rank. Raises PeerLostError and
+        DeadlineError."""
+        packets = [None if batch is None else records.pack_input(sequence, batch) for batch in step] if (
+            self._others) else []
+        each = self.own.attention.size
         for rank in self._others:
-            if packet is not None:
-                self._send(rank, packet)
+            packet = packets[(rank - self._first) // each]
+            if packet is not None and self._channel is not None:
+                self._channel.send(rank, packet, timeout_s=self._wait_s)
 
     @contextmanager
     def step(self, sequence: int) -> Iterator[None]:
         """Around all that is done for a batch; whatever is raised within reaches the other ranks, unless the pool is
         broken."""
-        self._sequence, self._number = sequence, 0
+        self._sequence = sequence
+        self._exchanges.clear()
+        self._open.clear()
+        self._early.clear()
+        if self._parts is not None:
+            self._parts.begin(sequence)
         began_s = time.monotonic()
         try:
             yield
         except BROKEN_POOL:
             raise
-        except Exception as error:
-            fault = records.pack_error(sequence, str(error), kind=PacketKind.FAULT)
-            for rank in self._others:
-                self._send(rank, fault)
+        except Exception as error:  # whatever it is, the other ranks wait for this one's parts
+            if self._parts is not None:
+                why = str(error).encode(errors="replace")[:records.MAX_ERROR_BYTES]
+                self._parts.send(self._others, PartPiece(PacketKind.FAULT, sequence, 0, bytearray(why)),
+                                 timeout_s=self._wait_s)
             raise
         self._limit.observe(time.monotonic() - began_s)
 
-    def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+    def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """See `Ranks.gather`."""
-        rows = [len(part)] * self.own.size if counts is None else counts
-        self._number += 1
-        for rank in self._others:
-            self._send_part(rank, part)
-        return [part if rank == self.own.rank else self._receive(rank, rows[rank]) for rank in range(self.own.size)]
+        return self.gather_among(range(self.own.size), part, counts)
 
-    def collect(self, part: Tensor) -> list[Tensor] | None:
-        """See `Ranks.collect`."""
-        self._number += 1
-        if self.own.rank > 0:
-            self._send_part(self._first, part)
-            return None
-        return [part, *(self._receive(rank, len(part)) for rank in range(1, self.own.size))]
+    def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
+        """See `Ranks.swap`."""
+        return self.swap_among(range(self.own.size), parts, counts)
 
-    def _send_part(self, rank: int, part: Tensor) -> None:
-        at_once = max(1, MAX_PART_BYTES // max(1, part[:1].nbytes))
-        for start in range(0, max(1, len(part)), at_once):
-            self._send(rank, Packet(records.part_record(self._number), (part[start:start + at_once],), PacketKind.PART,
-                                    self._sequence))
+    def gather_among(self, members: range, part: Tensor, counts: Sequence[int] | None = None, *,
+                     first_number: int = 0) -> Tensor:
+        """As `gather`, of these ranks of the stage; see `_exchange`."""
+        others = [self._first + rank for rank in members if rank != self.own.rank]
+        return self._exchange([(others, part)], part, members, counts, first_number=first_number)
 
-    def _send(self, rank: int, packet: Packet) -> None:
-        if self._channel is None:
+    def swap_among(self, members: range, parts: Sequence[Tensor], counts: Sequence[int] | None = None, *,
+                   first_number: int = 0) -> Tensor:
+        """As `swap`, of these ranks of the stage; see `_exchange`."""
+        sent = [([self._first + rank], part) for rank, part in zip(members, parts, strict=True)
+                if rank != self.own.rank]
+        return self._exchange(sent, parts[members.index(self.own.rank)], members, counts, first_number=first_number)
+
+    def collect(self, part: Tensor, counts: Sequence[int]) -> Tensor | None:
+        """See `RanksOfStage.collect`."""
+        size, shares = self.own.attention.size, torch.split(part, list(counts))
+        sent = [([self._first + place * size], share) for place, share in enumerate(shares)
+                if place * size != self.own.rank]
+        is_first = self.own.attention.rank == 0
+        found = self._exchange(sent, shares[self.own.data_rank], range(self.own.size) if is_first else range(0))
+        return torch.cat(found.view(self.own.size, -1, *part.shape[1:]).unbind(), dim=1) if is_first else None
+
+    def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `RanksOfStage.gather_rows`. The ranks of a data rank all have its rows, and send equal shares of them."""
+        self._check_counts(counts, len(rows))
+        size = self.own.attention.size
+        each = [rows_per_rank(count, size) for count in counts]
+        own, start = each[self.own.data_rank], self.own.attention.rank * each[self.own.data_rank]
+        padding = rows.new_zeros(own * size - len(rows), *rows.shape[1:])
+        every = self.gather(torch.cat([rows, padding])[start:start + own], [count for count in each
+                                                                            for _ in range(size)])
+        padded = torch.split(every, [count * size for count in each])
+        return torch.cat([share[:count] for share, count in zip(padded, counts, strict=True)])
+
+    def own_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `RanksOfStage.own_rows`."""
+        return torch.split(rows, list(counts))[self.own.data_rank]
+
+    def _check_counts(self, counts: Sequence[int], num_own: int) -> None:
+        if len(counts) != self.own.data_size or counts[self.own.data_rank] != num_own:
+            raise InternalError(f"{num_own} rows of data rank {self.own.data_rank} of {self.own.data_size}, in a step "
+                                f"planned for {list(counts)}")
+
+    def _exchange(self, sent: Sequence[tuple[Sequence[int], Tensor]], own: Tensor, members: range,
+                  counts: Sequence[int] | None = None, *, first_number: int = 0) -> Tensor:
+        """The next exchange: parts go to some ranks of the pool each. Returns what the members of the stage have for
+        this one, one behind the other: `own` of itself, of the others as many rows as it has, or `counts`. Exchanges
+        whose numbers begin at `first_number` are counted for themselves."""
+        if self._parts is None:
             raise InternalError(f"stage {self._stage} has {self.own.size} ranks and no channel between them")
-        self._channel.send(rank, packet, timeout_s=self._wait_s)
+        self._exchanges[first_number] += 1
+        number = self._number = first_number + self._exchanges[first_number]
+        self._open.add(number)
+        counts = [len(own)] * len(members) if counts is None else counts
+        result = own.new_empty(sum(counts), *own.shape[1:])
+        memory, row_bytes, end = _bytes_of(result), own.itemsize * math.prod(own.shape[1:]), 0
+        coming = list[tuple[int, memoryview]]()
+        for rank, count in zip(members, counts, strict=True):
+            start, end = end, end + count * row_bytes
+            if rank == self.own.rank:
+                memory[start:end] = _bytes_of(own)
+            else:
+                coming.append((self._first + rank, memory[start:end]))
+        self._move([(ranks, _bytes_of(part)) for ranks, part in sent], coming, number)
+        self._open.remove(number)
+        return result
 
-    def _receive(self, rank: int, num_rows: int) -> Tensor:
-        """A rank's part of the present exchange, of `num_rows` rows."""
-        deadline_s = time.monotonic() + self._wait_s
-        found = [self._receive_rows(rank, deadline_s)]
-        while (count := sum(map(len, found))) < num_rows:
-            found.append(self._receive_rows(rank, deadline_s))
-        if count > num_rows:
-            raise IntegrityError(f"{self._name(rank)} has {count} rows of {self._where}, not {num_rows}")
-        return found[0] if len(found) == 1 else torch.cat(found)
+    def _move(self, outgoing: Sequence[tuple[Sequence[int], memoryview]], coming: Sequence[tuple[int, memoryview]],
+              number: int) -> None:
+        """Bytes to these ranks, and those of others into their places, a piece of each in turn."""
+        assert self._parts is not None, "checked before"
+        at_once, deadline_s = self._parts.max_bytes, time.monotonic() + self._wait_s
+        longest = max((len(data) for _, data in (*outgoing, *coming)), default=0)
+        for start in range(0, max(1, longest), at_once):
+            for ranks, data in outgoing:
+                if start < len(data):
+                    piece = PartPiece(PacketKind.PART, self._sequence, number, data[start:start + at_once])
+                    self._parts.send(ranks, piece, timeout_s=self._wait_s)
+            if not start:
+                self._while_under_way()
+                self._number = number
+            for rank, place in coming:
+                if start < len(place):
+                    self._receive(rank, place[start:start + at_once], deadline_s)
 
-    def _receive_rows(self, rank: int, deadline_s: float) -> Tensor:
+    def _receive(self, rank: int, into: memoryview, deadline_s: float) -> None:
         while True:
-            packet = self._next_packet(rank, deadline_s)
-            if packet.kind in (PacketKind.PART, PacketKind.FAULT) and packet.sequence < self._sequence:
+            piece = self._early.pop((rank, self._number), None) or self._next_piece(rank, into, deadline_s)
+            if piece.sequence < self._sequence:
                 continue  # of a batch that failed
-            if packet.kind is PacketKind.FAULT and packet.sequence == self._sequence:
-                raise InternalError(f"{self._name(rank)}: {records.unpack_error(packet)}")
-            if (packet.kind, packet.sequence) != (PacketKind.PART, self._sequence) or (
-                    records.part_number(packet) != self._number):
-                raise IntegrityError(f"from {self._name(rank)}: {packet.kind.name.lower()} of batch {packet.sequence} "
-                                     f"where {self._where} is due")
-            return packet.tensors[0]
+            if piece.kind is PacketKind.FAULT and piece.sequence == self._sequence:
+                raise InternalError(f"{self._name(rank)}: {bytes(piece.data).decode(errors='replace')}")
+            if piece.number != self._number and piece.number in self._open and (rank, piece.number) not in self._early:
+                self._early[rank, piece.number] = piece._replace(data=bytearray(piece.data))
+                continue
+            if (piece.kind, piece.sequence, piece.number) != (PacketKind.PART, self._sequence, self._number):
+                raise IntegrityError(f"from {self._name(rank)}: {piece.kind.name.lower()} {piece.number} of batch "
+                                     f"{piece.sequence} where {self._where} is due")
+            if len(piece.data) != len(into):
+                raise IntegrityError(f"{self._name(rank)} has {len(piece.data)} bytes of {self._where}, not "
+                                     f"{len(into)}")
+            if piece.data is not into:
+                into[:] = piece.data
+            return
 
-    def _next_packet(self, rank: int, deadline_s: float) -> Packet:
-        assert self._channel is not None, "something was sent before"
+    def _next_piece(self, rank: int, into: memoryview, deadline_s: float) -> PartPiece:
+        assert self._parts is not None, "something was sent before"
         while True:
             left_s = deadline_s - time.monotonic()
-            packet = self._channel.receive(self._first + rank, timeout_s=max(0.0, min(_LOOK_S, left_s)))
-            if packet is not None:
-                return packet
+            piece = self._parts.receive(rank, into, timeout_s=max(0.0, min(_LOOK_S, left_s)))
+            if piece is not None:
+                return piece
             if self._is_abandoned.is_set():
                 raise PeerLostError(f"the pool broke while rank {self.own.rank} waited for {self._name(rank)}")
             if left_s <= 0:
@@ -149,8 +302,34 @@ class StageRanks:
         return _SHARE_OF_STEP * self._limit.seconds
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} of stage {self._stage}"
+        return f"rank {rank - self._first} of stage {self._stage}"
 
     @property
     def _where(self) -> str:
-        return f"part {self._number} of batch {self._sequence}"
+        return f"part {self._number % _WITHIN_DATA_RANK} of batch {self._sequence}"
+
+
+class _AttentionRanks:
+    """Satisfies `Ranks` for layers that only the ranks of a data rank divide. Other data ranks may have no such
+    exchange."""
+
+    def __init__(self, stage: StageRanks) -> None:
+        self._stage = stage
+        size = self.own.size
+        self._members = range(stage.own.data_rank * size, (stage.own.data_rank + 1) * size)
+
+    @property
+    def own(self) -> TensorRank:
+        return self._stage.own.attention
+
+    def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """See `Ranks.gather`."""
+        return self._stage.gather_among(self._members, part, counts, first_number=_WITHIN_DATA_RANK)
+
+    def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
+        """See `Ranks.swap`."""
+        return self._stage.swap_among(self._members, parts, counts, first_number=_WITHIN_DATA_RANK)
+
+
+def _bytes_of(part: Tensor) -> memoryview:
+    return part.contiguous().view(torch.uint8).numpy().reshape(-1).data

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
+from engine.core.batch import DataShare, ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
 from engine.core.state_rows import Snapshot, StateRow
-from engine.pipeline.channel import Packet, PacketKind
+from engine.pipeline.channel import Packet, PacketKind, PartPiece
 from engine.pipeline.frames import SCHEMA
 from engine.pipeline.tables import (
     Array,
@@ -72,6 +72,7 @@ _STEP = Table(
     column("positions", "i8", "tokens"),
     numbers("ended_keys", "i8", "ended_keys"),
     column("token_ids", "i8", "token_ids"),  # for a rank of stage 0, else none
+    tuples("shares", "shares", tokens="i8", logits="i8"),
 )
 _DRAWING = Table(  # one entry per row that draws
     "drawing",
@@ -175,6 +176,7 @@ def _pack(sequence: int, batch: ForwardBatch, output: StageOutput, token_ids: Te
             "positions": batch.positions.numpy(),
             "ended_keys": batch.ended_keys,
             "token_ids": token_ids.numpy(),
+            "shares": batch.shares,
         },
         _drawing_values(drawing) if drawing else None,
         _output_values(outputs) if outputs else None,
@@ -221,9 +223,9 @@ def unpack_result(packet: Packet) -> StageResult:
         raise _nonsense(packet, error) from error
 
 
-def pack_error(sequence: int, text: str, *, kind: PacketKind = PacketKind.ERROR) -> Packet:
+def pack_error(sequence: int, text: str) -> Packet:
     record = _ERROR.write({"text": text.encode(errors="replace")[:MAX_ERROR_BYTES]})
-    return Packet(record, kind=kind, sequence=sequence)
+    return Packet(record, kind=PacketKind.ERROR, sequence=sequence)
 
 
 def unpack_error(packet: Packet) -> str:
@@ -239,18 +241,19 @@ def unpack_error(packet: Packet) -> str:
         raise _nonsense(packet, error) from error
 
 
-def part_record(number: int) -> bytes:
-    """Of a rank's part of exchange `number` of a batch."""
-    return _PART.pack(number)
+def pack_piece(piece: PartPiece) -> Packet:
+    return Packet(_PART.pack(piece.number) + piece.data, (), piece.kind, piece.sequence)
 
 
-def part_number(packet: Packet) -> int:
-    """Raises InternalError when the record makes no sense."""
-    if len(packet.record) != _PART.size or len(packet.tensors) != 1 or not packet.tensors[0].dim():
-        raise InternalError(f"part of frame {packet.sequence} makes no sense: {len(packet.record)} bytes of record and "
-                            f"{len(packet.tensors)} tensors")
-    number: int = _PART.unpack(packet.record)[0]
-    return number
+def unpack_piece(packet: Packet, into: memoryview) -> PartPiece:
+    """Its bytes are a copy, in `into` where they are as many. Raises InternalError when the record makes no sense."""
+    if len(packet.record) < _PART.size or packet.tensors:
+        raise InternalError(f"frame {packet.sequence} makes no sense: {len(packet.record)} bytes and "
+                            f"{len(packet.tensors)} tensors of a part")
+    data = memoryview(packet.record)[_PART.size:]
+    own = into if len(into) == len(data) else memoryview(bytearray(len(data)))
+    own[:] = data
+    return PartPiece(packet.kind, packet.sequence, _PART.unpack_from(packet.record)[0], own)
 
 
 def _nonsense(packet: Packet, error: Exception) -> InternalError:
@@ -272,13 +275,14 @@ def _batch_of(step: Values | None, drawing: Values | None, outputs: Values | Non
     _refuse_negative({"token_ids": step["token_ids"].min(initial=0)})
     batch = ForwardBatch(
         mode=_MODES[mode], request_keys=keys, query_lens=query_lens, context_lens=context_lens,
-        token_ids=_owned(step["token_ids"]) if len(step["token_ids"]) else None,
+        token_ids=_owned(step["token_ids"]) if len(step["token_ids"]) or not num_tokens else None,
         positions=_owned(step["positions"]), page_tables=_owned(step["page_tables"]),
         slot_ids=_owned(step["slot_ids"]),
         sampling=_spread(() if drawing is None else _sampling_of(drawing, outputs), num_rows),
         scoring=() if scoring is None else _spread(_scoring_of(scoring), num_rows),
         ended_keys=tuple(step["ended_keys"]), states=() if states is None else _states_of(states, num_rows),
-        spec_info=None if spec is None else _spec_of(spec, query_lens, num_tokens))
+        spec_info=None if spec is None else _spec_of(spec, query_lens, num_tokens),
+        shares=tuple(DataShare(*share) for share in step["shares"]))
     if any(len(tensor) != num_tokens if tensor.dim() else True for tensor in tensors):
         raise ValueError(f"tensors of other than {num_tokens} tokens")
     computed, aux_layers = list(tensors), step["aux_layers"]

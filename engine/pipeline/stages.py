@@ -29,7 +29,8 @@ from engine.core.time_limits import FrameLimit
 from engine.graphs.runner import StageGraphs
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
-from engine.pipeline.ranks import BROKEN_POOL, StageRanks
+from engine.pipeline.overlap import Overlap
+from engine.pipeline.ranks import BROKEN_POOL, StageRanks, Step
 from engine.pipeline.records import StageInput, StageResult
 from engine.sampling.sampler import RequestSampler, Scores, score
 from engine.speculative.drafter import Drafter
@@ -55,8 +56,9 @@ class StageExecutor:
     def __init__(self, *, model: StageModel, attention: AttentionBackend | None, recurrent: RecurrentBackend,
                  latent_attention: LatentAttentionBackend | None = None, caches: Sequence[Commits] = (),
                  on_layer_done: LayerObserver | None = None, device: torch.device = HOST,
-                 graphs: StageGraphs | None = None) -> None:
-        """Exactly one of `attention` and `latent_attention` is given: the kind the model's layers have."""
+                 graphs: StageGraphs | None = None, overlap: Overlap | None = None) -> None:
+        """Exactly one of `attention` and `latent_attention` is given: the kind the model's layers have. `overlap`: how
+        batches run in two halves, where the stage's ranks do that."""
         planner = attention if attention is not None else latent_attention
         if planner is None:
             raise ConfigError("a model without any attention layer is not supported", field="model")
@@ -71,27 +73,46 @@ class StageExecutor:
         self._recurrent = recurrent
         self._on_layer_done = on_layer_done
         self._device = device
+        self._overlap = overlap
         self.num_plans = 0
-        self.num_forwards = {"graph": 0, "eager": 0}
+        self.num_forwards = {"graph": 0, "eager": 0, "halves": 0, "idle": 0}
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, incoming: StageOutput | None = None) -> StageOutput:
         """Hidden states for the next stage, or logits of the drawing rows from the last. `incoming` is what the stage
-        before handed on; None on the first. PREBUILT batches pass through: their prompts were computed elsewhere."""
-        if batch.mode is ForwardMode.PREBUILT:
+        before handed on; None on the first. PREBUILT batches pass through: their prompts were computed elsewhere. They
+        and idle ones only take part in what other data ranks need, and hand nothing on."""
+        if batch.mode in (ForwardMode.PREBUILT, ForwardMode.IDLE):
+            idle = batch.inner_idle if batch.mode is ForwardMode.PREBUILT else batch
+            if idle is not None:
+                self.num_forwards["idle"] += 1
+                self.model.forward(idle, None, ForwardContext(self._attention, self._recurrent, None,
+                                                              self._latent_attention))
             return StageOutput()
         use_in_this_thread(self._device)
         for cache in self._caches:
             cache.commit(batch)
         given = (incoming or StageOutput()).to(self._device)
         bucket = None if self._graphs is None else self._graphs.bucket_for(batch)
-        self.num_forwards["eager" if bucket is None else "graph"] += 1
         if self._graphs is not None and bucket is not None:
+            self.num_forwards["graph"] += 1
             self.num_plans += 1
             return self._graphs.run(batch, bucket, given)
-        self.num_plans += plan_where_needed(batch, self._planner)
         observer = self._on_layer_done
         done = None if observer is None else lambda layer_id: observer(batch, layer_id)
+        middle = None if self._overlap is None else self._overlap.middle(batch)
+        self.num_forwards["eager" if middle is None else "halves"] += 1
+        if self._overlap is None or middle is None:
+            return self._forward(batch, given, done)
+        first, second = batch.split(middle)
+        given_first, given_second = given.split(first.num_tokens)
+        # The second half is the later one in every layer.
+        return self._overlap.run(lambda: self._forward(first, given_first, None),
+                                 lambda: self._forward(second, given_second, done))
+
+    @torch.inference_mode()
+    def _forward(self, batch: ForwardBatch, given: StageOutput, done: Callable[[int], None] | None) -> StageOutput:
+        self.num_plans += plan_where_needed(batch, self._planner)
         context = ForwardContext(self._attention, self._recurrent, done, self._latent_attention)
         return self.model.forward(batch, given.hidden, context, given.aux_hidden, given.selected_keys)
 
@@ -120,18 +141,21 @@ class StepResult:
     scores: list[Scores] = field(default_factory=list)
 
 
+StepResults = tuple[StepResult | None, ...]  # by data rank; None where a step had no batch
+
+
 class Pipeline(Protocol):
-    """Batches go in at `launch` and come back, in order, from `collect`. Belongs to the engine thread."""
+    """Steps go in at `launch` and come back, in order, from `collect`. Belongs to the engine thread."""
 
     @property
     def depth(self) -> int:
-        """How many batches keep every stage busy."""
+        """How many steps keep every stage busy."""
         ...
 
-    def launch(self, batch: ForwardBatch) -> None: ...
+    def launch(self, step: Step) -> None: ...
 
-    def collect(self, timeout_s: float) -> StepResult | None:
-        """The oldest launched batch's result; None when it is not there in time or `wake` was called."""
+    def collect(self, timeout_s: float) -> StepResults | None:
+        """The oldest launched step's results; None when one is not there in time or `wake` was called."""
         ...
 
     def wake(self) -> None: ...
@@ -148,7 +172,9 @@ class LastStage:
     drafter: Drafter | None = None
 
     def finish(self, batch: ForwardBatch, output: StageOutput) -> StageResult:
-        """Of a PREBUILT batch each row gets a first tree and draws nothing."""
+        """Of a PREBUILT batch each row gets a first tree and draws nothing; an idle one has no rows."""
+        if batch.mode is ForwardMode.IDLE:
+            return StageResult([], [], [])
         if batch.mode is ForwardMode.PREBUILT:
             first = self.drafter.begin(batch) if self.drafter is not None else [NO_TREE] * batch.num_rows
             return StageResult([], [Verified((), tree) for tree in first], [])
@@ -162,41 +188,96 @@ class LastStage:
         return StageResult(tokens, verified, scored.scores)
 
 
+class _Results:
+    """What comes back of launched steps from the ranks that draw, one of each data rank."""
+
+    def __init__(self, ranks: StageRanks, channel: StageChannel | None, *, last_stage: int) -> None:
+        own = ranks.own
+        self._drawing = [last_stage * own.size + data_rank * own.attention.size for data_rank in range(own.data_size)]
+        self._channel = channel
+        self._due: deque[tuple[int, Step]] = deque()  # steps by their number
+        self._came: dict[int, StepResult] = {}  # of the oldest, by data rank
+
+    def launched(self, sequence: int, step: Step) -> None:
+        self._due.append((sequence, step))
+
+    def of_this_process(self, result: StepResult) -> None:
+        """Of the first data rank's batch of the only step under way."""
+        self._came[0] = result
+
+    def collect(self, timeout_s: float) -> StepResults | None:
+        """See `Pipeline.collect`."""
+        if not self._due:
+            return None
+        deadline_s, (sequence, step) = time.monotonic() + timeout_s, self._due[0]
+        for data_rank, batch in enumerate(step):
+            while batch is not None and data_rank not in self._came:
+                result = self._receive(self._drawing[data_rank], sequence, max(0.0, deadline_s - time.monotonic()))
+                if result is None:
+                    return None
+                self._came[data_rank] = result
+        self._due.popleft()
+        results = tuple(self._came.get(data_rank) for data_rank in range(len(step)))
+        self._came.clear()
+        return results
+
+    def _receive(self, rank: int, sequence: int, timeout_s: float) -> StepResult | None:
+        assert self._channel is not None, "only other processes' results are received"
+        while (packet := self._channel.receive(rank, timeout_s=timeout_s)) is not None:
+            if packet.kind in (PacketKind.PART, PacketKind.FAULT):
+                continue  # of a batch that has failed on this rank
+            if packet.sequence != sequence:
+                raise IntegrityError(f"from stage {rank}: the result of batch {packet.sequence} where that of batch "
+                                     f"{sequence} is due")
+            if packet.kind is PacketKind.ERROR:
+                return StepResult(sequence, [], StepFailed(records.unpack_error(packet)))
+            return _step_result(sequence, records.unpack_result(packet))
+        return None
+
+
 class SingleStage:
     """The whole model in this process, which is the first of the stage's `ranks`."""
 
     depth = 1
 
     def __init__(self, executor: StageExecutor, sampler: RequestSampler, drafter: Drafter | None = None,
-                 ranks: StageRanks | None = None) -> None:
+                 ranks: StageRanks | None = None, channel: StageChannel | None = None) -> None:
+        """`channel`: to the ranks, where there are others."""
         self._executor = executor
         self._ranks = ranks or StageRanks()
         self._last = LastStage(sampler, drafter)
-        self._results: deque[StepResult] = deque()
+        self._channel = channel
+        self._results = _Results(self._ranks, channel, last_stage=0)
         self._sequence = 0
 
-    def launch(self, batch: ForwardBatch) -> None:
+    def launch(self, step: Step) -> None:
         self._sequence += 1
-        self._ranks.lead(self._sequence, batch)
+        self._ranks.lead(self._sequence, step)
+        self._results.launched(self._sequence, step)
+        if step[0] is not None:
+            self._results.of_this_process(self._run(step[0]))
+
+    def _run(self, batch: ForwardBatch) -> StepResult:
         try:
             with self._ranks.step(self._sequence):
                 self._last.sampler.prepare(batch)
                 result = self._last.finish(batch, self._executor.run(batch))
-            self._results.append(_step_result(self._sequence, result))
+            return _step_result(self._sequence, result)
         except BROKEN_POOL:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the pipeline
-            self._results.append(StepResult(self._sequence, [], StepFailed(_failure(0, error))))
+            return StepResult(self._sequence, [], StepFailed(_failure(0, error)))
 
-    def collect(self, timeout_s: float) -> StepResult | None:
-        return self._results.popleft() if self._results else None
+    def collect(self, timeout_s: float) -> StepResults | None:
+        return self._results.collect(timeout_s)
 
     def wake(self) -> None:
-        """Nothing ever waits here but for other ranks within a step."""
+        if self._channel is not None:
+            self._channel.wake()
 
 
 class HeadStage:
-    """Rank 0 of a pool with more stages: runs its layers at launch, reads the tail's result at collect."""
+    """Rank 0 of a pool with more stages: runs its layers at launch, reads the last stage's results at collect."""
 
     def __init__(self, executor: StageExecutor, channel: StageChannel, *, size: int,
                  frame_timeout_s: float = 10, ranks: StageRanks | None = None) -> None:
@@ -204,32 +285,27 @@ class HeadStage:
         `frame_timeout_s`, or more where steps are long (`FrameLimit`)."""
         self.depth = size
         self._ranks = ranks or StageRanks()
-        self._tail = (size - 1) * self._ranks.own.size
         self._executor = executor
         self._channel = channel
         self._frame_limit = FrameLimit(frame_timeout_s)
+        self._results = _Results(self._ranks, channel, last_stage=size - 1)
         self._launched_s: deque[float] = deque()
-        self._sequence = self._collected = 0
+        self._sequence = 0
 
-    def launch(self, batch: ForwardBatch) -> None:
+    def launch(self, step: Step) -> None:
         self._sequence += 1
         self._launched_s.append(time.monotonic())
-        self._ranks.lead(self._sequence, batch)
-        packet = _run_to_packet(self._executor, self._ranks, self._sequence, batch, None, stage=0)
-        self._channel.send(self._ranks.own.size, packet, timeout_s=self._frame_limit.seconds)
+        self._ranks.lead(self._sequence, step)
+        self._results.launched(self._sequence, step)
+        if step[0] is not None:
+            packet = _run_to_packet(self._executor, self._ranks, self._sequence, step[0], None, stage=0)
+            self._channel.send(self._ranks.own.size, packet, timeout_s=self._frame_limit.seconds)
 
-    def collect(self, timeout_s: float) -> StepResult | None:
-        packet = self._channel.receive(self._tail, timeout_s=timeout_s)
-        if packet is None:
-            return None
-        self._collected += 1
-        if packet.sequence != self._collected:
-            raise IntegrityError(f"from stage {self._tail}: the result of batch {packet.sequence} where that of "
-                                 f"batch {self._collected} is due")
-        self._frame_limit.measured(time.monotonic() - self._launched_s.popleft())
-        if packet.kind is PacketKind.ERROR:
-            return StepResult(packet.sequence, [], StepFailed(records.unpack_error(packet)))
-        return _step_result(packet.sequence, records.unpack_result(packet))
+    def collect(self, timeout_s: float) -> StepResults | None:
+        results = self._results.collect(timeout_s)
+        if results is not None:
+            self._frame_limit.measured(time.monotonic() - self._launched_s.popleft())
+        return results
 
     def wake(self) -> None:
         self._channel.wake()
@@ -259,7 +335,7 @@ def _failure(stage: int, error: Exception) -> str:
 
 class FollowerStage:
     """Process 1..n-1 of a pool: receive, run, pass on. Keeps nothing between batches but its pools and, on the first
-    rank of the last stage, which draws, what its sampler and drafter know of requests."""
+    rank of each data rank of the last stage, which draws, what its sampler and drafter know of requests."""
 
     def __init__(self, executor: StageExecutor, sampler: RequestSampler, channel: StageChannel, *, rank: int, size: int,
                  drafter: Drafter | None = None,
@@ -275,7 +351,7 @@ class FollowerStage:
         num_ranks = self._ranks.own.size
         self._stage = rank // num_ranks
         self._before = max(0, rank - num_ranks)  # the leader, or the same rank of the stage before
-        self._draws = rank == size - num_ranks
+        self._draws = rank >= size - num_ranks and self._ranks.own.attention.rank == 0
         self._next = 0 if self._draws else rank + num_ranks if rank + num_ranks < size else None
         self._frame_limit = FrameLimit(frame_timeout_s)
 

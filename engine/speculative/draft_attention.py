@@ -40,14 +40,14 @@ class DraftAttention:
 
     @classmethod
     def over_kv(cls, paged: AttentionBackend, multi_step: RoundAttention) -> "DraftAttention":
-        return cls(paged, ForwardContext(paged, _no_states()), multi_step, ForwardContext(multi_step, _no_states()))
+        return cls(paged, ForwardContext(paged, no_states()), multi_step, ForwardContext(multi_step, no_states()))
 
     @classmethod
     def over_latents(cls, paged: LatentAttentionBackend, multi_step: MultiStepLatentAttention) -> "DraftAttention":
-        return cls(paged, ForwardContext(None, _no_states(), latent_attention=paged),
-                   multi_step, ForwardContext(None, _no_states(), latent_attention=multi_step))
+        return cls(paged, ForwardContext(None, no_states(), latent_attention=paged),
+                   multi_step, ForwardContext(None, no_states(), latent_attention=multi_step))
 
 
-def _no_states() -> CpuRecurrent:
+def no_states() -> CpuRecurrent:
     """No draft has a recurrent layer."""
     return CpuRecurrent(conv_pools={}, state_pools={}, numerics=Numerics.EXACT)

@@ -14,12 +14,16 @@ from models.blocks.linear import Linear
 from models.blocks.norm import NormSpec, RmsNorm
 from models.blocks.spec import Mixer, StagePass
 from models.blocks.weights import Weights
+from runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """`qk_norm` normalises each head of q and k before rope. With `output_gate` the query projection is twice as
-    wide, each head's [query | gate], and the heads' output is multiplied by sigmoid(gate)."""
+    wide, each head's [query | gate], and the heads' output is multiplied by sigmoid(gate). With `window` a token sees
+    so many before itself, and no more are kept. Scores are divided by the root of `score_dim`, else of `head_dim`.
+    With `norms_whole` the norm is over all heads of q together, and over all of k. `value_norm` normalises each head of
+    v, without weights. With `keys_are_values` k before norm and rope is v, too."""
 
     hidden_size: int
     num_heads: int
@@ -29,6 +33,11 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: NormSpec | None = None
     output_gate: bool = False
+    window: int | None = None
+    score_dim: float = 0
+    norms_whole: bool = False
+    value_norm: NormSpec | None = None
+    keys_are_values: bool = False
     rank: TensorRank = ONLY_RANK
 
     shares_selection = False
@@ -37,6 +46,9 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         """Raises ConfigError where the ranks cannot divide it."""
+        if self.norms_whole and self.rank.size > 1:
+            raise ConfigError(f"--tp {self.rank.size}: a norm over all heads of q is not divided between ranks",
+                              field="tp")
         self.rank.terms(self.num_heads * self.head_dim, "values of attention's heads")
         _ = self.heads, self.kv_heads
 
@@ -56,12 +68,17 @@ class AttentionSpec:
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry:
         return AttentionGeometry(num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), head_dim=self.head_dim,
-                                 page_size=page_size, scale=self.head_dim**-0.5)
+                                 page_size=page_size, scale=(self.score_dim or self.head_dim)**-0.5,
+                                 window=self.window)
 
     def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
-        shape = (2, self.num_kv_heads, page_size, self.head_dim)
-        return (CacheSpec(layer_id=layer_id, kind=CacheKind.KV, record_shape=shape, dtype=str(dtype).split(".")[1],
-                          item_bytes=dtype.itemsize, split_axis=1, blocks=(self.num_kv_heads,), may_repeat=True),)
+        kind, pages = CacheKind.KV, tuple[int, ...]()
+        if self.window is not None:
+            kind, pages = CacheKind.WINDOW, (1 + -(-self.window // page_size),)
+        shape = (*pages, 2, self.num_kv_heads, page_size, self.head_dim)
+        return (CacheSpec(layer_id=layer_id, kind=kind, record_shape=shape, dtype=str(dtype).split(".")[1],
+                          item_bytes=dtype.itemsize, split_axis=1 + len(pages), blocks=(self.num_kv_heads,),
+                          may_repeat=True),)
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
         return Attention(spec=self, weights=weights, layer_id=layer_id)
@@ -91,28 +108,45 @@ class Attention:
         self._layer_id = layer_id
         self._num_heads, self._num_kv_heads = len(spec.heads), len(spec.kv_heads)
         queries, keys = spec.heads.times(spec.head_dim), spec.kv_heads.times(spec.head_dim)
-        self._widths = [len(queries) + len(keys), len(keys), len(queries) if spec.output_gate else 0]
+        self._widths = [len(queries) + len(keys), 0 if spec.keys_are_values else len(keys),
+                        len(queries) if spec.output_gate else 0]
         if spec.output_gate:
             self._input = _gated_input(spec, weights)
         else:
-            self._input = weights.linear("q_proj", "k_proj", "v_proj", rows=(queries, keys, keys),
-                                         in_features=spec.hidden_size, bias=spec.qkv_bias)
+            inputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+            if spec.keys_are_values:
+                del inputs["v_proj"]
+            self._input = weights.linear(*inputs, rows=tuple(inputs.values()), in_features=spec.hidden_size,
+                                         bias=spec.qkv_bias)
         self._output = weights.summed("o_proj", rows=spec.hidden_size, terms=queries, bias=spec.output_bias)
         self._head_norm: RmsNorm | None = None
-        if spec.qk_norm is not None:
+        self._whole_norms: list[RmsNorm] = []
+        if spec.qk_norm is not None and spec.norms_whole:
+            self._whole_norms = [spec.qk_norm.build(weights, "q_norm", len(queries)),
+                                 spec.qk_norm.build(weights, "k_norm", len(keys))]
+        elif spec.qk_norm is not None:
             each = [weights.tensor(f"{name}_norm.weight", spec.head_dim).expand(count, -1)
                     for name, count in (("q", self._num_heads), ("k", self._num_kv_heads))]
             self._head_norm = RmsNorm(weight=torch.cat(each), spec=spec.qk_norm)
+        self._value_norm: RmsNorm | None = None
+        if spec.value_norm is not None:
+            ones = torch.ones(spec.head_dim, dtype=torch.float32, device=weights.device)
+            self._value_norm = RmsNorm(weight=ones, spec=spec.value_norm)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         spec = self._spec
         heads, value, gate = torch.split(self._input(x), self._widths, dim=-1)
+        if self._whole_norms:
+            parts = torch.split(heads, [size * spec.head_dim for size in (self._num_heads, self._num_kv_heads)], dim=-1)
+            heads = torch.cat([norm.forward(part) for norm, part in zip(self._whole_norms, parts, strict=True)], -1)
         heads = heads.view(-1, self._num_heads + self._num_kv_heads, spec.head_dim)
+        value = value.view(-1, self._num_kv_heads, spec.head_dim) if self._widths[1] else heads[:, self._num_heads:]
+        if self._value_norm is not None:
+            value = self._value_norm.forward(value)
         if self._head_norm is not None:
             heads = self._head_norm.forward(heads)
-        heads = stage_pass.rotary_table().rotate_halves(heads)
+        heads = stage_pass.rotary_table(is_window=spec.window is not None).rotate_halves(heads)
         query, key = heads[:, :self._num_heads], heads[:, self._num_heads:]
-        value = value.view(-1, self._num_kv_heads, spec.head_dim)
         out = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch).flatten(1)
         return self._output(out * sigmoid(gate) if spec.output_gate else out)
 
@@ -120,9 +154,14 @@ class Attention:
 def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:
     """The file interleaves [query | gate] by head; here come q, k, v, then the gates."""
     rows = spec.heads.times(2 * spec.head_dim)
-    both = weights.tensor("q_proj.weight", len(rows), spec.hidden_size, rows=rows)
-    query, gate = both.view(len(spec.heads), 2, spec.head_dim, spec.hidden_size).unbind(1)
     keys = spec.kv_heads.times(spec.head_dim)
-    key, value = (weights.tensor(f"{name}_proj.weight", len(keys), spec.hidden_size, rows=keys) for name in "kv")
-    parts = [query.flatten(0, 1), key, value, gate.flatten(0, 1)]
-    return weights.linear_from(torch.cat(parts))
+    read = {f"{name}_proj.weight": each for name, each in zip("qkv", (rows, keys, keys), strict=True)}
+    matrices = [weights.tensor(name, len(each), spec.hidden_size, rows=each) for name, each in read.items()]
+    scales = [weights.row_scales(name, each) for name, each in read.items()]
+    return weights.linear_from(_gates_last(spec, *matrices), _gates_last(spec, *scales))
+
+
+def _gates_last(spec: AttentionSpec, both: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Of each the rows, of any shape."""
+    query, gate = both.view(len(spec.heads), 2, spec.head_dim, *both.shape[1:]).unbind(1)
+    return torch.cat([query.flatten(0, 1), key, value, gate.flatten(0, 1)])

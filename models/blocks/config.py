@@ -8,7 +8,7 @@ from runtime.errors import ConfigError
 
 # Fields a multimodal wrapper keeps at its top level although they concern the text model inside.
 _WRAPPER_FIELDS = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id",
-                   "quantization_config", "compression_config")
+                   "quantization_config", "compression_config", "backbone_hidden_size", "use_ordered_embeddings")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -71,6 +71,10 @@ class RawConfig:
             raise self.fail(name, f"must be an object, is {value!r}")
         return RawConfig(value, where=f"{self._where}: {name}")
 
+    def updated(self, values: Mapping[str, object]) -> "RawConfig":
+        """The same with these fields as they are here."""
+        return RawConfig({**self._values, **values}, where=self._where)
+
     def as_dict(self) -> dict[str, object]:
         return dict(self._values)
 
@@ -122,7 +126,7 @@ def text_config(raw: RawConfig) -> RawConfig:
     values = raw.as_dict()
     if "text_config" in raw:
         kept = {name: values[name] for name in _WRAPPER_FIELDS if name in values}
-        raw = RawConfig({**raw.section("text_config").as_dict(), **kept}, where="config.json: text_config")
+        raw = raw.section("text_config").updated(kept)
     return raw
 
 

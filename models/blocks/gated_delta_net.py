@@ -7,7 +7,9 @@ Per token x, with a short causal convolution before the recurrence:
     o = delta_rule(q, k, v, g, beta);      y = W_o (norm(o) silu(z))
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -20,10 +22,13 @@ from models.blocks.norm import GatedRmsNorm
 from models.blocks.spec import Mixer, StagePass
 from models.blocks.weights import Weights
 
+_GATES = ("in_proj_b", "in_proj_a", "in_proj_ba")  # decay and write strength: errors in them add up over the tokens
+
 
 @dataclass(frozen=True)
 class GatedDeltaNetSpec:
-    """Each key head serves `num_value_heads / num_key_heads` consecutive value heads."""
+    """Each key head serves `num_value_heads / num_key_heads` consecutive value heads. Files have q, k, v and z, and b
+    and a, one behind the other, or with `is_interleaved` what belongs to the first key head, then to the second."""
 
     hidden_size: int
     num_key_heads: int
@@ -32,6 +37,7 @@ class GatedDeltaNetSpec:
     value_head_dim: int
     conv_kernel: int
     norm_eps: float
+    is_interleaved: bool = False
     rank: TensorRank = ONLY_RANK
 
     shares_selection = False
@@ -80,7 +86,7 @@ class GatedDeltaNetSpec:
         return GatedDeltaNet(spec=self, weights=weights, layer_id=layer_id)
 
 
-def read_gated_delta_net(raw: RawConfig, *, norm_eps: float) -> GatedDeltaNetSpec:
+def read_gated_delta_net(raw: RawConfig, *, norm_eps: float, is_interleaved: bool = False) -> GatedDeltaNetSpec:
     """Raises ConfigError when key heads do not divide the value heads."""
     key_heads, value_heads = raw.integer("linear_num_key_heads", 16), raw.integer("linear_num_value_heads", 32)
     if value_heads % key_heads:
@@ -89,45 +95,71 @@ def read_gated_delta_net(raw: RawConfig, *, norm_eps: float) -> GatedDeltaNetSpe
         hidden_size=raw.integer("hidden_size"), num_key_heads=key_heads, num_value_heads=value_heads,
         key_head_dim=raw.integer("linear_key_head_dim", 128), value_head_dim=raw.integer("linear_value_head_dim", 128),
         conv_kernel=raw.integer("linear_conv_kernel_dim", 4, minimum=2), norm_eps=norm_eps,
+        is_interleaved=is_interleaved,
     )
 
 
 class GatedDeltaNet:
-    """All four input projections in one product; the backend owns convolution and recurrence with their states."""
+    """All four input projections in one product, or two where only those of the gates are kept whole; the backend owns
+    convolution and recurrence with their states."""
 
     def __init__(self, *, spec: GatedDeltaNetSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
         self._layer_id = layer_id
         heads = spec.value_heads
         keys, values = spec.key_heads.times(spec.key_head_dim), heads.times(spec.value_head_dim)
-        self._widths = [len(keys), len(keys), len(values)]
         channels = list[Part]()
         for part in (keys, keys, values):
             before = sum(spec.conv_blocks[:len(channels)])
             channels.append(Part(before + part.start, before + part.stop, sum(spec.conv_blocks)))
-        self._input_widths = [sum(self._widths), len(values), len(heads), len(heads)]
-        self._input = weights.linear("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
-                                     rows=(channels, values, heads, heads), in_features=spec.hidden_size)
-        self._conv = weights.tensor("conv1d.weight", sum(self._widths), 1, spec.conv_kernel, rows=channels).squeeze(1)
+        width = 2 * len(keys) + len(values)
+        self._input_widths = [width, len(values), len(heads), len(heads)]
+        inputs = _interleaved_rows(spec) if spec.is_interleaved else {
+            "in_proj_qkv": channels, "in_proj_z": [values], "in_proj_b": [heads], "in_proj_a": [heads]}
+        gates = [name for name in inputs if weights.in_bytes and name in _GATES]
+        products = [(weights, [name for name in inputs if name not in gates]), (weights.whole(), gates)]
+        self._inputs = [kept.linear(*names, rows=[inputs[name] for name in names], in_features=spec.hidden_size)
+                        for kept, names in products if names]
+        self._conv = weights.tensor("conv1d.weight", width, 1, spec.conv_kernel, rows=channels).squeeze(1)
         self._decay = -weights.tensor("A_log", len(heads), rows=heads).float().exp()
         self._step_offset = weights.tensor("dt_bias", len(heads), rows=heads).float()
         self._norm = GatedRmsNorm(weight=weights.tensor("norm.weight", spec.value_head_dim), eps=spec.norm_eps)
         self._output = weights.summed("out_proj", rows=spec.hidden_size, terms=values)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        spec, batch, recurrent = self._spec, stage_pass.batch, stage_pass.context.recurrent
-        num_tokens, num_key_heads, num_value_heads = x.shape[0], len(spec.key_heads), len(spec.value_heads)
-        mixed, gate, write, step = torch.split(self._input(x), self._input_widths, dim=-1)
-        mixed = recurrent.causal_conv(self._layer_id, mixed, self._conv, batch)
-        query, key, value = torch.split(mixed, self._widths, dim=-1)
-        heads = recurrent.gated_delta_rule(
-            self._layer_id,
-            query.reshape(num_tokens, num_key_heads, spec.key_head_dim),
-            key.reshape(num_tokens, num_key_heads, spec.key_head_dim),
-            value.reshape(num_tokens, num_value_heads, spec.value_head_dim),
-            self._decay * softplus(step.float() + self._step_offset),
-            sigmoid(write.float()),
-            batch,
-        )
-        heads = self._norm.forward(heads, gate.reshape(num_tokens, num_value_heads, spec.value_head_dim))
-        return self._output(heads.reshape(num_tokens, -1).to(x.dtype))
+        projected = [product(x) for product in self._inputs]
+        together = projected[0] if len(projected) == 1 else torch.cat(projected, dim=-1)
+        mixed, gate, write, step = torch.split(together, self._input_widths, dim=-1)
+        decay = self._decay * softplus(step.float() + self._step_offset)
+        heads = delta_heads(self._spec, self._layer_id, mixed, self._conv, decay, sigmoid(write.float()), stage_pass)
+        heads = self._norm.forward(heads, gate.reshape(heads.shape))
+        return self._output(heads.flatten(1).to(x.dtype))
+
+
+def delta_heads(spec: GatedDeltaNetSpec, layer_id: int, mixed: Tensor, conv: Tensor, g: Tensor, beta: Tensor,
+                stage_pass: StagePass) -> Tensor:
+    """Convolution and recurrence of this rank's heads. mixed: [T, C], their q, k and v; conv: [C, kernel]; g and beta
+    as in `RecurrentBackend.gated_delta_rule`. Returns [T, value heads, value_head_dim] fp32."""
+    batch, recurrent = stage_pass.batch, stage_pass.context.recurrent
+    mixed = recurrent.causal_conv(layer_id, mixed, conv, batch)
+    keys, values = (len(spec.key_heads), spec.key_head_dim), (len(spec.value_heads), spec.value_head_dim)
+    shapes = (keys, keys, values)
+    parts = torch.split(mixed, [heads * width for heads, width in shapes], dim=-1)
+    query, key, value = (part.view(len(part), *shape) for part, shape in zip(parts, shapes, strict=True))
+    return recurrent.gated_delta_rule(layer_id, query, key, value, g, beta, batch)
+
+
+def _interleaved_rows(spec: GatedDeltaNetSpec) -> dict[str, list[Part]]:
+    """By tensor: of all key heads q, of all k, and so on."""
+    served = spec.num_value_heads // spec.num_key_heads
+    wide = served * spec.value_head_dim
+    return {"in_proj_qkvz": _kind_by_kind(spec.key_heads, (spec.key_head_dim, spec.key_head_dim, wide, wide)),
+            "in_proj_ba": _kind_by_kind(spec.key_heads, (served, served))}
+
+
+def _kind_by_kind(heads: Part, widths: Sequence[int]) -> list[Part]:
+    """Rows of a tensor that has, head by head, rows of several kinds, so many of each."""
+    edges = [0, *accumulate(widths)]
+    each = edges[-1]
+    return [Part(head * each + start, head * each + stop, heads.total * each)
+            for start, stop in pairwise(edges) for head in range(heads.start, heads.stop)]

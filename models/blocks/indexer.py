@@ -35,10 +35,11 @@ def read_indexer(raw: RawConfig, *, rotates_pairs: bool) -> IndexerSpec:
 
 
 class Indexer:
-    """Key and head weights in one product."""
+    """Key and head weights in one product. Its weights are kept whole: another key chosen is another answer."""
 
     def __init__(self, *, spec: IndexerSpec, hidden_size: int, query_rank: int, weights: Weights) -> None:
         self._spec = spec
+        weights = weights.whole()
         self._query = weights.linear("wq_b", rows=(spec.num_heads * spec.head_dim,), in_features=query_rank)
         self._key_and_weights = weights.linear("wk", "weights_proj", rows=(spec.head_dim, spec.num_heads),
                                                in_features=hidden_size)

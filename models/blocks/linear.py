@@ -5,17 +5,20 @@ number of rows. Other types take the same order of sums in plain torch; a device
 """
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.contracts.model import Ranks
-from engine.core.numerics import silu
+from engine.core.numerics import gelu, silu
 from engine.kernels.host.compiled import Team, has_kernels
 from engine.kernels.host.packing import SEGMENTS
 from engine.kernels.host.product import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
+
+SHARED_OUT_BYTES = 1 << 20  # that a rank would get of the others, if each were to add up all rows
 
 
 def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
@@ -30,7 +33,9 @@ class Linear:
     the last dimension.
     """
 
-    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
+    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = (), in_bytes: bool = False,
+                 row_scales: Tensor | None = None) -> None:
+        """`in_bytes`: keep the weights in eight bits, where they are packed. `row_scales`: see `PackedWeight`."""
         if biases and len(biases) != len(weights):
             raise ValueError(f"{len(weights)} fused weights need as many biases, got {len(biases)}")
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
@@ -39,7 +44,7 @@ class Linear:
         self.dtype = weight.dtype
         self.packed: PackedWeight | None = None
         if is_packed(weight.dtype, weight.device):
-            self.packed = PackedWeight(weight, bias, Team())
+            self.packed = PackedWeight(weight, bias, Team(), in_bytes=in_bytes, row_scales=row_scales)
         else:
             self._weight, self._bias = weight.contiguous(), bias
 
@@ -60,10 +65,30 @@ class Linear:
 
     def weight_rows(self, indices: Tensor) -> Tensor:
         """indices: [T] int64, on the host or where the weight lies. Returns those rows of the weight, [T, in]: a head
-        that is tied to the embedding needs no copy of it."""
+        that is tied to the embedding needs no copy of it. Not of weights in eight bits."""
         if self.packed is not None:
             return self.packed.rows(indices)
         return F.embedding(indices.to(self._weight.device), self._weight)
+
+
+class Homes:
+    """Where rows are added up that all ranks need, of terms that lie on several: all rows on every rank while they are
+    few, else equal shares of them, each on one rank, which the others have the sums of."""
+
+    def __init__(self, ranks: Ranks | None, num_rows: int, num_bytes: int) -> None:
+        """`num_bytes`: of a rank's terms of all rows."""
+        self._ranks = ranks
+        self.counts: list[int] | None = None  # of rows, by rank; None: all on every one
+        self.own = slice(None)  # the rows of this rank
+        if ranks is not None and (ranks.own.size - 1) * num_bytes >= SHARED_OUT_BYTES:
+            each, more = divmod(num_rows, ranks.own.size)
+            self.counts = [each + (rank < more) for rank in range(ranks.own.size)]
+            start = sum(self.counts[:ranks.own.rank])
+            self.own = slice(start, start + self.counts[ranks.own.rank])
+
+    def everywhere(self, rows: Tensor) -> Tensor:
+        """rows: this rank's. Returns all."""
+        return rows if self.counts is None or self._ranks is None else self._ranks.gather(rows, self.counts)
 
 
 class SummedLinear:
@@ -71,14 +96,16 @@ class SummedLinear:
     eighths of the whole sum as many as a rank has (`engine.kernels.host.product`): the ranks' sums are subtrees of the
     tree in which one process would add all of them, so the bits are the same."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks) -> None:
-        """bias: [out] or None, the same on every rank."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks, *, in_bytes: bool = False,
+                 row_scales: Tensor | None = None) -> None:
+        """bias: [out] or None, the same on every rank. `in_bytes`, `row_scales`: see `Linear`."""
         self._num_segments = SEGMENTS // ranks.own.size
         self._bias = None if bias is None else bias.float()
         self._ranks = ranks
         self._packed: PackedWeight | None = None
         if is_packed(weight.dtype, weight.device):
-            self._packed = PackedWeight(weight, None, Team(), num_segments=self._num_segments)
+            self._packed = PackedWeight(weight, None, Team(), num_segments=self._num_segments, in_bytes=in_bytes,
+                                        row_scales=row_scales)
         else:
             self._weight = weight
 
@@ -88,20 +115,35 @@ class SummedLinear:
             part = self._packed.multiply(x, out_dtype=torch.float32)
         else:
             part = plain_product(x, self._weight, num_segments=self._num_segments)
-        sums = self._ranks.gather(part)
+        homes = Homes(self._ranks, len(part), part.nbytes)
+        parts = (self._ranks.gather(part) if homes.counts is None else
+                 self._ranks.swap(torch.split(part, homes.counts)))
+        return homes.everywhere(self._sum(parts.view(self._ranks.own.size, -1, part.shape[1])).to(x.dtype))
+
+    def _sum(self, sums: Tensor) -> Tensor:
+        """sums: [ranks, n, out] fp32, which are overwritten. Returns [n, out]."""
         while len(sums) > 1:
-            sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
-        return (sums[0] if self._bias is None else sums[0] + self._bias).to(x.dtype)
+            sums = sums[::2].add_(sums[1::2])
+        return sums[0] if self._bias is None else sums[0] + self._bias
+
+
+class Activation(StrEnum):
+    """Of gated feed-forwards, by its name in configs."""
+
+    SILU = "silu"
+    GELU = "gelu_pytorch_tanh"
 
 
 class GatedLinear:
-    """silu(gate(x)) * up(x), on the host in one pass over x and rounded once."""
+    """act(gate(x)) * up(x), for silu on the host in one pass over x and rounded once."""
 
-    def __init__(self, gate: Linear, up: Linear) -> None:
-        self.gate, self.up = gate, up
+    def __init__(self, gate: Linear, up: Linear, *, activation: Activation = Activation.SILU) -> None:
+        self.gate, self.up, self._activation = gate, up, activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in] in the weights' dtype. Returns [T, out]."""
+        if self._activation is Activation.GELU:
+            return gelu(self.gate(x)) * self.up(x)
         if self.gate.packed is not None and self.up.packed is not None:
             return self.gate.packed.multiply_gated(x, self.up.packed)
         return silu(self.gate(x)) * self.up(x)

@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2), absorbed: heads meet in the space of the cached latent.
 
-    ql = norm(W_qa x);   q_h = [q_n ; rope(q_r)] of W_qb ql
+    ql = norm(W_qa x);   q_h = [q_n ; rope(q_r)] of W_qb ql, or of W_q x
     (c, k_r) = W_kva x;  cached per token: [norm(c) ; rope(k_r)]
     query_h = [W_k,h^T q_n ; q_r];   out_h = W_v,h (softmax-weighted sum of c)
-with W_k and W_v the two parts of kv_b_proj. With DSA a layer attends to chosen keys only: it computes the choice with
-an indexer of its own, or shares the one of the layer before.
+with W_k and W_v the two parts of kv_b_proj. Some models rotate nothing. With DSA a layer attends to chosen keys only:
+it computes the choice with an indexer of its own, or shares the one of the layer before.
 """
 
 from dataclasses import dataclass, replace
@@ -17,11 +17,11 @@ from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.indexer import Indexer, IndexerSpec
-from models.blocks.linear import HeadwiseLinear
-from models.blocks.norm import NormSpec
+from models.blocks.linear import HeadwiseLinear, Linear
+from models.blocks.norm import NormSpec, RmsNorm
 from models.blocks.rotary import RopeSpec
 from models.blocks.spec import Mixer, StagePass
-from models.blocks.weights import Weights
+from models.blocks.weights import Rows, Weights, num_rows
 from runtime.errors import InternalError
 
 _LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, whatever rms_norm_eps says
@@ -29,8 +29,9 @@ _LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, whatever rms
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """`max_selected` keys per token are attended to, 0 for all. Then a layer with `indexer` computes the choice and a
-    layer without one shares it; one that `takes_carried` computes it where none is carried to it."""
+    """With `query_rank` 0 queries are one projection. `max_selected` keys per token are attended to, 0 for all. Then a
+    layer with `indexer` computes the choice and a layer without one shares it; one that `takes_carried` computes it
+    where none is carried to it."""
 
     hidden_size: int
     num_heads: int
@@ -41,6 +42,7 @@ class MlaSpec:
     value_dim: int
     scale: float
     bias: bool
+    is_rotated: bool = True
     max_selected: int = 0
     indexer: IndexerSpec | None = None
     takes_carried: bool = False
@@ -83,14 +85,24 @@ class MlaSpec:
         return Mla(spec=self, weights=weights, layer_id=layer_id)
 
 
-def read_mla(raw: RawConfig, rope: RopeSpec, *, max_selected: int = 0, indexer: IndexerSpec | None = None) -> MlaSpec:
-    """The fields of the DeepSeek and GLM-5 families. `head_dim`, which some files carry too, plays no part."""
+def read_mla(raw: RawConfig, rope: RopeSpec | None, *, max_selected: int = 0,
+             indexer: IndexerSpec | None = None) -> MlaSpec:
+    """The fields of the DeepSeek, GLM-5 and Kimi families; without `rope` nothing is rotated. `head_dim`, which some
+    files carry too, plays no part.
+
+    Raises:
+        ConfigError: no `q_lora_rank` where keys are selected, or biases without one.
+    """
+    query_rank = raw.integer("q_lora_rank") if indexer is not None or "q_lora_rank" in raw else 0
+    if not query_rank:
+        raw.require("attention_bias", only=False, default=False)
     nope_dim, rope_dim = raw.integer("qk_nope_head_dim"), raw.integer("qk_rope_head_dim")
     return MlaSpec(
         hidden_size=raw.integer("hidden_size"), num_heads=raw.integer("num_attention_heads"),
-        query_rank=raw.integer("q_lora_rank"), latent_dim=raw.integer("kv_lora_rank"), nope_dim=nope_dim,
+        query_rank=query_rank, latent_dim=raw.integer("kv_lora_rank"), nope_dim=nope_dim,
         rope_dim=rope_dim, value_dim=raw.integer("v_head_dim"), bias=raw.flag("attention_bias", default=False),
-        scale=(nope_dim + rope_dim) ** -0.5 * rope.score_gain, max_selected=max_selected, indexer=indexer,
+        scale=(nope_dim + rope_dim) ** -0.5 * (1.0 if rope is None else rope.score_gain), is_rotated=rope is not None,
+        max_selected=max_selected, indexer=indexer,
     )
 
 
@@ -100,19 +112,22 @@ def read_draft_mla(raw: RawConfig, selecting: MlaSpec) -> MlaSpec:
 
 
 class Mla:
-    """Both down-projections in one product."""
+    """What reads x in one product."""
 
     def __init__(self, *, spec: MlaSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
         self._layer_id = layer_id
         hidden, heads = spec.hidden_size, spec.heads
-        self._input_widths = [spec.query_rank, spec.latent_dim, spec.rope_dim]
-        self._input = weights.linear("q_a_proj", "kv_a_proj_with_mqa", in_features=hidden, bias=spec.bias,
-                                     rows=(spec.query_rank, spec.latent_dim + spec.rope_dim))
-        self._query_norm = _LATENT_NORM.build(weights, "q_a_layernorm", spec.query_rank)
+        queries = heads.times(spec.nope_dim + spec.rope_dim)
+        first: tuple[str, Rows] = ("q_a_proj", spec.query_rank) if spec.query_rank else ("q_proj", queries)
+        self._input_widths = [num_rows(first[1]), spec.latent_dim, spec.rope_dim]
+        self._input = weights.linear(first[0], "kv_a_proj_with_mqa", in_features=hidden, bias=spec.bias,
+                                     rows=(first[1], spec.latent_dim + spec.rope_dim))
         self._latent_norm = _LATENT_NORM.build(weights, "kv_a_layernorm", spec.latent_dim)
-        self._query = weights.linear("q_b_proj", rows=(heads.times(spec.nope_dim + spec.rope_dim),),
-                                     in_features=spec.query_rank)
+        self._query: tuple[RmsNorm, Linear] | None = None
+        if spec.query_rank:
+            self._query = (_LATENT_NORM.build(weights, "q_a_layernorm", spec.query_rank),
+                           weights.linear("q_b_proj", rows=(queries,), in_features=spec.query_rank))
         rows = heads.times(spec.nope_dim + spec.value_dim)
         up = weights.tensor("kv_b_proj.weight", len(rows), spec.latent_dim, rows=rows)
         up = up.view(len(heads), spec.nope_dim + spec.value_dim, spec.latent_dim)
@@ -125,12 +140,19 @@ class Mla:
                                     weights=weights.at("indexer"))
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        spec, rotary = self._spec, stage_pass.rotary_table()
+        spec = self._spec
         query_latent, latent, key_rope = torch.split(self._input(x), self._input_widths, dim=-1)
-        query_latent = self._query_norm.forward(query_latent)
-        query = self._query(query_latent).view(-1, len(spec.heads), spec.nope_dim + spec.rope_dim)
-        query_nope, query_rope = query[..., :spec.nope_dim], rotary.rotate_pairs(query[..., spec.nope_dim:])
-        entries = torch.cat([self._latent_norm.forward(latent), rotary.rotate_pairs(key_rope[:, None])[:, 0]], dim=-1)
+        query = query_latent
+        if self._query is not None:
+            query_norm, project = self._query
+            query_latent = query_norm.forward(query_latent)
+            query = project(query_latent)
+        query = query.view(-1, len(spec.heads), spec.nope_dim + spec.rope_dim)
+        query_nope, query_rope = query[..., :spec.nope_dim], query[..., spec.nope_dim:]
+        if spec.is_rotated:
+            rotary = stage_pass.rotary_table()
+            query_rope, key_rope = rotary.rotate_pairs(query_rope), rotary.rotate_pairs(key_rope[:, None])[:, 0]
+        entries = torch.cat([self._latent_norm.forward(latent), key_rope], dim=-1)
         query = torch.cat([self._to_latent(query_nope), query_rope], dim=-1)
         selected = self._selection(x, query_latent, stage_pass)
         heads = stage_pass.latent_attention().run(self._layer_id, query, entries, selected, stage_pass.batch)

@@ -1,4 +1,4 @@
-"""The gated feed-forward: down(silu(gate(x)) * up(x))."""
+"""The gated feed-forward: down(act(gate(x)) * up(x)), act being silu in most families."""
 
 from dataclasses import dataclass, replace
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from models.blocks.config import RawConfig
+from models.blocks.linear import Activation
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
 
@@ -15,9 +16,11 @@ class MlpSpec:
     hidden_size: int
     intermediate_size: int
     bias: bool = False
+    activation: Activation = Activation.SILU
     rank: TensorRank = ONLY_RANK
 
     counts_on_host = False
+    num_experts = 0
 
     def __post_init__(self) -> None:
         """Raises ConfigError where the ranks cannot divide it."""
@@ -36,17 +39,21 @@ class MlpSpec:
         return Mlp(spec=self, weights=weights)
 
 
-def read_mlp(raw: RawConfig, *, bias: bool = False) -> MlpSpec:
-    """Raises ConfigError for an activation other than silu."""
-    raw.require("hidden_act", only="silu", default="silu")
+def read_mlp(raw: RawConfig, *, bias: bool = False, activation: Activation = Activation.SILU,
+             field: str = "hidden_act") -> MlpSpec:
+    """Raises ConfigError for an activation other than the family's, which `field` names."""
+    raw.require(field, only=activation.value, default=activation.value)
     return MlpSpec(hidden_size=raw.integer("hidden_size"), intermediate_size=raw.integer("intermediate_size"),
-                   bias=bias)
+                   bias=bias, activation=activation)
 
 
 class Mlp:
+    expert_tokens = None
+
     def __init__(self, *, spec: MlpSpec, weights: Weights) -> None:
         width = spec.width
-        self._gate_up = weights.gated("gate_proj", "up_proj", rows=width, in_features=spec.hidden_size, bias=spec.bias)
+        self._gate_up = weights.gated("gate_proj", "up_proj", rows=width, in_features=spec.hidden_size, bias=spec.bias,
+                                      activation=spec.activation)
         self._down = weights.summed("down_proj", rows=spec.hidden_size, terms=width, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:

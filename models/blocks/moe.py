@@ -15,10 +15,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from engine.contracts.model import ExpertTokens
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid
 from models.blocks.config import RawConfig
-from models.blocks.linear import GroupedLinear
+from models.blocks.linear import GroupedLinear, Homes
 from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
@@ -140,13 +141,17 @@ class Moe:
         names, rows = ["gate"], [spec.num_experts]
         if self._is_gated:
             names, rows = [*names, "shared_expert_gate"], [*rows, 1]
-        self._router = weights.linear(*names, rows=rows, in_features=spec.hidden_size, dtype=self._router_dtype)
+        self._router = weights.whole().linear(*names, rows=rows, in_features=spec.hidden_size, dtype=self._router_dtype)
         if not is_softmax:
             self._bias = weights.tensor("gate.e_score_correction_bias", spec.num_experts, dtype=torch.float32)
         self._shared: Mlp | None = None
         if spec.shared_width:
             shared = MlpSpec(hidden_size=spec.hidden_size, intermediate_size=spec.shared_width, rank=spec.rank)
             self._shared = Mlp(spec=shared, weights=weights.at("shared_expert" if is_softmax else "shared_experts"))
+
+    @property
+    def expert_tokens(self) -> ExpertTokens:
+        return self._experts.tokens
 
     def forward(self, x: Tensor) -> Tensor:
         routing, num_chosen = self._spec.routing, self._spec.num_chosen
@@ -156,20 +161,24 @@ class Moe:
             weights, ids = routing.choose(scores, num_chosen=num_chosen)
         else:
             weights, ids = routing.choose(scores, self._bias, num_chosen=num_chosen)
-        out = self._experts.forward(x, weights, ids)
+        homes = self._experts.homes(x)
+        out = self._experts.forward(x, weights, ids, homes)
         if self._shared is not None:
-            shared = self._shared.forward(x).float()
-            out += sigmoid(logits[:, self._spec.num_experts:].float()) * shared if self._is_gated else shared
-        return out.to(x.dtype)
+            shared = self._shared.forward(x)[homes.own].float()
+            out += (sigmoid(logits[homes.own, self._spec.num_experts:].float()) * shared if self._is_gated else
+                    shared)
+        return homes.everywhere(out.to(x.dtype))
 
 
 class _Experts:
     """Feed-forwards of equal shape, of which a rank has some. Files hold them one by one or stacked along a first axis.
-    All ranks know all tokens, and so what every expert gets; each computes what its own get, and all take that."""
+    All ranks know all tokens, and so what every expert gets; each computes what its own get, and results go to the
+    homes of their tokens."""
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
-        self._num_experts = spec.num_experts
+        self._num_experts, self._num_chosen = spec.num_experts, spec.num_chosen
         self._own, self._ranks = spec.experts, weights.ranks
+        self.tokens = ExpertTokens(torch.zeros(spec.num_experts, dtype=torch.int64), spec.experts)
         width, hidden = spec.expert_width, spec.hidden_size
         own = range(self._own.start, self._own.stop)
         others = [index for index in range(spec.num_experts) if index not in own]
@@ -187,27 +196,42 @@ class _Experts:
             down = [expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each]
         self._gate_up, self._down = GroupedLinear(gated), GroupedLinear(down)
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the weighted sum, [T, hidden] fp32."""
+    def homes(self, x: Tensor) -> Homes:
+        """Of tokens x [T, hidden]."""
+        return Homes(self._ranks, len(x), x.nbytes * self._num_chosen * len(self._own) // self._num_experts)
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, homes: Homes) -> Tensor:
+        """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the weighted sums of the tokens at home here,
+        [tokens, hidden] fp32."""
         by_expert = ids.flatten().argsort(stable=True)
-        tokens, counts = by_expert // ids.shape[1], torch.bincount(ids.flatten(), minlength=self._num_experts).tolist()
-        results = self._results(x, tokens, counts).float() * weights.flatten()[by_expert, None]
+        counts = torch.bincount(ids.flatten(), minlength=self._num_experts).cpu()
+        self.tokens.counts.add_(counts)
+        results = self._results(x, by_expert // self._num_chosen, counts.tolist(), ids, homes).float()
+        weights, ids = weights[homes.own], ids[homes.own]
+        by_expert = by_expert if homes.counts is None else ids.flatten().argsort(stable=True)
+        results *= weights.flatten()[by_expert, None]
         # A token's results stand by expert; its own come together again in that order.
-        own = tokens.argsort(stable=True).view(ids.shape)
+        own = (by_expert // self._num_chosen).argsort(stable=True).view(ids.shape)
         out = results[own[:, 0]]
-        for place in range(1, ids.shape[1]):
+        for place in range(1, self._num_chosen):
             out += results[own[:, place]]
         return out
 
-    def _results(self, x: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
+    def _results(self, x: Tensor, tokens: Tensor, counts: list[int], ids: Tensor, homes: Homes) -> Tensor:
         """x: [T, hidden]; tokens: [T * chosen], of which the first counts[0] are for the first expert, and so on.
-        Returns what the experts made of them, [T * chosen, hidden]."""
+        Returns what the experts made of those at home here, [tokens * chosen, hidden], likewise by expert."""
         own = counts[self._own.start:self._own.stop]
         start = sum(counts[:self._own.start])
-        part = x[tokens[start:start + sum(own)]]
-        results = self._down(self._gate_up(part, own), own)
+        tokens = tokens[start:start + sum(own)]
+        results = self._down(self._gate_up(x[tokens], own), own)
         if self._ranks is None:
             return results
         each = len(own)
-        shares = [sum(counts[first:first + each]) for first in range(0, self._num_experts, each)]
-        return torch.cat(self._ranks.gather(results, shares))
+        if homes.counts is None:
+            return self._ranks.gather(results, [sum(counts[first:first + each])
+                                                for first in range(0, self._num_experts, each)])
+        ends = torch.tensor(homes.counts).cumsum(0)
+        places = torch.bucketize(tokens, ends, right=True)
+        shares = torch.bincount(places, minlength=len(ends)).tolist()
+        coming = torch.bincount(ids[homes.own].flatten() // each, minlength=len(ends)).tolist()
+        return self._ranks.swap(torch.split(results[places.argsort(stable=True)], shares), coming)

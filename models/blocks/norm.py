@@ -1,5 +1,6 @@
 """Root-mean-square norms. Sums are always fp32."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,12 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class NormSpec:
-    """`zero_centred` norms multiply by (1 + w) in fp32 and cast last; the others cast first and multiply by w."""
+    """`zero_centred` norms multiply by (1 + w), the others by w. Those, and with `rounds_last` these, multiply in fp32
+    and cast last; else they cast first."""
 
     eps: float
     zero_centred: bool = False
+    rounds_last: bool = False
 
     def build(self, weights: Weights, name: str, size: int) -> "RmsNorm":
         return RmsNorm(weight=weights.tensor(f"{name}.weight", size), spec=self)
@@ -27,8 +30,9 @@ class RmsNorm:
     """Over the last axis of x [T, D] or [T, heads, D]."""
 
     def __init__(self, *, weight: Tensor, spec: NormSpec) -> None:
-        self._spec = spec
-        self._weight = (1.0 + weight.float() if spec.zero_centred else weight).contiguous()
+        self._spec, self._is_wide = spec, spec.zero_centred or spec.rounds_last
+        wide = weight.float() if self._is_wide else weight
+        self._weight = (1.0 + wide if spec.zero_centred else wide).contiguous()
         self._team = Team()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,31 +40,32 @@ class RmsNorm:
             return self.fused(x)
         if has_kernels(x.dtype, self._weight.dtype):
             return rms_norm(dense_tokens(x), self._weight, self._spec.eps, self._team,
-                            rounds_first=not self._spec.zero_centred)
+                            rounds_first=not self._is_wide)
         scaled = x.to(torch.float32, copy=True)
         scaled *= _to_unit(scaled, self._spec.eps)
-        if self._spec.zero_centred:
+        if self._is_wide:
             return scaled.mul_(self._weight).to(x.dtype)
         return scaled.to(x.dtype).mul_(self._weight)
 
     def fused(self, x: Tensor) -> Tensor:
         """The same up to rounding, in one kernel where the device has it: a step of few rows mostly waits for launches.
         """
-        wide, own = x.float() if self._spec.zero_centred else x, self._weight.dim() > 1  # a weight of its own per head
+        wide, own = x.float() if self._is_wide else x, self._weight.dim() > 1  # a weight of its own per head
         normed = F.rms_norm(wide, x.shape[-1:], None if own else self._weight, self._spec.eps)
         return (normed * self._weight if own else normed).to(x.dtype)
 
 
 class GatedRmsNorm:
-    """w * rms(x) * silu(gate), the output norm of GatedDeltaNet: over each head's values, in fp32."""
+    """w * rms(x) * act(gate), the output norm of recurrent layers: over each head's values, in fp32."""
 
-    def __init__(self, *, weight: Tensor, eps: float) -> None:
+    def __init__(self, *, weight: Tensor, eps: float, activation: Callable[[Tensor], Tensor] = silu) -> None:
         self._weight = weight.float()
         self._eps = eps
+        self._activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x: [T, heads, head_dim] fp32; gate: same shape, model dtype. Returns fp32."""
-        return self._weight * (x * _to_unit(x, self._eps)) * silu(gate.float())
+        return self._weight * (x * _to_unit(x, self._eps)) * self._activation(gate.float())
 
 
 def _to_unit(x: Tensor, eps: float) -> Tensor:

@@ -16,7 +16,7 @@ from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.token_passes import rotate_halves
 from models.blocks.config import RawConfig
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class RopeSpec:
     truncate: bool = True  # yarn
     amplitude: float = 1.0  # yarn: factor on cos and sin
     score_gain: float = 1.0  # yarn: factor on attention scores, for the families that apply it
+    num_turning: int = 0  # proportional: pairs that turn; the others stand still
 
 
 def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
@@ -44,7 +45,8 @@ def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
     `rope_scaling`, whose kind is under `rope_type` or `type`).
 
     Raises:
-        ConfigError: a kind other than default, linear, llama3, yarn, or a missing or impossible parameter.
+        ConfigError: a kind other than default, linear, llama3, yarn and proportional, or a missing or impossible
+            parameter.
     """
     name = "rope_parameters" if "rope_parameters" in raw else "rope_scaling"
     params = raw.section(name) if name in raw else RawConfig({})
@@ -56,6 +58,9 @@ def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
         raise raw.fail("partial_rotary_factor", f"{partial} of head_dim {head_dim} gives {dim} rotated dimensions")
     if kind == "default":
         return RopeSpec(dim=dim, theta=theta)
+    if kind == "proportional":
+        return RopeSpec(dim=head_dim, theta=theta, kind="proportional", factor=params.number("factor", 1.0),
+                        num_turning=dim // 2)
     if kind == "linear":
         return RopeSpec(dim=dim, theta=theta, kind="linear", factor=params.number("factor"))
     context_field = "original_max_position_embeddings"
@@ -70,7 +75,8 @@ def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
                         beta_fast=params.number("beta_fast", 32.0), beta_slow=params.number("beta_slow", 1.0),
                         truncate=params.flag("truncate", default=True), amplitude=_yarn_amplitude(params, factor),
                         score_gain=_yarn_score_gain(params, factor))
-    raise raw.fail(name, f"type {kind!r} is not supported, only default, linear, llama3, yarn")
+    raise raw.fail(name, f"type {kind!r} is not supported, only default, linear, llama3, yarn, "
+                         f"proportional")
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -96,6 +102,8 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
     plain = 1.0 / (spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim))
     if spec.kind == "linear":
         return plain / spec.factor
+    if spec.kind == "proportional":
+        return torch.where(torch.arange(len(plain)) < spec.num_turning, plain / spec.factor, 0.0)
     if spec.kind == "llama3":
         return _llama3(plain, spec)
     if spec.kind == "yarn":
@@ -162,6 +170,11 @@ class Rotary:
         self._frequencies = inverse_frequencies(spec).to(device)
         self._amplitude = spec.amplitude
         self._dtype = dtype
+
+    @classmethod
+    def of(cls, spec: RopeSpec | None, *, dtype: torch.dtype, device: torch.device) -> "Rotary | None":
+        """None for layers that know no positions."""
+        return None if spec is None else cls(spec=spec, dtype=dtype, device=device)
 
     def table(self, positions: Tensor) -> RotaryTable:
         """positions: [T] int64 absolute positions, on the host or already on the device."""

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.contracts.attention import AttentionBackend, AttentionGeometry
+from engine.contracts.attention import AttentionBackend, AttentionGeometry, CachedAttention
 from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
-from engine.contracts.model import ForwardContext
+from engine.contracts.model import ExpertTokens, ForwardContext
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.memory.layout import CacheSpec
@@ -23,13 +23,15 @@ from models.blocks.rotary import RopeSpec, RotaryTable
 from models.blocks.weights import Weights
 from runtime.errors import InternalError
 
+FULL_ATTENTION = "full_attention"  # in `layer_types`
 
 @dataclass
 class StagePass:
     """One forward of one stage: what its layers share. Made new for every forward, so that nothing of an earlier
     batch can be read by mistake.
 
-    rotary         set by the stage's first layer
+    rotary         set by the stage's first layer, of models that know positions
+    window_rotary  likewise, of layers that see a window only, where theirs differs
     selected_keys  [T, n] int32 key positions, -1 where there are fewer; set by layers that select keys, read by those
                    that share the selection; a draft's begins with what the steps of its round carry
     """
@@ -37,17 +39,24 @@ class StagePass:
     batch: ForwardBatch
     context: ForwardContext
     rotary: RotaryTable | None = None
+    window_rotary: RotaryTable | None = None
     selected_keys: Tensor | None = None
 
-    def rotary_table(self) -> RotaryTable:
-        if self.rotary is None:
+    def rotary_table(self, *, is_window: bool = False) -> RotaryTable:
+        table = self.window_rotary if is_window and self.window_rotary is not None else self.rotary
+        if table is None:
             raise InternalError("the stage's first layer has not computed the rotary table")
-        return self.rotary
+        return table
 
     def paged_attention(self) -> AttentionBackend:
         if self.context.attention is None:
             raise InternalError("the stage was built without paged attention")
         return self.context.attention
+
+    def cached_attention(self) -> CachedAttention:
+        if self.context.cached_attention is None:
+            raise InternalError("the layers were built without a cache of others to read")
+        return self.context.cached_attention
 
     def latent_attention(self) -> LatentAttentionBackend:
         if self.context.latent_attention is None:
@@ -62,6 +71,11 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
+    @property
+    def expert_tokens(self) -> ExpertTokens | None:
+        """Of a feed-forward with experts."""
+        ...
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden], normalised. Returns [T, hidden]."""
         ...
@@ -100,6 +114,9 @@ class MixerSpec(Protocol):
 
 class FeedForwardSpec(Protocol):
     @property
+    def num_experts(self) -> int: ...
+
+    @property
     def counts_on_host(self) -> bool:
         """Whether what it starts depends on values that it reads back, so that no graph can hold it."""
         ...
@@ -119,18 +136,29 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A whole model. `num_extra_layers` layers after the last (NextN drafts) may be in its files and are not its;
-    `draft_layer` is what such a layer is like, in families that may have them."""
+    """A whole model. Without `rope` its attention knows no positions. `num_extra_layers` layers after the last (NextN
+    drafts) may be in its files and are not its; `draft_layer` is what such a layer is like, in families that may have
+    them. `window_rope`: of layers that see a window only, where it differs. With `norms_outputs` mixers and
+    feed-forwards have a norm behind them, too. With `scales_layers` what a layer gives is multiplied by a number of its
+    own. Embeddings are multiplied by `embedding_scale`, rounded to the model's type. With `logit_bound` b logits x
+    become b tanh(x / b). `other_names`: parts of names that files spell in another way than blocks do, with the blocks'
+    spelling, in the order in which they are replaced."""
 
     vocab_size: int
     hidden_size: int
     max_context_tokens: int
     norm: NormSpec
-    rope: RopeSpec
+    rope: RopeSpec | None
     layers: tuple[LayerSpec, ...]
     tied_head: bool
     num_extra_layers: int = field(default=0)
     draft_layer: LayerSpec | None = None
+    window_rope: RopeSpec | None = None
+    norms_outputs: bool = False
+    scales_layers: bool = False
+    embedding_scale: float = 1.0
+    logit_bound: float | None = None
+    other_names: tuple[tuple[str, str], ...] = ()
     rank: TensorRank = ONLY_RANK
 
     @property
@@ -145,8 +173,10 @@ class DecoderSpec:
                     self.vocab_size)
 
     def of_rank(self, rank: TensorRank) -> "DecoderSpec":
-        """What one rank of each stage has of it. Raises ConfigError where it cannot be divided so."""
-        layers = tuple(LayerSpec(layer.mixer.of_rank(rank), layer.feed_forward.of_rank(rank)) for layer in self.layers)
+        """What one rank of each stage has of it; of what is done by request, the part of its attention rank. Raises
+        ConfigError where it cannot be divided so."""
+        layers = tuple(LayerSpec(layer.mixer.of_rank(rank.attention), layer.feed_forward.of_rank(rank))
+                       for layer in self.layers)
         return replace(self, layers=layers, rank=rank)
 
 
@@ -154,8 +184,28 @@ def read_norm(raw: RawConfig, *, zero_centred: bool = False) -> NormSpec:
     return NormSpec(eps=raw.number("rms_norm_eps", 1e-6), zero_centred=zero_centred)
 
 
-def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: RopeSpec, norm: NormSpec | None = None,
-                     draft_layer: LayerSpec | None = None) -> DecoderSpec:
+def read_layer_kinds(raw: RawConfig, *, usual: str, interval_field: str = "", interval: int = 0) -> tuple[str, ...]:
+    """`layer_types` if given or there is no interval, else full attention on the last layer of each interval, `usual`
+    on the others.
+
+    Raises:
+        ConfigError: another kind is named, or as many as there are not layers.
+    """
+    num_layers = raw.integer("num_hidden_layers")
+    if interval and "layer_types" not in raw:
+        interval = raw.integer(interval_field, interval)
+        return tuple(usual if (layer_id + 1) % interval else FULL_ATTENTION for layer_id in range(num_layers))
+    kinds = raw.texts("layer_types")
+    if len(kinds) != num_layers:
+        raise raw.fail("layer_types", f"names {len(kinds)} layers, num_hidden_layers is {num_layers}")
+    unknown = set(kinds) - {usual, FULL_ATTENTION}
+    if unknown:
+        raise raw.fail("layer_types", f"{sorted(unknown)} are not supported, only {usual!r} and {FULL_ATTENTION!r}")
+    return kinds
+
+
+def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: RopeSpec | None,
+                     norm: NormSpec | None = None, draft_layer: LayerSpec | None = None) -> DecoderSpec:
     """A decoder of these layers with the fields every config spells alike.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.contracts.model import Ranks
 from engine.core.layer_range import Part
 from engine.core.numerics import HOST, Numerics
-from models.blocks.linear import GatedLinear, Linear, SummedLinear, is_packed
+from models.blocks.linear import Activation, GatedLinear, Linear, SummedLinear, is_packed
 from runtime.errors import InternalError
 
 Rows = int | Part | Sequence[Part]  # all of so many, one interval of them, or several one behind the other
@@ -37,6 +37,10 @@ class WeightSource(Protocol):
 
         A source notes a missing or wrong-shaped tensor and reports all of them at the end of the load.
         """
+        ...
+
+    def row_scales(self, name: str, *, item: int | None = None) -> Tensor | None:
+        """[rows] fp32, if a matrix (an entry of a stack) is stored so; see `WeightEntry.row_scales`."""
         ...
 
 
@@ -73,9 +77,9 @@ class Weights:
 
     def __init__(self, source: WeightSource, *, prefix: str, dtype: torch.dtype, numerics: Numerics,
                  device: torch.device = HOST, staging: _Staging | None = None, parts: PartSource | None = None,
-                 ranks: Ranks | None = None) -> None:
+                 ranks: Ranks | None = None, in_bytes: bool = False) -> None:
         """`device`: where the tensors lie, and so where blocks over them compute. `ranks` share the stage, where it has
-        several: parts of tensors are then read from `parts`."""
+        several: parts of tensors are then read from `parts`. `in_bytes`: projections keep eight bits of each weight."""
         self._source = source
         self._parts = parts
         self.ranks = ranks
@@ -84,10 +88,22 @@ class Weights:
         self._numerics = numerics
         self._staging = staging or _Staging()
         self.device = device
+        self.in_bytes = in_bytes
 
     def at(self, part: str) -> "Weights":
-        return Weights(self._source, prefix=f"{self._prefix}{part}.", dtype=self._dtype, numerics=self._numerics,
-                       device=self.device, staging=self._staging, parts=self._parts, ranks=self.ranks)
+        return self._but(prefix=f"{self._prefix}{part}.", ranks=self.ranks, in_bytes=self.in_bytes)
+
+    def among(self, ranks: Ranks | None) -> "Weights":
+        """The same for a layer that these ranks divide."""
+        return self._but(prefix=self._prefix, ranks=ranks, in_bytes=self.in_bytes)
+
+    def whole(self) -> "Weights":
+        """The same for what is sensitive (routers, gates, the choice of keys): projections keep all bits."""
+        return self._but(prefix=self._prefix, ranks=self.ranks, in_bytes=False)
+
+    def _but(self, *, prefix: str, ranks: Ranks | None, in_bytes: bool) -> "Weights":
+        return Weights(self._source, prefix=prefix, dtype=self._dtype, numerics=self._numerics, device=self.device,
+                       staging=self._staging, parts=self._parts, ranks=ranks, in_bytes=in_bytes)
 
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
@@ -113,13 +129,14 @@ class Weights:
         counts = [num_rows(each) for each in rows]
         weight = self._passing(sum(counts), in_features, dtype or self._dtype)
         offsets = torch.empty(sum(counts), dtype=self._dtype, device=self.device) if bias else None
+        scales = torch.cat([self.row_scales(f"{name}.weight", each) for name, each in zip(names, rows, strict=True)])
         start = 0
         for name, each, count in zip(names, rows, counts, strict=True):
             self._read(f"{name}.weight", weight[start:start + count], each)
             if offsets is not None:
                 self._read(f"{name}.bias", offsets[start:start + count], each)
             start += count
-        return self.linear_from(weight, offsets)
+        return self.linear_from(weight, scales, offsets)
 
     def summed(self, name: str, *, rows: int, terms: Part, bias: bool = False) -> "Linear | SummedLinear":
         """A projection whose input is divided between the ranks: each has these terms of every sum."""
@@ -130,7 +147,18 @@ class Weights:
         weight = self._passing(rows, len(terms), self._dtype)
         self._part_source.read_rows(f"{self._prefix}{name}.weight", weight, [Part.whole(rows)], terms)
         offsets = self.tensor(f"{name}.bias", rows) if bias else None
-        return SummedLinear(weight, offsets, self.ranks)
+        return SummedLinear(weight, offsets, self.ranks, in_bytes=self.in_bytes,
+                            row_scales=self.row_scales(f"{name}.weight", rows))
+
+    def row_scales(self, name: str, rows: Rows, *, item: tuple[int, int] | None = None) -> Tensor:
+        """[n] fp32 for n rows of a matrix, or of an entry of a stack: what projections in eight bits keep of how it is
+        stored; 0 of rows that are coded anew."""
+        parts = [Part.whole(rows)] if isinstance(rows, int) else [rows] if isinstance(rows, Part) else rows
+        found = self._source.row_scales(self._prefix + name, item=None if item is None else item[0]) \
+            if self.in_bytes and self.device == HOST else None
+        if found is None or len(found) != parts[0].total:
+            return torch.zeros(num_rows(rows))
+        return torch.cat([found[part.start:part.stop] for part in parts])
 
     def _read(self, name: str, out: Tensor, rows: Rows) -> None:
         if isinstance(rows, int):
@@ -153,13 +181,14 @@ class Weights:
         """A projection over entry i of a stack of n for `item` = (i, n)."""
         weight = self._passing(rows, in_features, self._dtype)
         self._source.read(self._prefix + name, weight, item=item)
-        return self.linear_from(weight)
+        return self.linear_from(weight, self.row_scales(name, rows, item=item))
 
     def gated_item(self, name: str, *, rows: int, in_features: int, item: tuple[int, int]) -> GatedLinear:
         """Likewise; the gate's `rows` rows lie before those of what it gates."""
         weight = self._passing(2 * rows, in_features, self._dtype)
         self._source.read(self._prefix + name, weight, item=item)
-        return GatedLinear(*(self.linear_from(half) for half in weight.chunk(2)))
+        scales = self.row_scales(name, 2 * rows, item=item)
+        return GatedLinear(*(self.linear_from(*half) for half in zip(weight.chunk(2), scales.chunk(2), strict=True)))
 
     def _passing(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """A matrix for a `Linear`, which packs it where it can."""
@@ -167,14 +196,15 @@ class Weights:
             return self._staging.matrix(rows, columns, dtype)
         return torch.empty(rows, columns, dtype=dtype, device=self.device)
 
-    def linear_from(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A projection over a weight [out, in] that was read already."""
-        return Linear(weight, biases=() if bias is None else (bias,))
+    def linear_from(self, weight: Tensor, row_scales: Tensor, bias: Tensor | None = None) -> Linear:
+        """A projection over a weight [out, in] that was read already, and its `row_scales` [out]."""
+        return Linear(weight, biases=() if bias is None else (bias,), in_bytes=self.in_bytes, row_scales=row_scales)
 
-    def gated(self, gate: str, up: str, *, rows: Rows, in_features: int, bias: bool = False) -> GatedLinear:
-        """silu of one projection times another, each with `rows` output rows."""
+    def gated(self, gate: str, up: str, *, rows: Rows, in_features: int, bias: bool = False,
+              activation: Activation = Activation.SILU) -> GatedLinear:
+        """The activation of one projection times another, each with `rows` output rows."""
         return GatedLinear(*(self.linear(name, rows=(rows,), in_features=in_features, bias=bias)
-                             for name in (gate, up)))
+                             for name in (gate, up)), activation=activation)
 
 
 class RandomWeights:
@@ -196,6 +226,9 @@ class RandomWeights:
         drawn.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
         if drawn is not out:
             out.copy_(drawn)
+
+    def row_scales(self, name: str, *, item: int | None = None) -> None:
+        """See `WeightSource.row_scales`."""
 
     def read_rows(self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None) -> None:
         """See `PartSource.read_rows`."""

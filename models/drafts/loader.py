@@ -1,24 +1,27 @@
 """Opens a draft's folder and builds the draft it describes."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheSpec
 from engine.speculative.draft_model import DraftModel
+from engine.speculative.frozen import FrozenModel
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.checkpoint import Checkpoint, WeightEntry
-from models.drafts import eagle1, eagle3, nextn, qwen3_5_mtp
+from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
-from models.loader import ModelDescription, description_digest
+from models.loader import ModelDescription, description_digest, kept_bytes
 from models.quantised_formats import open_checkpoint
 from models.weights_digest import WeightsDigest
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, InternalError
 from runtime.model_folder import check_model_folder
+
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,26 @@ class DraftDescription:
         return _family(self.raw).num_shared_keys(self.raw, self.target)
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether it has no cache of its own, and reads the target's."""
+        return _family(self.raw).build_frozen is not None
+
+    @property
+    def read_layers(self) -> frozenset[int]:
+        """Global ids of the target's layers whose cache a frozen draft reads."""
+        return _family(self.raw).read_layers(self.raw, self.target)
+
+    @property
     def num_layers(self) -> int:
         """More than one where every step of a chain has a layer of its own."""
         return len({spec.layer_id for spec in self.cache_specs(1)})
 
     @property
     def weight_bytes(self) -> int:
-        """Of its own weights in the type that the draft runs in; 0 where they are random."""
-        item_bytes: int = getattr(torch, dtype_name(self.raw)).itemsize
-        return sum(math.prod(entry.shape) for entry in (self.entries or {}).values()) * item_bytes
+        """Of its own weights in the type that the draft runs in, or like the target's in eight bits; 0 where they are
+        random."""
+        return sum(kept_bytes(entry.shape, dtype_name(self.raw), in_bytes=self.target.in_bytes)
+                   for entry in (self.entries or {}).values())
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What the draft's layers cache, by its own layer ids."""
@@ -81,11 +95,24 @@ class DraftDescription:
         Raises:
             ConfigError: tensors are missing, unexpected or of the wrong shape; all of them are in one message.
         """
+        return self._built(_family(self.raw).build, numerics, device, digest, target_digest)
+
+    def load_frozen(self, *, numerics: Numerics, device: torch.device = HOST, digest: WeightsDigest | None = None,
+                    target_digest: WeightsDigest | None = None) -> FrozenModel:
+        """Likewise a draft that reads the target's cache."""
+        build = _family(self.raw).build_frozen
+        if build is None:
+            raise InternalError(f"{architecture_of(self.raw)} has a cache of its own")
+        return self._built(build, numerics, device, digest, target_digest)
+
+    def _built(self, build: Callable[..., Built], numerics: Numerics, device: torch.device,
+               digest: WeightsDigest | None, target_digest: WeightsDigest | None) -> Built:
         source = DraftWeights(self.entries, self.target, digest or WeightsDigest(), target_digest or WeightsDigest())
-        weights = draft_weights(source, dtype=dtype_name(self.raw), numerics=numerics, device=device)
-        layers = _family(self.raw).build(files=DraftFiles(self.raw, weights, self.target))
+        weights = draft_weights(source, dtype=dtype_name(self.raw), numerics=numerics, device=device,
+                                in_bytes=self.target.in_bytes)
+        built = build(files=DraftFiles(self.raw, weights, self.target))
         source.finish()
-        return layers
+        return built
 
 
 @dataclass(frozen=True)
@@ -98,6 +125,8 @@ class _Family:
     cache_specs: Callable[[RawConfig, ModelDescription, int], tuple[CacheSpec, ...]]
     own_name: Callable[[RawConfig, str], str | None]
     num_shared_keys: Callable[[RawConfig, ModelDescription], int] = lambda raw, target: 0
+    build_frozen: Callable[..., FrozenModel] | None = None
+    read_layers: Callable[[RawConfig, ModelDescription], frozenset[int]] = lambda raw, target: frozenset()
 
 
 def _eagle_name(_raw: RawConfig, key: str) -> str | None:
@@ -108,11 +137,19 @@ def _eagle_name(_raw: RawConfig, key: str) -> str | None:
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
+def _no_layers(*, files: DraftFiles) -> Sequence[DraftModel]:
+    raise InternalError(f"{architecture_of(files.raw)} has no cache of its own")
+
+
 _EAGLE1 = _Family(eagle1.build, eagle1.capture_layers, eagle1.cache_specs, _eagle_name)
 _EAGLE3 = _Family(eagle3.build, eagle3.capture_layers, eagle3.cache_specs, _eagle_name)
 _MTP = _Family(qwen3_5_mtp.build, qwen3_5_mtp.capture_layers, qwen3_5_mtp.cache_specs, qwen3_5_mtp.own_name)
 _NEXTN = _Family(nextn.build, nextn.capture_layers, nextn.cache_specs, nextn.own_name, nextn.num_shared_keys)
+_FROZEN = _Family(_no_layers, gemma4_assistant.capture_layers, gemma4_assistant.cache_specs,
+                  gemma4_assistant.own_name, build_frozen=gemma4_assistant.build,
+                  read_layers=gemma4_assistant.read_layers)
 _FAMILIES = {
+    "Gemma4AssistantForCausalLM": _FROZEN,
     "LlamaForCausalLMEagle": _EAGLE1,
     "Qwen2ForCausalLMEagle": _EAGLE1,
     "LlamaForCausalLMEagle3": _EAGLE3,
@@ -120,6 +157,7 @@ _FAMILIES = {
     "Qwen3_5ForConditionalGeneration": _MTP,
     "Qwen3_5MoeForCausalLM": _MTP,
     "Qwen3_5MoeForConditionalGeneration": _MTP,
+    "Qwen3NextForCausalLM": _MTP,
     **dict.fromkeys(nextn.ARCHITECTURES, _NEXTN),
 }
 

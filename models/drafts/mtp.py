@@ -41,7 +41,7 @@ class MtpShared:
     def __init__(self, files: DraftFiles) -> None:
         weights, target = files.weights, files.target
         self.vocab_size, hidden = target.facts.vocab_size, target.facts.hidden_size
-        self.rotary = Rotary(spec=target.spec.rope, dtype=getattr(torch, target.facts.dtype), device=weights.device)
+        self.rotary = Rotary.of(target.spec.rope, dtype=getattr(torch, target.facts.dtype), device=weights.device)
         self.embedding = weights.tensor(EMBEDDING, self.vocab_size, hidden)
         self.target_norm = target.spec.norm.build(weights, "target_norm", hidden)
         self.head = weights.linear("lm_head", rows=(self.vocab_size,), in_features=hidden)
@@ -103,9 +103,9 @@ class Mtp:
         return token_ids
 
 
-def check_target(raw: RawConfig, target: ModelDescription) -> None:
+def check_target(raw: RawConfig, target: ModelDescription, *, width_field: str = "hidden_size") -> None:
     """Raises ConfigError for the draft of a model of another width, vocabulary or dtype."""
-    for name, width in (("hidden_size", target.facts.hidden_size), ("vocab_size", target.facts.vocab_size)):
+    for name, width in ((width_field, target.facts.hidden_size), ("vocab_size", target.facts.vocab_size)):
         if raw.integer(name) != width:
             raise raw.fail(name, f"is {raw.integer(name)}, the target's is {width}")
     if dtype_name(raw) != target.facts.dtype:

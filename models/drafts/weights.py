@@ -60,6 +60,11 @@ class DraftWeights:
         else:
             read_tensor(entry, out, name=name, digest=self._digest, item=None if item is None else item[0])
 
+    def row_scales(self, name: str, *, item: int | None = None) -> torch.Tensor | None:
+        """See `WeightSource.row_scales`."""
+        entry = (self._entries or {}).get(name)
+        return None if entry is None else entry.row_scales(item=item)
+
     def finish(self) -> None:
         """Raise one ConfigError about everything that did not fit."""
         unexpected = (self._entries or {}).keys() - self._taken
@@ -83,9 +88,10 @@ class DraftWeights:
             read_tensor(entry, out, name=name, digest=self._target_digest)
 
 
-def draft_weights(source: WeightSource, *, dtype: str, numerics: Numerics, device: torch.device = HOST) -> Weights:
+def draft_weights(source: WeightSource, *, dtype: str, numerics: Numerics, device: torch.device = HOST,
+                  in_bytes: bool = False) -> Weights:
     """Blocks read from this."""
-    return Weights(source, prefix="", dtype=getattr(torch, dtype), numerics=numerics, device=device)
+    return Weights(source, prefix="", dtype=getattr(torch, dtype), numerics=numerics, device=device, in_bytes=in_bytes)
 
 
 def _is_shared(name: str) -> bool:

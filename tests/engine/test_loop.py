@@ -13,7 +13,8 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import Row, build_batch
 from engine.core.time_limits import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver
-from engine.pipeline.stages import StepFailed, StepResult
+from engine.pipeline.ranks import Step
+from engine.pipeline.stages import StepFailed, StepResult, StepResults
 from runtime.clock import ManualClock
 from runtime.errors import BatonError, CapacityError, InternalError, PeerLostError, UnavailableError
 
@@ -56,16 +57,16 @@ class ScriptedPipeline:
         self._inside: deque[int] = deque()
         self._sequence = 0
 
-    def launch(self, batch: ForwardBatch) -> None:
+    def launch(self, step: Step) -> None:
         self._sequence += 1
         self._inside.append(self._sequence)
         self.widest = max(self.widest, len(self._inside))
 
-    def collect(self, timeout_s: float) -> StepResult | None:
+    def collect(self, timeout_s: float) -> StepResults | None:
         sequence = self._inside.popleft()
         if sequence == self._dies_at:
             raise PeerLostError("stage 1 died")
-        return StepResult(sequence, [], StepFailed("no") if sequence == self._fails_at else None)
+        return (StepResult(sequence, [], StepFailed("no") if sequence == self._fails_at else None),)
 
     def wake(self) -> None:
         pass

@@ -12,6 +12,7 @@ from tests.models.blocks.test_config import HYBRID
 from tests.models.conftest import CheckpointMaker
 from tests.support.models.checkpoints import FAMILY_NAMES
 from tests.support.models.single_stage import StageDriver
+from tests.support.models.tiny_models import GEMMA3
 
 
 def stage_specs(config: dict[str, Any], size: int) -> list[list[CacheSpec]]:
@@ -39,6 +40,14 @@ def test_layers_and_bytes_of_hybrid_stages_s4_1(size: int) -> None:
     state_bytes = 32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2
     assert bytes_per_slot(whole) == 45 * state_bytes
     assert bytes_per_page(whole) == 15 * 2 * 2 * 64 * 32 * 2
+
+
+def test_layers_with_windows_cost_nothing_per_token() -> None:
+    """Five layers, the third of which sees everything; the windows of the others lie on three pages."""
+    specs = random_model({**GEMMA3, "torch_dtype": "bfloat16"}).cache_specs(16)
+    assert [spec.kind for spec in specs] == [CacheKind.WINDOW, CacheKind.WINDOW, CacheKind.KV] + [CacheKind.WINDOW] * 2
+    page_bytes = 2 * 2 * 16 * 32 * 2  # k and v, 2 kv heads of 32
+    assert (bytes_per_page(specs), bytes_per_slot(specs)) == (page_bytes, 4 * 3 * page_bytes)
 
 
 def test_stages_without_attention_and_without_recurrence_run_s4_3(checkpoint: CheckpointMaker) -> None:

@@ -122,3 +122,16 @@ def test_bad_field_is_named(family: str, change: dict[str, Any], field: str, che
     config = json.loads((checkpoint(family) / "config.json").read_text())
     with pytest.raises(ConfigError, match=field):
         random_model(config | change)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_tokens_are_counted_by_expert(checkpoint: CheckpointMaker, family: str) -> None:
+    """Each token goes to as many experts in each layer, whichever rank has these."""
+    driver = StageDriver(read_model(checkpoint(family)))
+    before = {layer_id: int(tokens.counts.sum()) for layer_id, tokens in driver.stages[0].expert_tokens.items()}
+    driver.prefill({0: list(range(3, 40))})
+    for layer_id, tokens in driver.stages[0].expert_tokens.items():
+        assert tokens.own.is_whole
+        is_last = layer_id == driver.stages[0].layer_range.end - 1
+        assert int(tokens.counts.sum()) - before[layer_id] == (1 if is_last else 37) * 2
+    assert before

@@ -84,6 +84,7 @@ def test_head_dim_does_not_stand_in_for_the_rope_part(glm_config: dict[str, Any]
     model = random_model(glm_config | {"head_dim": 192, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
                                        "index_head_dim": 128})
     mixer = mixers(model)[0]
+    assert model.spec.rope is not None
     assert (mixer.rope_dim, mixer.nope_dim, model.spec.rope.dim) == (64, 192, 64)
     assert mixer.scale == pytest.approx(256**-0.5)
 

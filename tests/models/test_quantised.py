@@ -13,7 +13,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
+from engine.kernels.host.compiled import Team
+from engine.kernels.host.packing import SEGMENTS
+from engine.kernels.host.product import PackedWeight
 from models import quantised
+from models.blocks import linear
 from models.blocks.config import RawConfig
 from models.checkpoint import read_tensor
 from models.drafts.loader import read_draft
@@ -25,7 +29,7 @@ from runtime.errors import ConfigError, IncompatiblePeerError
 from runtime.model_folder import loaded_bytes
 from tests.models.conftest import CheckpointMaker
 from tests.models.test_weights_digest import flip, read_stages, tensor_bytes
-from tests.support.models.checkpoints import add_nextn
+from tests.support.models.checkpoints import add_nextn, make_checkpoint
 from tests.support.models.quantised import LAYOUTS, meant_by, write_quantised
 from tests.support.models.single_stage import StageDriver
 from transfer.plan.compatibility import check_compatible
@@ -97,6 +101,30 @@ def test_a_model_is_the_one_its_weights_mean(layout: str, family: str, checkpoin
     expected = StageDriver(read_model(meant_by(folder))).prefill({0: PROMPT})
     assert torch.equal(StageDriver(read_model(folder), cuts=(1, 3)).prefill({0: PROMPT}), expected)
     assert not torch.equal(StageDriver(read_model(checkpoint(family))).prefill({0: PROMPT}), expected)
+
+
+@pytest.mark.parametrize(("layout", "family"), [("int8 channels", "qwen3_5_text"), ("int8 packed", "qwen3_moe")])
+def test_eight_bits_keep_the_scales_that_a_row_has(layout: str, family: str, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, in the order of their rows: in another, codes would be far off."""
+    kept: list[Tensor] = []
+
+    class Recorded(PackedWeight):
+        def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, *, num_segments: int = SEGMENTS,
+                     in_bytes: bool = False, row_scales: Tensor | None = None) -> None:
+            super().__init__(weight, bias, team, num_segments=num_segments, in_bytes=in_bytes, row_scales=row_scales)
+            if row_scales is not None:
+                kept.append(row_scales)
+
+    monkeypatch.setattr(linear, "PackedWeight", Recorded)
+    folder = write_quantised(make_checkpoint(tmp_path, family, dtype=torch.bfloat16), tmp_path / "model", layout)
+    found = StageDriver(read_model(folder, in_bytes=True), cuts=(1, 3)).prefill({0: PROMPT})
+    stored = [tensor.float().flatten() for name, tensor in load_file(folder / "model.safetensors").items()
+              if name.endswith("_scale")]
+    every = torch.cat(kept)
+    assert torch.equal(every[every > 0].sort().values, torch.cat(stored).sort().values)
+    expected = StageDriver(read_model(meant_by(folder))).prefill({0: PROMPT})
+    assert (found - expected).norm() < 0.1 * expected.norm()
 
 
 def test_a_stage_reads_its_own_part_once(checkpoint: CheckpointMaker, tmp_path: Path,

@@ -1,5 +1,8 @@
 """A model divided between ranks gives the bits of one process, whatever else it is divided into."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,38 +10,108 @@ from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank
 from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.pipeline.ranks import StageRanks
-from models.loader import read_model
+from models.blocks import linear
+from models.blocks.moe import MoeSpec, SoftmaxRouting
+from models.blocks.spec import FeedForward
+from models.blocks.weights import RandomWeights, Weights
+from models.loader import ModelDescription, read_model
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
+from tests.engine.pipeline.test_data_ranks import NotingParts, ranks_of
+from tests.engine.pipeline.test_ranks import together
 from tests.models.conftest import CheckpointMaker
 from tests.support.models import tiny_models as models
+from tests.support.models.quantised import write_quantised
 from tests.support.models.tiny_models import tiny
 from tests.support.pool.local_pool import local_pool
 
-SPLITS = [  # stages, ranks; 4 ranks have 2 heads of keys and values
-    (models.QWEN3, "bfloat16", 1, 4), (models.HYBRID, "float32", 2, 2), (models.HYBRID_MOE, "bfloat16", 1, 2),
-    (models.GLM_DSA, "float32", 1, 4),
+SPLITS = [  # stages, ranks, data ranks; 4 ranks have 2 heads of keys and values
+    (models.QWEN3, "bfloat16", 1, 4, 1), (models.HYBRID, "float32", 2, 2, 1), (models.HYBRID_MOE, "bfloat16", 1, 2, 1),
+    (models.GLM_DSA, "float32", 1, 4, 1), (models.QWEN3, "bfloat16", 1, 4, 2), (models.HYBRID_MOE, "float32", 2, 2, 2),
+    (models.GLM_DSA, "float32", 1, 2, 2), (models.QWEN3_NEXT, "float32", 1, 2, 1), (models.GEMMA4, "bfloat16", 2, 2, 1),
+    (models.GEMMA3, "float32", 1, 2, 2), (models.KIMI_LINEAR, "bfloat16", 2, 2, 1),
 ]
 
 
-def answers(config: dict[str, object], dtype: str, num_stages: int, tp: int) -> list[list[DrawnToken]]:
+@pytest.fixture(autouse=True)
+def long_batches_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest prompt's sums have homes, those of decode steps are added up everywhere."""
+    monkeypatch.setattr(linear, "SHARED_OUT_BYTES", 8 << 10)
+
+
+def answers(description: ModelDescription, num_stages: int, tp: int, dp: int = 1) -> list[list[DrawnToken]]:
     """To three prompts at once, in chunks, greedy and sampled."""
     generator = torch.Generator().manual_seed(3)
     requests = [Request(f"r{length}", tuple(torch.randint(3, 250, (length,), generator=generator).tolist()), 5,
                         SamplingParams(temperature=temperature, seed=length), num_top_logprobs=3)
                 for length, temperature in ((5, 0.0), (150, 0.8), (33, 0.0))]
-    with local_pool(tiny(config, dtype), num_stages, tp=tp) as pool:
+    with local_pool(description, num_stages, tp=tp, dp=dp) as pool:
         return [answer.tokens for answer in pool.generate(requests)]
 
 
-@pytest.mark.parametrize(("config", "dtype", "num_stages", "tp"), SPLITS,
-                         ids=[f"{each[0]['model_type']}-{each[2]}x{each[3]}" for each in SPLITS])
+@pytest.mark.parametrize(("config", "dtype", "num_stages", "tp", "dp"), SPLITS,
+                         ids=[f"{each[0]['model_type']}-{each[2]}x{each[3]}-data{each[4]}" for each in SPLITS])
 def test_ranks_and_stages_give_the_bits_of_one_process(config: dict[str, object], dtype: str, num_stages: int,
-                                                       tp: int) -> None:
-    assert answers(config, dtype, num_stages, tp) == answers(config, dtype, 1, 1)
+                                                       tp: int, dp: int) -> None:
+    description = tiny(config, dtype)
+    assert answers(description, num_stages, tp, dp) == answers(description, 1, 1)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "glm_moe_dsa"])
+@pytest.mark.parametrize(("config", "num_stages", "tp", "dp"), [
+    (models.HYBRID_MOE, 2, 2, 1), (models.GLM_DSA, 1, 4, 2), (models.QWEN3_NEXT, 1, 2, 1),
+    (models.KIMI_LINEAR, 1, 2, 2),
+], ids=["hybrid-moe", "glm-dsa", "qwen3-next", "kimi-linear"])
+def test_so_do_weights_in_eight_bits(config: dict[str, object], num_stages: int, tp: int, dp: int) -> None:
+    whole = tiny(config, "bfloat16")
+    description = replace(whole, in_bytes=True)
+    found = answers(description, num_stages, tp, dp)
+    assert found == answers(description, 1, 1)
+    assert found != answers(whole, 1, 1), "logprobs are not those of whole weights"
+
+
+@pytest.mark.parametrize(("family", "layout", "dtype"), [
+    ("deepseek_v32", "fp8 blocks", torch.float32), ("llama", "gptq reordered", torch.float32),
+    ("qwen3_5_text", "int8 channels", torch.bfloat16),
+])
+def test_so_do_ranks_of_quantised_weights(checkpoint: CheckpointMaker, tmp_path: Path, family: str, layout: str,
+                                          dtype: torch.dtype) -> None:
+    """Blocks and groups of columns that go across the ranks' parts of a weight, and scales that eight bits keep."""
+    folder = write_quantised(checkpoint(family, dtype=dtype), tmp_path / "model", layout)
+    description = read_model(folder, in_bytes=layout == "int8 channels")
+    assert answers(description, 1, 2) == answers(description, 1, 1)
+
+
+@pytest.mark.parametrize(("num_tokens", "are_alike"), [(1, False), (150, False), (150, True)])
+def test_results_of_experts_go_to_the_homes_of_their_tokens(num_tokens: int, *, are_alike: bool) -> None:
+    """Of few tokens to all ranks. Tokens that are alike choose the same experts: some ranks have no results."""
+    spec = MoeSpec(hidden_size=64, num_experts=8, num_chosen=2, expert_width=32,
+                   routing=SoftmaxRouting(renormalise=True))
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = x[:1].expand(x.shape).contiguous() if are_alike else x
+
+    def built(own: TensorRank, ranks: StageRanks | None) -> FeedForward:
+        source = RandomWeights(seed=5)
+        return spec.of_rank(own).build(Weights(source, prefix="", dtype=torch.bfloat16, numerics=Numerics.EXACT,
+                                               parts=source, ranks=ranks))
+
+    whole, sent = built(ONLY_RANK, None).forward(x), list[int]()
+
+    def step(ranks: StageRanks) -> bool:
+        noting = NotingParts(ranks)
+        with ranks.step(1):
+            out = built(ranks.own, ranks).forward(x)
+        sent.append(noting.num_bytes)
+        return torch.equal(out, whole)
+
+    assert together(ranks_of(4, 1), [step] * 4) == [True] * 4
+    num_bytes, row_bytes = sum(sent), 64 * 2
+    if num_tokens == 1:
+        assert num_bytes == 3 * spec.num_chosen * row_bytes
+    else:
+        assert num_bytes <= (spec.num_chosen + 3) * num_tokens * row_bytes, "each result once, each sum to three"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next", "glm_moe_dsa", "kimi_linear"])
 def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, family: str) -> None:
     """So ranks, and pools of any widths, compare one digest."""
     model, totals = read_model(checkpoint(family)), set()
@@ -55,6 +128,8 @@ def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, f
     ({**models.QWEN3, "num_attention_heads": 6, "num_key_value_heads": 3}, 4, "does not divide the 6 heads"),
     ({**models.QWEN3, "intermediate_size": 100}, 2, "sums over 100 inner values of a feed-forward"),
     ({**models.QWEN3_MOE, "num_experts": 6}, 4, "does not divide the 6 experts"),
+    ({**models.QWEN3, "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}, 2,
+     "a norm over all heads of q"),
     (models.QWEN3, 3, "sums over 128 values of attention's heads"),
 ])
 def test_what_ranks_cannot_divide_is_refused_by_name(config: dict[str, object], size: int, says: str) -> None:

@@ -5,12 +5,14 @@ Keys are read in the pages where they lie, by compiled code or, for types that i
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.backends.commit import commit_kv
-from engine.backends.plan import AttentionPlan, build_plan, check_covered
+from engine.backends.plan import AttentionPlan, build_plan, check_covered, window_parts
+from engine.backends.recurrent_batch import resume_states
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
 from engine.kernels.host.compiled import Team, has_kernels
@@ -20,24 +22,22 @@ from runtime.errors import InternalError, StalePlanError
 
 
 class CpuAttention:
-    """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size, head_dim], one per layer.
+    """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size, head_dim], one per layer. Of
+    layers that see a window only they are [num_slots, pages, 2 (k, v), num_kv_heads, page_size, head_dim]: the pages of
+    a row's window, which new ones take the place of (`window_parts`).
 
     Keys that no token may see are never used, whatever they hold (NaN included): pages that are not in a row's table,
     the null page, the unwritten tail of a page. Rows a batch gained after planning are not covered by the plan;
     `run` refuses such a batch instead of answering for some rows only.
     """
 
-    def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> None:
-        if geometry.num_heads % geometry.num_kv_heads:
-            raise InternalError(f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly")
-        if geometry.window is not None:
-            raise InternalError("attention on the CPU knows no windows")
-        if geometry.scale <= 0:
-            raise InternalError(f"scores are scaled by more than 0, not by {geometry.scale}")
-        page_shape = (2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
-        for layer_id, pool in kv_pools.items():
-            if tuple(pool.shape[1:]) != page_shape:
-                raise InternalError(f"layer {layer_id}: pages are {tuple(pool.shape[1:])}, geometry says {page_shape}")
+    def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry,
+                 window_pools: Mapping[int, Tensor] | None = None) -> None:
+        self._windows = dict(window_pools or {})
+        self._rings = {layer_id: pool.flatten(0, 1) for layer_id, pool in self._windows.items()}
+        self._windowed = geometry.windowed or geometry
+        _check_pools(kv_pools, geometry)
+        _check_pools(self._rings, self._windowed)
         self._pools = dict(kv_pools)
         self._num_pages = min((len(pool) for pool in kv_pools.values()), default=None)
         self._geometry = geometry
@@ -47,6 +47,9 @@ class CpuAttention:
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Prepare what the batch's tokens see and where they go, and mark it; trees once for all their nodes."""
         plan = build_plan(batch, self._geometry, self._num_pages)
+        if self._windows:
+            slots = next(iter(self._windows.values()))
+            plan = replace(plan, parts=tuple(window_parts(batch, self._windowed, *slots.shape[:2])))
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
@@ -57,23 +60,61 @@ class CpuAttention:
             StalePlanError: the batch was not planned by this backend, or its rows or tokens are not the planned ones.
             InternalError: this stage has no KV tensor for the layer.
         """
-        plan = self._checked_plan(batch, q, k, v)
-        if layer_id not in self._pools:
-            raise InternalError(f"layer {layer_id} has no KV pages on this stage")
-        pool = self._pools[layer_id]
+        plan = self._checked_plan(batch)
+        check_covered(batch, (plan.num_rows, plan.num_tokens),
+                      self._windowed if layer_id in self._windows else self._geometry, q, k, v)
+        if layer_id in self._windows:
+            return self._run_window(layer_id, q, k, v, plan)
+        pool = self._pool(layer_id)
         _write(pool, k, v, plan)
         return attend(pool, q, plan.rows, self._geometry.scale, self._team)
 
-    def commit(self, batch: ForwardBatch) -> None:
-        """Move the keys and values of accepted nodes to where plain decoding would have stored them."""
-        commit_kv(self._pools, batch, self._geometry.page_size)
+    def read(self, layer_id: int, q: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `CachedAttention.read`."""
+        plan = self._checked_plan(batch)
+        if layer_id not in self._windows:
+            return attend(self._pool(layer_id), q, plan.rows, self._geometry.scale, self._team)
+        (part,) = plan.parts
+        return attend(self._rings[layer_id], q, part.plan.rows, self._windowed.scale, self._team)
 
-    def _checked_plan(self, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> AttentionPlan:
+    def _pool(self, layer_id: int) -> Tensor:
+        if layer_id not in self._pools:
+            raise InternalError(f"layer {layer_id} has no KV pages on this stage")
+        return self._pools[layer_id]
+
+    def commit(self, batch: ForwardBatch) -> None:
+        """Move the keys and values of accepted nodes to where plain decoding would have stored them, and give rows that
+        go on from a kept window a copy of it."""
+        commit_kv(self._pools, batch, self._geometry.page_size)
+        resume_states(batch, self._windows.values())
+
+    def _run_window(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        slots, pages = self._windows[layer_id], self._rings[layer_id]
+        out = torch.empty_like(q)
+        for part in plan.parts:
+            _write(pages, k[part.tokens], v[part.tokens], part.plan)
+            out[part.tokens] = attend(pages, q[part.tokens], part.plan.rows, self._windowed.scale, self._team)
+            if part.copy is not None:
+                slots[part.copy.target] = slots[part.copy.slot_id]
+        return out
+
+    def _checked_plan(self, batch: ForwardBatch) -> AttentionPlan:
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self or not isinstance(plan, AttentionPlan):
             raise StalePlanError("the batch was not planned by this attention backend")
-        check_covered(batch, (plan.num_rows, plan.num_tokens), plan.geometry, q, k, v)
         return plan
+
+
+def _check_pools(pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> None:
+    """Raises InternalError for pages of another shape, or a geometry that cannot be."""
+    if geometry.num_heads % geometry.num_kv_heads:
+        raise InternalError(f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly")
+    if geometry.scale <= 0:
+        raise InternalError(f"scores are scaled by more than 0, not by {geometry.scale}")
+    page_shape = (2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
+    for layer_id, pool in pools.items():
+        if tuple(pool.shape[1:]) != page_shape:
+            raise InternalError(f"layer {layer_id}: pages are {tuple(pool.shape[1:])}, geometry says {page_shape}")
 
 
 def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
@@ -111,7 +152,7 @@ def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -
 def _keys_of(pages: Tensor, rows: RowsInPlace, row: int, token: int) -> Tensor:
     """[kv heads, 2, keys, D]: what the token sees."""
     page_size, num_keys = pages.shape[3], int(rows.positions[token]) + 1
-    positions = torch.arange(min(num_keys, int(rows.num_in_order[row])))
+    positions = torch.arange(max(0, num_keys - 1 - rows.window), min(num_keys, int(rows.num_in_order[row])))
     slots = rows.tables[row].long()[positions // page_size] * page_size + positions % page_size
-    slots = torch.cat([slots, rows.paths[token, : num_keys - len(slots)]])
+    slots = torch.cat([slots, rows.paths[token, : max(0, num_keys - int(rows.num_in_order[row]))]])
     return pages[slots // page_size, :, :, slots % page_size].permute(2, 1, 0, 3)

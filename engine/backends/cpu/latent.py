@@ -59,7 +59,7 @@ class CpuLatentAttention:
         self._geometry = geometry
         pools = (*latent_pools.values(), *index_pools.values())
         self._is_compiled = has_kernels(*(pool.dtype for pool in pools))
-        self._num_pages = min((len(pool) for pool in pools), default=0)
+        self._num_pages = min((len(pool) for pool in pools), default=None)  # a stage may have recurrent layers only
         self._team = Team()
         self.num_plans = 0
 
@@ -115,8 +115,10 @@ class CpuLatentAttention:
         tables, most_keys = batch.page_tables.int().contiguous(), max(lengths, default=0)
         if most_keys > tables.shape[1] * size:
             raise InternalError(f"a row of {most_keys} keys has {tables.shape[1]} pages of {size}")
-        if self._is_compiled and tables.numel() and not 0 <= tables.min() <= tables.max() < self._num_pages:
-            raise InternalError(f"the pools have {self._num_pages} pages, the page tables name {tables.tolist()}")
+        num_pages = self._num_pages
+        if self._is_compiled and num_pages is not None and tables.numel() and not (
+                0 <= tables.min() <= tables.max() < num_pages):
+            raise InternalError(f"the pools have {num_pages} pages, the page tables name {tables.tolist()}")
         slots = tables[token_rows, positions // size].long() * size + positions % size
         rows, plain = None, None
         if self._is_compiled:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.gated_delta import chunked, normalise_heads, recurrent_step
+from engine.backends.gated_delta import chunked, decays_of, normalise_heads, recurrent_step
 from engine.backends.recurrent_batch import check_mode, delta_inputs, pool_of, recurrent_rows
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics, silu
@@ -120,13 +120,13 @@ def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) ->
 def _plain_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor,
                       batch: ForwardBatch) -> Tensor:
     q, k = normalise_heads(q, k, v.shape[1])
-    v, state = v.float(), _load(pool, batch)
+    v, g, state = v.float(), decays_of(g), _load(pool, batch)
     if batch.mode is ForwardMode.DECODE:
         out, state = recurrent_step(q, k, v, g, beta, state)
     else:
         layout = _row_layout(batch, 1)
-        parts = [_to_chunks(part, layout) for part in (q, k, v, g[..., None], beta[..., None])]
-        out, state = chunked(parts[0], parts[1], parts[2], parts[3][..., 0], parts[4][..., 0], state, layout.counts)
+        q, k, v, g, beta = (_to_chunks(part, layout) for part in (q, k, v, g, beta[..., None]))
+        out, state = chunked(q, k, v, g, beta[..., 0], state, layout.counts)
         out = out.transpose(1, 2).flatten(0, 1)[layout.token_at]
     pool[batch.slot_ids.long()] = state
     return out

@@ -46,6 +46,11 @@ def has_tiles() -> bool:
     return bool(syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA) == 0)
 
 
+def has_byte_tiles() -> bool:
+    """Likewise for products of bytes, of which an instruction takes 64 terms."""
+    return "+amx-int8" in cpu_features() and has_tiles()
+
+
 @njit(**STRICT_PART)
 def lay_out_tiles(layout, first, second):
     """Write a configuration: `first` rows in tiles 0, 1 (sums) and 4 (x), `second` in 2, 3 and 5. layout: the address
@@ -110,16 +115,20 @@ def tile_block(row_tiles: int, blocks: int, *, adds: bool = False, second: bool 
 
 
 class TileLoop:
-    """Writes the loop over k of some tiles' sums."""
+    """Writes the loop over k of some tiles' sums.
+
+    No operand is held beyond its last product: where a core's other thread is at work there seem to be hardly more
+    registers than the eight tiles, and loads wait for one. A tile that is made zero gives its own back.
+    """
 
     def __init__(self, builder, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps) -> None:
         self._b, self._x, self._x_row, self._x_tile, self._x_step = builder, x, x_row, x_tile, x_step
         self._w, self._w_block, self._y, self._y_row, self._steps = w, w_block, y, y_row, steps
 
     def write(self, row_tiles: int, blocks: int, *, first: int = 0, adds: bool = False, fetches_x: bool = False,
-              fetches_w: bool = False) -> None:
+              fetches_w: bool = False, product: str = "tdpbf16ps") -> None:
         """`first`: of the two tiles for x the one to begin with. `fetches_x`: x was read before, so there is time to
-        fetch what comes behind it; `fetches_w`: fetch weights further on."""
+        fetch what comes behind it; `fetches_w`: fetch weights further on. `product`: the instruction that adds up."""
         b = self._b
         places = [(m, n, _SUMS[2 * (first + m) + n]) for m in range(row_tiles) for n in range(blocks)]
         for m, n, tile in places:
@@ -138,14 +147,17 @@ class TileLoop:
             self._load(_ROWS_OF_X[first + m], terms, self._x_row)
             if fetches_x:
                 self._fetch(b.add(terms, b.mul(self._steps, self._x_step)), self._x_row)
-        for n in range(blocks):
-            tile = _WEIGHTS[n % 2]
-            weights = b.add(b.add(self._w, b.mul(k, _I64(BLOCK_STEP_BYTES))), b.mul(self._w_block, _I64(n)))
-            if fetches_w:
-                self._fetch(b.add(weights, _I64(_AHEAD_BYTES)), _I64(BLOCK_STEP_BYTES))
-            self._load(tile, weights, _I64(BLOCK_STEP_BYTES))
-            for m in range(row_tiles):
-                tile_call(b, "tdpbf16ps", _I8(_SUMS[2 * (first + m) + n]), _I8(_ROWS_OF_X[first + m]), _I8(tile))
+            for n in range(blocks) if m == 0 else reversed(range(blocks)):
+                if m == 0:
+                    weights = b.add(b.add(self._w, b.mul(k, _I64(BLOCK_STEP_BYTES))), b.mul(self._w_block, _I64(n)))
+                    if fetches_w:
+                        self._fetch(b.add(weights, _I64(_AHEAD_BYTES)), _I64(BLOCK_STEP_BYTES))
+                    self._load(_WEIGHTS[n % 2], weights, _I64(BLOCK_STEP_BYTES))
+                tile_call(b, product, _I8(_SUMS[2 * (first + m) + n]), _I8(_ROWS_OF_X[first + m]),
+                          _I8(_WEIGHTS[n % 2]))
+                if m == row_tiles - 1:
+                    tile_call(b, "tilezero", _I8(_WEIGHTS[n % 2]))
+            tile_call(b, "tilezero", _I8(_ROWS_OF_X[first + m]))
         after = b.add(k, _I64(STEPS))
         k.add_incoming(after, loop)
         b.cbranch(b.icmp_signed("<", after, self._steps), loop, done)

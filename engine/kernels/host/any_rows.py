@@ -1,12 +1,14 @@
-"""Products of any number of rows and blocks, put together from those of `dot.py` or of the matrix unit (`amx.py`).
+"""Products of any number of rows and blocks, put together from those of `dot.py` or of the matrix unit (`amx.py`), and
+steps of the online softmax.
 
-Each is f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, words, rows, blocks) for compiled code: y [rows, 16 *
+A product is f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, words, rows, blocks) for compiled code: y [rows, 16 *
 blocks] fp32 = x [rows, words of 32 bits] times the packed blocks at w; with `adds` the sums start from what y holds.
 """
 
 from numba import njit
 
 from engine.kernels.host.amx import STEPS, TILE_ROWS, lay_out_tiles, take_tiles, tile_block
+from engine.kernels.host.blocks import BLOCK_KEYS, SCORE_ROW, STATE_BYTES, soften_for
 from engine.kernels.host.compiled import STRICT_PART
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, dot_block
 
@@ -84,3 +86,23 @@ def _of_any_rows(six, four, two, one):
             one(x + row * x_row, x_row, w, w_block, y + row * y_row, y_row, steps)
 
     return multiply
+
+
+def softening(*, rounds):
+    """f(scores, weights, state, num_seen, unit, rows): `blocks.soften_for` for any number of rows."""
+    four, one = soften_for(4, rounds=rounds), soften_for(1, rounds=rounds)
+    weight_row = BLOCK_KEYS * (2 if rounds else 4)
+
+    @njit(**STRICT_PART)
+    def soften(scores, weights, state, num_seen, unit, rows):
+        row = 0
+        while row + 4 <= rows:
+            four(scores + row * SCORE_ROW, weights + row * weight_row, state + row * STATE_BYTES, num_seen + row * 8,
+                 unit)
+            row += 4
+        while row < rows:
+            one(scores + row * SCORE_ROW, weights + row * weight_row, state + row * STATE_BYTES, num_seen + row * 8,
+                unit)
+            row += 1
+
+    return soften

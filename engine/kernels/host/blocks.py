@@ -11,10 +11,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.host.dot import BFLOAT, LANES, has_pair_products
+from engine.kernels.host.dot import BFLOAT, LANES, has_pair_products, in_all_lanes
 
 BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
 VECTOR_BYTES = 64
+SCORE_ROW, STATE_BYTES = 4 * BLOCK_KEYS, 2 * VECTOR_BYTES  # of a row, see `soften_for`
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -86,23 +87,24 @@ def put_in_pairs(typing, first, second, out, out_stride):
 
 
 @cache
-def soften_for(*, rounds: bool):
-    """A function for compiled code: f(scores, weights, state, num_seen, unit). One row's step of the online softmax.
+def soften_for(rows: int, *, rounds: bool):
+    """A function for compiled code: f(scores, weights, state, num_seen, unit). A step of the online softmax of `rows`
+    rows, each for itself: while one waits for its highest score, others are computed.
 
-    scores: [BLOCK_KEYS] fp32, of which those from `num_seen` on count as minus infinity, whatever they hold; weights:
-    where exp(unit * ln 2 * (score - highest so far)) goes, [BLOCK_KEYS] fp32, or bf16 with `rounds`; state: [18] fp32,
-    16 partial sums of all weights so far, the highest score so far, and where the factor goes by which everything that
-    was added up before must be multiplied. A block of which nothing is seen changes no bit: its weights are 0, its
-    factor is 1.
+    Of each row, one behind the other: scores: [BLOCK_KEYS] fp32, of which those from its `num_seen`, int64, on count as
+    minus infinity, whatever they hold; weights: where exp(unit * ln 2 * (score - highest so far)) goes, [BLOCK_KEYS]
+    fp32, or bf16 with `rounds`; state: STATE_BYTES, fp32: 16 partial sums of all weights so far, the highest score so
+    far, and where the factor goes by which everything that was added up before must be multiplied. A block of which
+    nothing is seen changes no bit: its weights are 0, its factor is 1.
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
 
     @intrinsic
-    def soften(typing, scores, weights, state, num_seen, unit):
+    def soften(typing, scores, weights, states, num_seen, unit):
         def generate(context, builder, signature, arguments):
-            scores, weights, state, num_seen, unit = arguments
-            _soften(builder, scores, weights, state, num_seen, unit, rounds)
+            scores, weights, states, num_seen, unit = arguments
+            _soften(builder, scores, weights, states, num_seen, unit, rows, rounds)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4, types.float32), generate
@@ -110,12 +112,24 @@ def soften_for(*, rounds: bool):
     return soften
 
 
-def _soften(b, scores, weights, state, num_seen, unit, rounds):
-    found = [_seen(b, b.load(_pointer(b, scores, _FLOATS, VECTOR_BYTES * place), align=4), num_seen, LANES * place)
-             for place in range(BLOCK_KEYS // LANES)]
-    unit = _splat(b, unit)
-    before = _splat(b, b.load(_pointer(b, state, _F32, VECTOR_BYTES), align=4))
+def _soften(b, scores, weights, states, num_seen, unit, rows, rounds):
+    found = []
+    for row in range(rows):
+        seen = b.load(_pointer(b, num_seen, _I64, 8 * row), align=8)
+        found.append([_seen(b, b.load(_pointer(b, scores, _FLOATS, row * SCORE_ROW + VECTOR_BYTES * place), align=4),
+                            seen, LANES * place) for place in range(BLOCK_KEYS // LANES)])
+    unit = in_all_lanes(b, unit)
+    before = [in_all_lanes(b, b.load(_pointer(b, states, _F32, row * STATE_BYTES + VECTOR_BYTES), align=4))
+              for row in range(rows)]
     highest = _highest(b, found, before)
+    for row in range(rows):
+        weights_at = b.add(weights, _I64(row * BLOCK_KEYS * (2 if rounds else 4)))
+        _weigh(b, found[row], weights_at, b.add(states, _I64(row * STATE_BYTES)), before[row], highest[row], unit,
+               rounds)
+
+
+def _weigh(b, found, weights, state, before, highest, unit, rounds):
+    """What follows when a row's highest score is known."""
     origin = b.fmul(highest, unit)
     factor = _exp2(b, b.fsub(b.fmul(before, unit), origin))
     # One rounding: scores far from 0 keep their distances. All of a row's weights share the origin's error.
@@ -136,18 +150,20 @@ def _soften(b, scores, weights, state, num_seen, unit, rounds):
 
 def _seen(b, scores, num_seen, first):
     """Minus infinity in place of the scores from `num_seen` on, the first of which is number `first`."""
-    count = _splat(b, b.trunc(b.sub(num_seen, _I64(first)), _I32))
+    count = in_all_lanes(b, b.trunc(b.sub(num_seen, _I64(first)), _I32))
     hidden = b.icmp_signed(">=", ir.Constant(_INTEGERS, list(range(LANES))), count)
     return b.select(hidden, _constant(float("-inf")), scores)
 
 
-def _highest(b, vectors, other):
-    """The highest of all lanes, in all lanes. What is NaN shows in the weights."""
-    for vector in vectors:
-        other = _larger(b, vector, other)
+def _highest(b, rows, others):
+    """Of each row the highest of all lanes of its vectors and its other one, in all lanes. What is NaN shows in the
+    weights."""
+    for vectors in zip(*rows, strict=True):
+        others = [_larger(b, vector, other) for vector, other in zip(vectors, others, strict=True)]
     for distance in (8, 4, 2, 1):
-        other = _larger(b, b.shuffle_vector(other, other, _places(lane ^ distance for lane in range(LANES))), other)
-    return other
+        places = _places(lane ^ distance for lane in range(LANES))
+        others = [_larger(b, b.shuffle_vector(other, other, places), other) for other in others]
+    return others
 
 
 def _larger(b, first, second):
@@ -185,12 +201,6 @@ def _fma(b, x, y, z):
 
 def _constant(value):
     return ir.Constant(_FLOATS, [value] * LANES)
-
-
-def _splat(b, value):
-    vector = ir.VectorType(value.type, LANES)
-    nothing = ir.Constant(vector, ir.Undefined)
-    return b.shuffle_vector(b.insert_element(nothing, value, _I32(0)), nothing, _places([0] * LANES))
 
 
 def _places(places):

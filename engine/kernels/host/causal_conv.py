@@ -41,7 +41,7 @@ def causal_conv(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, team
     slots of the rows get the rows' last inputs. x and pool bf16 or fp32, of one type. Returns [T, C] of the same."""
     out = torch.empty(x.shape, dtype=x.dtype)
     kernel, channels = taps.shape
-    launch(_compiled_for(x.dtype), _ARGUMENTS, team, num_items=len(rows.slots) * -(-channels // _BLOCK),
+    launch(compiled_for(x.dtype), _ARGUMENTS, team, num_items=len(rows.slots) * -(-channels // _BLOCK),
            scratch_bytes=kernel * _BLOCK * 4, num_rows=len(rows.slots), kernel=kernel, channels=channels,
            stride=x.stride(0) * x.itemsize, x=x, taps=taps, pool=pool, out=out, starts=rows.starts, slots=rows.slots,
            is_new=rows.is_new)
@@ -49,7 +49,7 @@ def causal_conv(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, team
 
 
 @cache
-def _compiled_for(dtype: torch.dtype):
+def compiled_for(dtype: torch.dtype):
     stored = STORED_AS[dtype]
 
     def work(pointer):

@@ -78,7 +78,7 @@ _LINE_BYTES = 64  # of a cache: seats share none
 # The processes of a host that start together would all compile the same kernels; so one does, and the others load them.
 # Each kernel of each installation is locked by itself: whoever compiles one and stands still holds up no other.
 LOCK_FILE = Path(tempfile.gettempdir()) / f"baton-kernels-{os.getuid()}.lock"
-PATIENCE_S = 20.0  # the slowest kernel takes half of it
+PATIENCE_S = 60.0  # the slowest kernel takes 13 s of a core of its own, and there may be none
 
 
 def has_kernels(*dtypes: torch.dtype) -> bool:

@@ -1,10 +1,11 @@
 """The innermost loop of every product on the host: a few rows times a few blocks of 16 columns, summed over k in order.
 
 An operand is packed so that one load is 16 columns: bf16 as [N/16][K/2][16][2], two terms of k side by side, fp32 as
-[N/16][K][16]. Every output element is one fp32 sum, to which terms 0, 1, ... K-1 are added by fused multiply-add one
-after the other (of a bf16 pair the second one first); nothing but its row of x and its column of w enters it. So its
-bits are the same for any number of rows and blocks, and the same from `vdpbf16ps` as from widened multiply-adds, as
-long as no term or sum is subnormal (`vdpbf16ps` takes those for 0).
+[N/16][K][16], bytes as [N/16][K/4][16][4]. Every output element is one sum; nothing but its row of x and its column of
+w enters it. That of bytes is a whole number. To one in fp32 terms 0, 1, ... K-1 are added by fused multiply-add one
+after the other (of a bf16 pair the second one first). So its bits are the same for any number of rows and blocks, and
+the same from `vdpbf16ps` as from widened multiply-adds, as long as no term or sum is subnormal (`vdpbf16ps` takes those
+for 0).
 
 `dot_block` gives LLVM code that becomes part of the kernel that uses it: no call, no symbol. Such a kernel is compiled
 with STRICT numbers (`compiled.py`), or LLVM may regroup its sums.
@@ -27,11 +28,12 @@ _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 class Form(StrEnum):
-    """What is multiplied. `steps` of a loop are pairs of terms where w is bf16, terms where it is fp32."""
+    """What is multiplied. `steps` of a loop are words of 32 bits of w: one term of fp32, two of bf16, four bytes."""
 
     BF16 = "bf16"  # x bf16, w bf16 pairs
     MIXED = "mixed"  # x fp32, w bf16 pairs, widened
     FP32 = "fp32"  # both fp32
+    BYTES = "bytes"  # x int8, w uint8, four terms a step, sums int32
 
 
 class _BFloat(ir.types.Type):
@@ -78,11 +80,12 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
               widened: bool | None = None):
     """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64.
 
-    y [rows, 16 * blocks] fp32 = x [rows, K] times the blocks at w; with `adds` sums start from what y holds. x, w, y
-    are addresses of any alignment. Rows of x and y lie `x_row_bytes` and `y_row_bytes` apart, blocks of w
-    `w_block_bytes`, terms of a row of x and columns of a row of y side by side. `steps` may be 0. Of w, what lies
-    `ahead_bytes` further on is fetched into the cache (0: nothing is). rows * blocks of up to 24 keep all sums in
-    registers on AVX-512. `widened`: bf16 pairs by widened multiply-adds; by default where the CPU has no other way.
+    y [rows, 16 * blocks], fp32, or int32 of bytes, = x [rows, K] times the blocks at w; with `adds` sums start from
+    what y holds. x, w, y are addresses of any alignment. Rows of x and y lie `x_row_bytes` and `y_row_bytes` apart,
+    blocks of w `w_block_bytes`, terms of a row of x and columns of a row of y side by side. `steps` may be 0. Of w,
+    what lies `ahead_bytes` further on is fetched into the cache (0: nothing is). rows * blocks of up to 24 keep all
+    sums in registers on AVX-512. `widened`: bf16 pairs by widened multiply-adds; by default where the CPU has no other
+    way.
     """
     widened = not has_pair_products() if widened is None else widened
 
@@ -97,12 +100,13 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
     return multiply
 
 
-def write_rows(builder, arguments, max_rows: int, blocks: int, form: Form, *, ahead_bytes: int = 1024) -> None:
-    """Writes, where the builder stands, `dot_block` for 1 to `max_rows` rows. arguments: the number of rows, then those
-    of `dot_block`. Another number of rows does nothing."""
+def write_rows(builder, arguments, max_rows: int, blocks: int, form: Form, *, ahead_bytes: int = 1024,
+               first_rows: int = 1) -> None:
+    """Writes, where the builder stands, `dot_block` for `first_rows` to `max_rows` rows. arguments: the number of rows,
+    then those of `dot_block`. Another number of rows does nothing."""
     end = builder.append_basic_block("end")
     choice = builder.switch(arguments[0], end)
-    for count in range(1, max_rows + 1):
+    for count in range(first_rows, max_rows + 1):
         case = builder.append_basic_block(f"rows_{count}")
         choice.add_case(_I64(count), case)
         builder.position_at_end(case)
@@ -119,6 +123,7 @@ class _Loop:
         self._x, self._x_row, self._w, self._w_block, self._y, self._y_row, self._steps = arguments
         self._rows, self._blocks, self._form = range(rows), range(blocks), form
         self._adds, self._ahead_bytes, self._widened = adds, ahead_bytes, widened
+        self._sums = _INTEGERS if form is Form.BYTES else _FLOATS
 
     def build(self) -> None:
         b = self._b
@@ -169,8 +174,10 @@ class _Loop:
             b.call(fetch, [ahead, _I32(0), _I32(3), _I32(1)])
         if self._form is Form.FP32:
             return [b.load(b.inttoptr(address, _FLOATS.as_pointer()), align=4)]
-        pairs = b.load(b.inttoptr(address, _INTEGERS.as_pointer()), align=4)
-        return self._halves(pairs) if self._widens() else [b.bitcast(pairs, _PAIRS)]
+        words = b.load(b.inttoptr(address, _INTEGERS.as_pointer()), align=4)
+        if self._form is Form.BYTES:
+            return [words]
+        return self._halves(words) if self._widens() else [b.bitcast(words, _PAIRS)]
 
     def _values(self, k, m):
         """Row m's values of this step, each in all lanes, in that order."""
@@ -180,11 +187,15 @@ class _Loop:
         if self._form is Form.MIXED:
             pair = b.add(row, b.mul(k, _I64(8)))
             return [self._splat(self._load(b.add(pair, _I64(4 * place)), _F32)) for place in (1, 0)]
-        pair = self._splat(self._load(b.add(row, b.mul(k, _I64(4))), _I32))
-        return self._halves(pair) if self._widened else [b.bitcast(pair, _PAIRS)]
+        word = self._splat(self._load(b.add(row, b.mul(k, _I64(4))), _I32))
+        if self._form is Form.BYTES:
+            return [word]
+        return self._halves(word) if self._widened else [b.bitcast(word, _PAIRS)]
 
     def _add(self, total, weights, values):
         b = self._b
+        if self._form is Form.BYTES:
+            return _add_bytes(b, total, weights, values)
         if self._widens() or self._form is Form.FP32:
             name, operand = "llvm.fma.v16f32", _FLOATS
             fma = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [operand] * 3), name)
@@ -207,22 +218,44 @@ class _Loop:
         return self._b.load(self._b.inttoptr(address, kind.as_pointer()), align=2)
 
     def _splat(self, value):
-        b, vector = self._b, ir.VectorType(value.type, LANES)
-        nothing = ir.Constant(vector, ir.Undefined)
-        return b.shuffle_vector(b.insert_element(nothing, value, _I32(0)), nothing,
-                                ir.Constant(_INTEGERS, [0] * LANES))
+        return in_all_lanes(self._b, value)
 
     def _phi(self, value, entry):
-        phi = self._b.phi(_FLOATS)
+        phi = self._b.phi(value.type)
         phi.add_incoming(value, entry)
         return phi
 
     def _first_sum(self, m, n):
         if self._adds:
             return self._b.load(self._sum_address(m, n), align=4)
-        return ir.Constant(_FLOATS, [0.0] * LANES)
+        return ir.Constant(self._sums, None)
 
     def _sum_address(self, m, n):
         b = self._b
         offset = b.add(b.mul(self._y_row, _I64(m)), _I64(n * BLOCK_STEP_BYTES))
-        return b.inttoptr(b.add(self._y, offset), _FLOATS.as_pointer())
+        return b.inttoptr(b.add(self._y, offset), self._sums.as_pointer())
+
+
+def in_all_lanes(b, value):
+    """A vector of a block's columns."""
+    vector = ir.VectorType(value.type, LANES)
+    nothing = ir.Constant(vector, ir.Undefined)
+    return b.shuffle_vector(b.insert_element(nothing, value, _I32(0)), nothing, ir.Constant(_INTEGERS, [0] * LANES))
+
+
+def _add_bytes(b, total, weights, values):
+    """The sums and, in each lane, four unsigned bytes times four signed ones."""
+    if {"+avx512vnni", "+avx512f"} <= cpu_features():
+        kind = ir.VectorType(_I8, 4 * LANES)
+        dot = cgutils.get_or_insert_function(b.module, ir.FunctionType(_INTEGERS, [_INTEGERS, kind, kind]),
+                                             "llvm.x86.avx512.vpdpbusd.512")
+        return b.call(dot, [total, b.bitcast(weights, kind), b.bitcast(values, kind)])
+    for place in range(4):
+        weight = b.and_(b.lshr(weights, _lanes(8 * place)), _lanes(255))
+        value = b.ashr(b.shl(values, _lanes(24 - 8 * place)), _lanes(24))
+        total = b.add(total, b.mul(weight, value))
+    return total
+
+
+def _lanes(number: int):
+    return ir.Constant(_INTEGERS, [number] * LANES)

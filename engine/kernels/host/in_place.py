@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.kernels.host import amx, any_rows, blocks, dot, key_blocks, room, strided
 from engine.kernels.host.amx import TILE_ROWS, has_tiles, release_tiles
 from engine.kernels.host.any_rows import no_tiles, shape_tiles
-from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES, soften_for, turn
+from engine.kernels.host.blocks import BLOCK_KEYS, SCORE_ROW, STATE_BYTES, VECTOR_BYTES, turn
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -38,14 +38,23 @@ from engine.kernels.host.compiled import (
     take_seat,
 )
 from engine.kernels.host.dot import LANES, Form
-from engine.kernels.host.key_blocks import copy_values, fill_keys, find, pair_values, score_by_key, score_nothing
-from engine.kernels.host.room import CHUNK_ROWS, SCORE_ROW, STATE_BYTES, list_rows, room_at, scratch_bytes_of
+from engine.kernels.host.key_blocks import (
+    copy_values,
+    fill_keys,
+    find,
+    first_block,
+    first_seen,
+    pair_values,
+    score_by_key,
+    score_nothing,
+)
+from engine.kernels.host.room import CHUNK_ROWS, list_rows, room_at, scratch_bytes_of
 from engine.kernels.host.strided import floats, scale
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
-                    "page_size", "table_width", "path_width", "rows_by_key", "unit_bits", "pages", "queries", "tables",
-                    "tiles", "positions", "num_in_order", "paths", "out")
+                    "page_size", "table_width", "path_width", "window", "rows_by_key", "unit_bits", "pages", "queries",
+                    "tables", "tiles", "positions", "num_in_order", "paths", "out")
 _STATE_FLOATS = STATE_BYTES // 4
 _LOG2_E = 1.4426950408889634
 
@@ -68,9 +77,9 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     launch_integers(
         compiled_for(pages.dtype, tiled=tiled), num_tiles * num_kv_heads,
         (num_rows, queries.shape[0], num_tiles, tile_rows, num_kv_heads, share, head_dim, pages.itemsize, page_size,
-         table_width, rows.paths.shape[1], TILE_ROWS if tiled else 0, bits_of(scale * _LOG2_E), pages.data_ptr(),
-         queries.data_ptr(), rows.tables.data_ptr(), rows.tiles.data_ptr(), rows.positions.data_ptr(),
-         rows.num_in_order.data_ptr(), rows.paths.data_ptr(), out.data_ptr()),
+         table_width, rows.paths.shape[1], rows.window, TILE_ROWS if tiled else 0, bits_of(scale * _LOG2_E),
+         pages.data_ptr(), queries.data_ptr(), rows.tables.data_ptr(), rows.tiles.data_ptr(),
+         rows.positions.data_ptr(), rows.num_in_order.data_ptr(), rows.paths.data_ptr(), out.data_ptr()),
         team, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, tile_rows))
     return out
 
@@ -106,7 +115,7 @@ def _take_tiles(pointer, stored, shape, by_key, score, soften, fill_values, add_
         if a.path_width:
             num_shared, num_passes = in_order[row] // BLOCK_KEYS * BLOCK_KEYS, 1 + count
         for own in range(num_passes):
-            begin, end, low, high = 0, num_shared, first, first + count
+            begin, end, low, high = first_block(a, positions[first]), num_shared, first, first + count
             if own:
                 begin, end, low, high = num_shared, positions[first + own - 1] + 1, first + own - 1, first + own
             for start in range(begin, end, BLOCK_KEYS):
@@ -120,10 +129,18 @@ def _take_tiles(pointer, stored, shape, by_key, score, soften, fill_values, add_
                 while positions[low] < start:  # never where each has its own
                     low += 1
                 _add_block(a, room, found, ahead, positions, first, count, (low - first) * a.share,
-                           (high - first) * a.share, start, min(BLOCK_KEYS, end - start), shape, by_key, score, soften,
-                           fill_values, add_up)
+                           (_last_seeing(a, positions, high, start) - first) * a.share, start,
+                           min(BLOCK_KEYS, end - start), shape, by_key, score, soften, fill_values, add_up)
         _finish(a, room, stored, kv_head, first, count)
         count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _last_seeing(a, positions, high, start):
+    """`high` without the tokens before it whose windows begin behind the block of keys at `start`."""
+    while first_seen(a, positions[high - 1]) >= start + BLOCK_KEYS:
+        high -= 1
+    return high
 
 
 @njit(**STRICT_PART)
@@ -156,7 +173,8 @@ def _find_next(a, pointer, tiles, in_order, found, nothing):
     item = counted_so_far(pointer, NEXT)
     if item < a.num_items:
         row, first, _ = tiles[item // a.num_kv_heads]
-        find(a, found, nothing, row, first, item % a.num_kv_heads, 0, in_order[row])
+        start = first_block(a, carray(pointer_to(a.positions, np.int32), a.num_tokens)[first])
+        find(a, found, nothing, row, first, item % a.num_kv_heads, start, in_order[row] - start)
 
 
 @njit(**STRICT_PART)
@@ -183,14 +201,18 @@ def _begin(a, room, stored, kv_head, first, count):
 def _weigh(a, room, positions, scores, first, begin_row, num_rows, start, num_keys, soften):
     """Scores of these rows with the block of keys at `start` become weights; what the rows have added up is brought to
     the same scale."""
+    seen, states = carray(pointer_to(room.seen, np.int64), CHUNK_ROWS), room.state + begin_row * STATE_BYTES
     for place in range(num_rows):
-        row = begin_row + place
-        state, num_seen = room.state + row * STATE_BYTES, positions[first + row // a.share] + 1 - start
-        soften(scores + place * SCORE_ROW, room.weights + place * room.weight_bytes, state,
-               max(0, min(num_keys, num_seen)), number_of(a.unit_bits))
-        factor = floats(state)[LANES + 1]
+        position = positions[first + (begin_row + place) // a.share]
+        seen[place] = max(0, min(num_keys, position + 1 - start))
+        hidden = first_seen(a, position) - start
+        if hidden > 0:
+            carray(pointer_to(scores + place * SCORE_ROW, np.float32), BLOCK_KEYS)[:hidden] = -np.inf
+    soften(scores, room.weights, states, room.seen, number_of(a.unit_bits), num_rows)
+    for place in range(num_rows):
+        factor = floats(states + place * STATE_BYTES)[LANES + 1]
         if factor != np.float32(1):
-            scale(room.sums + row * room.sum_bytes, room.value_blocks * LANES, factor)
+            scale(room.sums + (begin_row + place) * room.sum_bytes, room.value_blocks * LANES, factor)
 
 
 @njit(**STRICT_PART)
@@ -213,7 +235,7 @@ def _finish(a, room, stored, kv_head, first, count):
 _TILED_SCORE, _TILED_ADD = any_rows.tiled_product(adds=False), any_rows.tiled_product(adds=True)
 _BF16_SCORE, _BF16_ADD = any_rows.plain_product(Form.BF16, adds=False), any_rows.plain_product(Form.BF16, adds=True)
 _FP32_SCORE, _FP32_ADD = any_rows.plain_product(Form.FP32, adds=False), any_rows.plain_product(Form.FP32, adds=True)
-_SOFTEN_ROUNDED, _SOFTEN = soften_for(rounds=True), soften_for(rounds=False)
+_SOFTEN_ROUNDED, _SOFTEN = any_rows.softening(rounds=True), any_rows.softening(rounds=False)
 
 
 def _attend_tiled(pointer):

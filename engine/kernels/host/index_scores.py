@@ -49,7 +49,7 @@ def select_keys(pages: Tensor, q: Tensor, weights: Tensor, rows: LatentRows, *, 
     step = max(1, _TILE_SCORES // (num_blocks * _BLOCK))
     scores = torch.empty(min(step, num_tokens), num_blocks * _BLOCK)
     for first in range(0, num_tokens, step):
-        launch(_scores_for(pages.dtype), _SCORED, team, num_items=len(rows.contexts) * num_blocks,
+        launch(scores_for(pages.dtype), _SCORED, team, num_items=len(rows.contexts) * num_blocks,
                scratch_bytes=(dim + num_heads) * _LINE, num_blocks=num_blocks, num_heads=num_heads, dim=dim,
                scale=dim**-0.5, page_size=pages.shape[1], table_width=rows.tables.shape[1],
                score_width=scores.shape[1], first_token=first, end_token=min(first + step, num_tokens), q=q,
@@ -62,13 +62,13 @@ def select_keys(pages: Tensor, q: Tensor, weights: Tensor, rows: LatentRows, *, 
 def _choose(scores: Tensor, rows: LatentRows, chosen: Tensor, first: int, team: Team) -> None:
     """Fills `chosen`, for the tokens from `first` on."""
     num_items, count = chosen.shape
-    launch(_choice(), _CHOSEN, team, num_items=num_items, scratch_bytes=8 << _BIN_BITS, count=count, first_token=first,
+    launch(choice(), _CHOSEN, team, num_items=num_items, scratch_bytes=8 << _BIN_BITS, count=count, first_token=first,
            score_width=scores.shape[1], num_listed=rows.listed.shape[1], scores=scores, num_common=rows.num_common,
            listed=rows.listed, chosen=chosen)
 
 
 @cache
-def _scores_for(dtype: torch.dtype):
+def scores_for(dtype: torch.dtype):
     stored = STORED_AS[dtype]
 
     def work(pointer):
@@ -78,7 +78,7 @@ def _scores_for(dtype: torch.dtype):
 
 
 @cache
-def _choice():
+def choice():
     def work(pointer):
         _take_choices(pointer)
 

@@ -8,17 +8,28 @@ import numpy as np
 from numba import carray, njit
 
 from engine.kernels.host.amx import tile_block
-from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES, put_in_pairs, turn
+from engine.kernels.host.blocks import BLOCK_KEYS, SCORE_ROW, VECTOR_BYTES, put_in_pairs, turn
 from engine.kernels.host.compiled import STRICT_PART, pointer_to
 from engine.kernels.host.dot import LANES
-from engine.kernels.host.room import SCORE_ROW
 from engine.kernels.host.strided import fetch_line
 
 
 @njit(**STRICT_PART)
+def first_seen(a, position):
+    """The first key that a token at `position` sees."""
+    return max(0, position - a.window)
+
+
+@njit(**STRICT_PART)
+def first_block(a, position):
+    """The block of that key."""
+    return first_seen(a, position) // BLOCK_KEYS * BLOCK_KEYS
+
+
+@njit(**STRICT_PART)
 def find(a, found, nothing, row, token, kv_head, start, num_keys):
-    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; `nothing` in place of the
-    others."""
+    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; `nothing` in place of those
+    behind them."""
     num_keys = max(0, min(BLOCK_KEYS, num_keys))
     found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     table = carray(pointer_to(a.tables, np.int32), (a.num_rows, a.table_width))[row]
@@ -43,6 +54,10 @@ def find(a, found, nothing, row, token, kv_head, start, num_keys):
     while key < BLOCK_KEYS:
         found[key] = nothing
         key += 1
+    # What lies before the window may be anything; with a weight of 0 a key that is seen does as well.
+    hidden = first_seen(a, carray(pointer_to(a.positions, np.int32), a.num_tokens)[token]) - start
+    for key in range(hidden):
+        found[key] = found[hidden]
 
 
 @njit(**STRICT_PART)

@@ -48,7 +48,7 @@ def attend_latent(pages: Tensor, q: Tensor, rows: LatentRows, *, latent_dim: int
     group = _GROUP if num_tokens * num_heads >= 4 * _GROUP * torch.get_num_threads() else LANES
     width = min(group, -(-num_heads // LANES) * LANES)
     scratch_floats = (entry_dim + _BLOCK + 3) * width + _BLOCK * entry_dim + width * latent_dim
-    launch(_compiled_for(q.dtype, pages.dtype), _ARGUMENTS, team, num_items=num_tokens * -(-num_heads // width),
+    launch(compiled_for(q.dtype, pages.dtype), _ARGUMENTS, team, num_items=num_tokens * -(-num_heads // width),
            scratch_bytes=4 * scratch_floats, num_heads=num_heads, group=width, entry_dim=entry_dim,
            latent_dim=latent_dim, page_size=pages.shape[1], table_width=rows.tables.shape[1],
            num_listed=rows.listed.shape[1], scale=scale, q=q, pages=pages, out=out, tables=rows.tables,
@@ -57,7 +57,7 @@ def attend_latent(pages: Tensor, q: Tensor, rows: LatentRows, *, latent_dim: int
 
 
 @cache
-def _compiled_for(dtype: torch.dtype, page_dtype: torch.dtype):
+def compiled_for(dtype: torch.dtype, page_dtype: torch.dtype):
     stored, cached = STORED_AS[dtype], STORED_AS[page_dtype]
 
     def work(pointer):

@@ -38,22 +38,28 @@ class Segments:
     """How `num_terms` terms of a sum lie in `count` segments: eight, unless they are a part of a longer sum.
 
     A segment has ceil(steps / count) of the steps, the last ones what is left of them, and is filled up with zeros to a
-    multiple of `multiple` steps.
+    multiple of `multiple` steps. `in_bytes`: the terms of such a segment, kept in eight bits each (`eight_bits.py`).
     """
 
     num_terms: int
     dtype: torch.dtype
     multiple: int
     count: int = SEGMENTS
+    in_bytes: bool = False
 
     @cached_property
     def step_terms(self) -> int:
-        return _WORD_BYTES // self.dtype.itemsize
+        return _WORD_BYTES if self.in_bytes else _WORD_BYTES // self.dtype.itemsize
+
+    @cached_property
+    def own_terms(self) -> int:
+        """Of a segment, without what fills it up."""
+        together = _WORD_BYTES // self.dtype.itemsize
+        return -(-self.num_terms // (together * self.count)) * together
 
     @cached_property
     def own_steps(self) -> int:
-        """Of a segment, without what fills it up."""
-        return -(-self.num_terms // (self.step_terms * self.count))
+        return -(-self.own_terms // self.step_terms)
 
     @cached_property
     def steps(self) -> int:
@@ -75,14 +81,14 @@ class Segments:
         so already."""
         if self.are_whole:
             return x if x.stride(-1) == 1 else x.contiguous()
-        own, filled = self.own_steps * self.step_terms, self.steps * self.step_terms
+        own, filled = self.own_terms, self.steps * self.step_terms
         cut = F.pad(x, (0, self.count * own - self.num_terms)).view(*x.shape[:-1], self.count, own)
         return F.pad(cut, (0, filled - own)).flatten(-2)
 
     def restored(self, x: Tensor) -> Tensor:
         """[..., num_terms] of what `arranged` returns."""
         filled = self.steps * self.step_terms
-        cut = x.view(*x.shape[:-1], self.count, filled)[..., :self.own_steps * self.step_terms]
+        cut = x.view(*x.shape[:-1], self.count, filled)[..., :self.own_terms]
         return cut.flatten(-2)[..., :self.num_terms]
 
 
@@ -100,7 +106,7 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
     shape = (num_matrices, num_blocks, segments.count * segments.steps, LANES)
     out = torch.empty((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
     if out.numel():
-        launch(_compiled(), _ARGUMENTS, team, num_items=num_matrices * num_blocks, scratch_bytes=LANES * 8,
+        launch(compiled(), _ARGUMENTS, team, num_items=num_matrices * num_blocks, scratch_bytes=LANES * 8,
                num_blocks=num_blocks, num_rows=num_rows, num_words=source.shape[2] // segments.step_terms,
                num_segments=segments.count, segment_words=segments.own_steps, segment_steps=segments.steps,
                matrix_words=strides[0] // _WORD_BYTES, row_words=strides[1] // _WORD_BYTES, weight=source, out=out)
@@ -108,7 +114,7 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
 
 
 @cache
-def _compiled():
+def compiled():
     def work(pointer):
         _take_blocks(pointer)
 

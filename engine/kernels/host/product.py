@@ -8,6 +8,9 @@ arithmetic: one after the other (`dot.py`), or for bf16 in 32s where it has matr
 
 What follows the product is done before it is rounded, once: bias, silu(gate) * up of two products, a residual.
 An element's bits depend on its row of x and of the residual and on its column of the weights, on nothing else.
+
+Weights kept in eight bits multiply rows of x of which each eighth has been made codes of eight bits, too; the rest is
+the same (`eight_bits.py`).
 """
 
 from array import array
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,12 +26,13 @@ from engine.kernels.host import amx, tiles
 from engine.kernels.host.amx import LAYOUT_BYTES
 from engine.kernels.host.compiled import STORED_AS, Team, launch_integers
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
+from engine.kernels.host.eight_bits import CodedRows, coded, coded_blocks
 from engine.kernels.host.packing import SEGMENTS, Segments, pack
 from engine.kernels.host.product_kernel import SHARE_FIELDS, TILE_ROWS, compiled_for, instructions
 from engine.kernels.host.tiles import in_tiles, is_tiled
 from runtime.errors import InternalError
 
-REVISION = 2  # of sums and roundings: another number, other bits
+REVISION = 3  # of sums and roundings: another number, other bits
 
 _GROUP_BLOCKS = 4
 _CHUNK_ROWS = 24  # rows that share a pass over two segments of the weights while they are in the nearest cache
@@ -44,17 +49,23 @@ def arithmetic_class() -> str:
 class PackedWeight:
     """`weight` [N, K] or [H, N, K], bf16 or fp32 on the host, is copied into `blocks` (`packing.pack`). `bias`: one
     value for each of the N or H * N outputs, or None. With 1/2, 1/4 or 1/8 of the terms of a longer sum, `num_segments`
-    are 4, 2 or 1: the result is that part of its tree, the subtree over so many eighths."""
+    are 4, 2 or 1: the result is that part of its tree, the subtree over so many eighths. `in_bytes`: keep a single
+    matrix as codes of eight bits, with the rows' own scales where `row_scales` [N] has them (0: it has not)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, *, num_segments: int = SEGMENTS) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, *, num_segments: int = SEGMENTS,
+                 in_bytes: bool = False, row_scales: Tensor | None = None) -> None:
         matrices = weight if weight.dim() == 3 else weight[None]
         self.shape = tuple(matrices.shape)
         self.dtype = weight.dtype
-        multiple = amx.STEPS if is_tiled(STORED_AS[weight.dtype]) else 1
-        self.segments = Segments(matrices.shape[2], weight.dtype, multiple, num_segments)
-        self.blocks = pack(matrices, self.segments, team)
+        multiple = amx.STEPS if is_tiled(np.int8 if in_bytes else STORED_AS[weight.dtype]) else 1
+        self.segments = Segments(matrices.shape[2], weight.dtype, multiple, num_segments, in_bytes)
+        self.scales: Tensor | None = None
+        if in_bytes:
+            self.blocks, self.scales = coded_blocks(weight, self.segments, team, row_scales)
+        else:
+            self.blocks = pack(matrices, self.segments, team)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self.addresses = self.blocks.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
+        self.addresses = _address(self.blocks), _address(self.bias), _address(self.scales)
         self._tiled, self._team = multiple > 1, team
 
     def multiply(self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -65,12 +76,18 @@ class PackedWeight:
 
     def multiply_gated(self, x: Tensor, up: "PackedWeight") -> Tensor:
         """silu(x W^T + bias) * (x U^T + bias of U), for U of the same shape. Returns [M, N] in the weight's dtype."""
-        if (up.shape, up.dtype) != (self.shape, self.dtype):
+        if (up.shape, up.segments) != (self.shape, self.segments):
             raise InternalError(f"gate {self.shape} {self.dtype} beside up {up.shape} {up.dtype}")
         return self._launch(x, up, None, self.dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of a single matrix as they were before packing. indices: [T] int64. Returns [T, K]."""
+        """Rows of a single matrix as they were before packing. indices: [T] int64. Returns [T, K].
+
+        Raises:
+            InternalError: they are kept in eight bits, and are no longer there.
+        """
+        if self.segments.in_bytes:
+            raise InternalError("rows of weights in eight bits")
         taken = self.blocks[0][indices // LANES, :, indices % LANES]
         return self.segments.restored(taken.flatten(1))
 
@@ -79,31 +96,35 @@ class PackedWeight:
         num_rows, headwise = x.shape[0], x.dim() == 3
         if x.dtype is not self.dtype or x.shape[1:] != ((terms,) if count == 1 and not headwise else (count, terms)):
             raise InternalError(f"x {tuple(x.shape)} {x.dtype} for weights {self.shape} {self.dtype}")
+        if out_dtype not in (self.dtype, torch.float32):
+            raise InternalError(f"results in {out_dtype} of weights in {self.dtype}")
         out = torch.empty(num_rows, count * columns, dtype=out_dtype)
         if not out.numel():
             return out
-        x, num_blocks = self.segments.arranged(x), self.blocks.shape[1]
+        x, codes = _operand(x, self.segments, self._team)
+        num_blocks = self.blocks.shape[1]
         residual_at, residual_stride = 0, 0
         if residual is not None:
             residual = residual if residual.stride(1) == 1 else residual.contiguous()
             residual_at, residual_stride = residual.data_ptr(), residual.stride(0)
-        w_up, bias_up = (0, 0) if up is None else up.addresses
+        w_up, bias_up, scales_up = (0, 0, 0) if up is None else up.addresses
         num_panels, num_threads = 1 if up is None else 2, torch.get_num_threads()
         if self._tiled and num_rows > amx.MAX_ROWS and not headwise:
-            x = in_tiles(x, self._team)
+            x = in_tiles(x.view(torch.bfloat16), self._team)  # codes go two at a time
             tile_bytes = x.stride(0) * x.itemsize
             work = _share_out_tiles(num_rows, num_blocks, num_panels, tile_bytes, num_threads)
             distances = tiles.STEP_BYTES, tile_bytes, tiles.STEP_BYTES, 0
         else:
             row_bytes = x.stride(0) * x.itemsize
-            work = _share_out(num_rows, count, num_blocks, num_panels, self._tiled, num_threads)
+            work = _share_out(num_rows, count, num_blocks, num_panels, num_threads, tiled=self._tiled)
             distances = (row_bytes, amx.TILE_ROWS * row_bytes, _STEP_BYTES,
                          x.stride(1) * x.itemsize if headwise else 0)
-        launch_integers(compiled_for(self.dtype, out_dtype), work.num_items, (
+        launch_integers(compiled_for(self.dtype, in_bytes=self.segments.in_bytes), work.num_items, (
             *work.fields, num_rows, count * columns, columns, num_blocks, count, self.segments.count,
             self.segments.steps, x.data_ptr(), *distances, 0,
             self.addresses[0], w_up, self.segments.block_bytes, self.addresses[1], bias_up,
-            residual_at, residual_stride, out.data_ptr()), self._team, scratch_bytes=work.scratch_bytes)
+            residual_at, residual_stride, out.data_ptr(), out.itemsize, self.addresses[2], scales_up,
+            *_scales_of(codes)), self._team, scratch_bytes=work.scratch_bytes)
         return out
 
 
@@ -113,14 +134,15 @@ class PackedGroup:
     def __init__(self, weights: Sequence[PackedWeight], ups: Sequence[PackedWeight], team: Team) -> None:
         """`ups`: for each of the weights W one U of its shape, for silu(x W^T) * (x U^T); or none."""
         self._first = weights[0]
-        if {(weight.shape, weight.dtype) for weight in (*weights, *ups)} != {(self._first.shape, self._first.dtype)}:
+        if {(weight.shape, weight.segments) for weight in (*weights, *ups)} != {(self._first.shape,
+                                                                                 self._first.segments)}:
             raise InternalError("the matrices of a group have one shape and type")
         if any(weight.bias is not None for weight in (*weights, *ups)):
             raise InternalError("the matrices of a group have no biases")
         self._team = team
         self._kept = *weights, *ups  # the kernel has their addresses only
-        self._addresses = [weight.addresses[0] for weight in weights]
-        self._ups = [up.addresses[0] for up in ups] or [0] * len(weights)
+        self._addresses = [(weight.addresses[0], weight.addresses[2]) for weight in weights]
+        self._ups = [(up.addresses[0], up.addresses[2]) for up in ups] or [(0, 0)] * len(weights)
 
     def multiply(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """x: [M, K]; counts[i] of its rows, which follow those of i - 1, are the i-th matrix's. Returns [M, N] in the
@@ -133,21 +155,37 @@ class PackedGroup:
         if not num_rows:
             return out
         table, start = array("q"), 0
-        for address, up, count in zip(self._addresses, self._ups, counts, strict=True):
+        for (address, scales), (up, scales_up), count in zip(self._addresses, self._ups, counts, strict=True):
             if count:
-                table.extend((address, up, start, count))
+                table.extend((address, up, start, count, scales, scales_up))
                 start += count
-        x, num_blocks = first.segments.arranged(x), first.blocks.shape[1]
+        x, codes = _operand(x, first.segments, self._team)
+        num_blocks, is_gated = first.blocks.shape[1], self._ups[0][0]
         num_matrices, row_bytes = len(table) // SHARE_FIELDS, x.stride(0) * x.itemsize
-        work = _share_out(max(counts), num_matrices, num_blocks, 2 if self._ups[0] else 1, first.segments.multiple > 1,
-                          torch.get_num_threads())
-        launch_integers(compiled_for(first.dtype, first.dtype), work.num_items, (
+        work = _share_out(max(counts), num_matrices, num_blocks, 2 if is_gated else 1, torch.get_num_threads(),
+                          tiled=first.segments.multiple > 1)
+        launch_integers(compiled_for(first.dtype, in_bytes=first.segments.in_bytes), work.num_items, (
             *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.count,
             first.segments.steps, x.data_ptr(), row_bytes, amx.TILE_ROWS * row_bytes, _STEP_BYTES, 0,
-            table.buffer_info()[0], self._addresses[0], self._ups[0], first.segments.block_bytes, 0, 0, 0, 0,
-            out.data_ptr()), self._team,
-            scratch_bytes=work.scratch_bytes)
+            table.buffer_info()[0], 0, is_gated, first.segments.block_bytes, 0, 0, 0, 0,
+            out.data_ptr(), out.itemsize, 0, 0, *_scales_of(codes)), self._team, scratch_bytes=work.scratch_bytes)
         return out
+
+
+def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
+    """x as weights in these segments multiply it; where that is as codes, with what belongs to them."""
+    if not segments.in_bytes:
+        return segments.arranged(x), None
+    codes = coded(x, segments, team)
+    return codes.codes, codes
+
+
+def _scales_of(codes: CodedRows | None) -> tuple[int, int]:
+    return (0, 0) if codes is None else (codes.scales.data_ptr(), codes.offsets.data_ptr())
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class _Work(NamedTuple):
@@ -159,8 +197,8 @@ class _Work(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: int, tiled: bool,  # noqa: FBT001
-               num_threads: int) -> _Work:
+def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: int, num_threads: int,
+               *, tiled: bool) -> _Work:
     """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
     tile_rows, chunk_rows = (amx.MAX_ROWS, amx.MAX_ROWS) if tiled else (TILE_ROWS, _CHUNK_ROWS)
     has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from engine.kernels.host import amx, dot, functions, strided, sums, tiles
+from engine.kernels.host import amx, dot, eight_bits, functions, strided, sums, tiles
 from engine.kernels.host.amx import LAYOUT_BYTES, has_tiles
 from engine.kernels.host.compiled import (
     DONE,
@@ -23,18 +23,21 @@ from engine.kernels.host.compiled import (
     wide,
 )
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
+from engine.kernels.host.eight_bits import restore
 from engine.kernels.host.functions import silu
 from engine.kernels.host.strided import fetch_for_writing, floats, size_of
 from engine.kernels.host.sums import join
 from engine.kernels.host.tiles import make_tiles, release_tiles, rows_times_blocks
 
-SHARE_FIELDS = 4  # of a matrix that has rows of its own: its address, the second's, the first row, their number
+# Of a matrix that has rows of its own: its address, the second's, the first row, their number, both matrices' scales.
+SHARE_FIELDS = 6
 TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
 
 _ARGUMENTS = record("tile_rows", "unit_rows", "chunk_rows", "share_chunks", "group_blocks", "num_groups", "num_rows",
                     "out_columns", "num_columns", "num_blocks", "num_matrices", "num_segments", "segment_steps", "x",
                     "x_row_bytes", "x_tile_bytes", "x_step_bytes", "x_matrix_bytes", "shares", "w", "w_up",
-                    "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out")
+                    "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out", "out_itemsize", "scales",
+                    "scales_up", "x_scales", "x_offsets")
 
 
 def instructions() -> str:
@@ -45,14 +48,17 @@ def instructions() -> str:
 
 
 @cache
-def compiled_for(dtype: torch.dtype, out_dtype: torch.dtype):
-    stored, stored_out = STORED_AS[dtype], STORED_AS[out_dtype]
+def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
+    """The kernel for weights and x of this type, or both `in_bytes`. Results are of this type or fp32."""
+    stored = STORED_AS[dtype]
+    terms = np.int8 if in_bytes else stored
 
     def work(pointer):
-        _take_items(pointer, stored, stored_out)
+        _take_items(pointer, stored, terms)
 
-    name = f"product_{instructions()}_{stored.__name__}_{stored_out.__name__}"
-    parts = (__file__, dot.__file__, amx.__file__, tiles.__file__, sums.__file__, strided.__file__, functions.__file__)
+    name = f"product_{instructions()}_{stored.__name__}_{terms.__name__}"
+    parts = (__file__, dot.__file__, amx.__file__, tiles.__file__, sums.__file__, strided.__file__, functions.__file__,
+             eight_bits.__file__)
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
@@ -60,7 +66,7 @@ _wide, _narrow = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS), rows_times_blocks(T
 
 
 @njit(**STRICT_PART)
-def _take_items(pointer, stored, stored_out):
+def _take_items(pointer, stored, terms):
     """One thread's part: some blocks of columns for some rows at a time, until none are left."""
     a = carray(pointer, 1)[0]
     layout, shaped_rows = take_seat(pointer), 0
@@ -69,14 +75,16 @@ def _take_items(pointer, stored, stored_out):
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
-            release_tiles(stored)
+            release_tiles(terms)
             return
         share, group = item // all_groups, item % all_groups
         matrix, block = group // a.num_groups, group % a.num_groups * a.group_blocks
         weights, ups, start, num_rows, column, x_at = a.w, a.w_up, 0, a.num_rows, matrix * a.num_columns, a.x
+        scales, scales_up = a.scales, a.scales_up
         if a.shares:
             own = carray(pointer_to(a.shares + matrix * SHARE_FIELDS * 8, np.int64), SHARE_FIELDS)
             weights, ups, start, num_rows, column = own[0], own[1], own[2], own[3], 0
+            scales, scales_up = own[4], own[5]
         else:
             weights += matrix * a.num_blocks * a.w_block_bytes
             ups += matrix * a.num_blocks * a.w_block_bytes
@@ -90,24 +98,25 @@ def _take_items(pointer, stored, stored_out):
             rows, first = min(a.chunk_rows, end_row - row), start + row
             tile_rows = rows if a.unit_rows == 1 else amx.MAX_ROWS
             if tile_rows != shaped_rows:
-                make_tiles(stored, tile_rows, layout)
+                make_tiles(terms, tile_rows, layout)
                 shaped_rows = tile_rows
-            out = a.out + (first * a.out_columns + column) * size_of(stored_out)
+            out = a.out + (first * a.out_columns + column) * a.out_itemsize
             for panel in range(num_panels):
                 w = (ups if panel else weights) + block * a.w_block_bytes
-                _multiply(a, x_at + _row_offset(a, first), rows, w, num_blocks, sums_at, panel, stored)
+                of_columns = (scales_up if panel else scales) + block * a.num_segments * BLOCK_STEP_BYTES
+                _multiply(a, x_at, first, rows, w, of_columns, num_blocks, sums_at, panel, terms)
                 if panel == 0:
-                    _claim(out, rows, a.out_columns * size_of(stored_out), num_columns * size_of(stored_out))
-            _finish(a, sums_at, first, rows, column, num_columns, out, stored, stored_out)
+                    _claim(out, rows, a.out_columns * a.out_itemsize, num_columns * a.out_itemsize)
+            _finish(a, sums_at, first, rows, column, num_columns, out, stored)
         count_up(pointer, DONE)
 
 
 @njit(**STRICT_PART)
-def _multiply(a, x, rows, w, num_blocks, sums_at, panel, stored):
+def _multiply(a, x_at, first_row, rows, w, scales, num_blocks, sums_at, panel, terms):
     """`rows` rows times `num_blocks` blocks. Two segments of the weights serve all rows at a time."""
     sum_row = a.group_blocks * BLOCK_STEP_BYTES
     even, odd = sums_at, sums_at + a.tile_rows * sum_row
-    half = odd + a.tile_rows * sum_row
+    half, x = odd + a.tile_rows * sum_row, x_at + _row_offset(a, first_row)
     total = half + (1 + panel) * a.chunk_rows * sum_row
     num_tiles, units = (rows + a.tile_rows - 1) // a.tile_rows, (rows + a.unit_rows - 1) // a.unit_rows
     for pair in range((a.num_segments + 1) // 2):
@@ -115,9 +124,10 @@ def _multiply(a, x, rows, w, num_blocks, sums_at, panel, stored):
             start, end = units * tile // num_tiles * a.unit_rows, units * (tile + 1) // num_tiles * a.unit_rows
             alone = total + start * sum_row if a.num_segments == 1 else even
             for segment in range(2 * pair, min(2 * pair + 2, a.num_segments)):
-                first = segment * a.segment_steps
+                first, sums = segment * a.segment_steps, odd if segment % 2 else alone
                 _multiply_tile(a, end - start, x + _row_offset(a, start) + first * a.x_step_bytes,
-                               w + first * BLOCK_STEP_BYTES, num_blocks, odd if segment % 2 else alone, stored)
+                               w + first * BLOCK_STEP_BYTES, num_blocks, sums, terms)
+                restore(terms, a, first_row + start, min(end, rows) - start, segment, scales, num_blocks, sums)
             join(pair, a.num_segments, total + start * sum_row, half + start * sum_row, even, odd,
                  (end - start) * a.group_blocks)
 
@@ -129,15 +139,15 @@ def _row_offset(a, row):
 
 
 @njit(**STRICT_PART)
-def _multiply_tile(a, rows, x, w, num_blocks, y, stored):
+def _multiply_tile(a, rows, x, w, num_blocks, y, terms):
     """One segment's sums of one tile of rows."""
     block, y_row = 0, a.group_blocks * BLOCK_STEP_BYTES
     while block + _TILE_BLOCKS <= num_blocks:
-        _wide(stored, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
+        _wide(terms, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
               a.w_block_bytes, y + block * BLOCK_STEP_BYTES, y_row, a.segment_steps)
         block += _TILE_BLOCKS
     while block < num_blocks:
-        _narrow(stored, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
+        _narrow(terms, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
                 a.w_block_bytes, y + block * BLOCK_STEP_BYTES, y_row, a.segment_steps)
         block += 1
 
@@ -152,7 +162,7 @@ def _claim(out, rows, row_bytes, width):
 
 
 @njit(**STRICT_PART)
-def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored, stored_out):
+def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored):
     """What follows the sums, by pointers: of such loops LLVM makes vectors."""
     sum_row = a.group_blocks * BLOCK_STEP_BYTES
     totals_at = sums_at + (2 * a.tile_rows + a.chunk_rows) * sum_row
@@ -169,12 +179,20 @@ def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored, st
         if a.residual:
             at = (first_row + r) * a.residual_stride + column
             _add(totals, pointer_to(a.residual + at * size_of(stored), stored), num_columns)
-        out = pointer_to(out_at + r * a.out_columns * size_of(stored_out), stored_out)
-        for n in range(num_columns):
-            out[n] = rounded(totals[n], stored_out)
+        row_at = out_at + r * a.out_columns * a.out_itemsize
+        if a.out_itemsize == 4:
+            _write(totals, pointer_to(row_at, np.float32), num_columns, np.float32)
+        else:
+            _write(totals, pointer_to(row_at, stored), num_columns, stored)
 
 
 @njit(**STRICT_PART)
 def _add(totals, others, count):
     for n in range(count):
         totals[n] += wide(others[n])
+
+
+@njit(**STRICT_PART)
+def _write(totals, out, count, stored_out):
+    for n in range(count):
+        out[n] = rounded(totals[n], stored_out)

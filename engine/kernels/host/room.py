@@ -6,14 +6,12 @@ import numpy as np
 from numba import carray, njit
 
 from engine.kernels.host.amx import LAYOUT_BYTES, MAX_ROWS
-from engine.kernels.host.blocks import BLOCK_KEYS, VECTOR_BYTES
+from engine.kernels.host.blocks import BLOCK_KEYS, SCORE_ROW, STATE_BYTES, VECTOR_BYTES
 from engine.kernels.host.compiled import STRICT_PART, pointer_to
 from engine.kernels.host.dot import LANES
 from engine.kernels.host.strided import clear
 
-STATE_BYTES = 2 * VECTOR_BYTES
 CHUNK_ROWS = MAX_ROWS  # rows of a tile that go through a block's two products before the next ones do
-SCORE_ROW = BLOCK_KEYS * 4
 
 
 class Room(NamedTuple):
@@ -39,6 +37,7 @@ class Room(NamedTuple):
     tails: int  # [16] words that fill no whole vector, and
     found_tails: int  # [16] int64, their addresses
     nothing: int  # a key of zeros
+    seen: int  # [CHUNK_ROWS] int64, how many of a block's keys a row sees
     layout: int  # of the matrix unit's tiles
 
 
@@ -49,7 +48,7 @@ def scratch_bytes_of(head_dim: int, itemsize: int, tile_rows: int) -> int:
     of_row = key_bytes + sum_bytes + STATE_BYTES
     of_key = key_bytes + sum_bytes * itemsize // 4 + VECTOR_BYTES + 2 * 8
     return (max(tile_rows, LANES) * of_row + CHUNK_ROWS * BLOCK_KEYS * (4 + itemsize) + BLOCK_KEYS * of_key
-            + LANES * (VECTOR_BYTES + 2 * 8) + key_bytes + LAYOUT_BYTES)
+            + LANES * (VECTOR_BYTES + 2 * 8) + key_bytes + CHUNK_ROWS * 8 + LAYOUT_BYTES)
 
 
 @njit(**STRICT_PART)
@@ -69,14 +68,15 @@ def room_at(a, memory):
     by_key = values + value_blocks * value_block
     tails = by_key + BLOCK_KEYS * VECTOR_BYTES
     nothing = tails + LANES * VECTOR_BYTES
-    layout = nothing + query_bytes
+    seen = nothing + query_bytes
+    layout = seen + CHUNK_ROWS * 8
     found = layout + LAYOUT_BYTES
     found_tails = found + 2 * BLOCK_KEYS * 8
     lines = found_tails + LANES * 8
     list_rows(found_tails, tails, VECTOR_BYTES)
     list_rows(lines, by_key, VECTOR_BYTES)
     return Room(memory, query_bytes, sums, sum_bytes, state, scores, weights, weight_bytes, keys, key_block, values,
-                value_block, value_blocks, by_key, lines, found, tails, found_tails, nothing, layout)
+                value_block, value_blocks, by_key, lines, found, tails, found_tails, nothing, seen, layout)
 
 
 @njit(**STRICT_PART)

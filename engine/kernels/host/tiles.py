@@ -1,4 +1,4 @@
-"""Products of bf16 by the CPU's matrix tiles (AMX: Sapphire Rapids and later).
+"""Products of bf16 and of bytes by the CPU's matrix tiles (AMX: Sapphire Rapids and later).
 
 A tile is 16 rows of 64 bytes. Rows of x that lie a power of two apart share few sets of the nearest cache, and each is
 read again for every few columns; so x of many rows is laid out in tiles once (`in_tiles`).
@@ -17,6 +17,7 @@ from engine.kernels.host.amx import (
     TILE_BYTES,
     TILE_ROWS,
     TileLoop,
+    has_byte_tiles,
     has_tiles,
     lay_out_tiles,
     tile_call,
@@ -41,24 +42,34 @@ _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
 _ROWS = record("num_rows", "num_tiles", "x", "x_row_bytes", "out")
 _TERMS, _WORDS = 32, 8  # of a tile's row: bf16, 64 bits
+_FEW_ROWS = 8  # of bytes, whose sums are the same: tiles begin and end slowly, and a segment of bytes is soon over
+_FORMS = {types.uint16: Form.BF16, types.float32: Form.FP32, types.int8: Form.BYTES}
 
 
 @cache
 def rows_times_blocks(max_rows: int, blocks: int):
     """f(stored, rows, x, x_row_bytes, x_tile_bytes, x_step_bytes, w, w_block_bytes, y, y_row_bytes, steps):
-    `dot.write_rows`, or the same by tiles for bf16 where `has_tiles`. There `rows` are those that tiles were made for
-    last, `blocks` are 1, 2 or 4, and `steps` is a multiple of STEPS; only tiles know of x that 16 rows may lie apart
-    from the next 16, and steps from each other, by any number of bytes."""
+    `dot.write_rows`, or the same by tiles for bf16 and bytes where the CPU has them (`is_tiled`). There `rows` are
+    those that tiles were made for last, `blocks` are 1, 2 or 4, and `steps` is a multiple of STEPS; only tiles know of
+    x that 16 rows may lie apart from the next 16, and steps from each other, by any number of bytes."""
 
     @intrinsic
     def multiply(typing, stored, rows, x, x_row_bytes, x_tile_bytes, x_step_bytes, w, w_block_bytes, y, y_row_bytes,
                  steps):
         def generate(context, builder, signature, arguments):
-            if _is_tiled(stored):
-                _write_tiles(builder, blocks, *arguments[1:])
+            form, by_rows = _FORMS[stored.dtype], [*arguments[1:4], *arguments[6:]]
+            if not _is_tiled(stored):
+                write_rows(builder, by_rows, max_rows, blocks, form)
+            elif form is Form.BF16:
+                _write_tiles(builder, blocks, "tdpbf16ps", *arguments[1:])
             else:
-                form = Form.BF16 if stored.dtype == types.uint16 else Form.FP32
-                write_rows(builder, [*arguments[1:4], *arguments[6:]], max_rows, blocks, form)
+                few = builder.icmp_signed("<=", arguments[1], _I64(_FEW_ROWS))
+                with builder.if_else(few) as (then, otherwise):
+                    with then:
+                        write_rows(builder, by_rows, max_rows, blocks, form)
+                        _write_halves(builder, by_rows, range(max_rows + 1, _FEW_ROWS + 1), blocks, form)
+                    with otherwise:
+                        _write_tiles(builder, blocks, "tdpbsud", *arguments[1:])
             return context.get_dummy_value()
 
         return types.void(stored, *[types.int64] * 10), generate
@@ -70,13 +81,13 @@ def in_tiles(x: Tensor, team: Team) -> Tensor:
     """x [M, K] bf16, terms side by side, K a multiple of 32. Returns [ceil(M / 16), K / 32, 16, 32], zeros beyond M."""
     num_rows, num_terms = x.shape
     out = torch.empty(-(-num_rows // TILE_ROWS), num_terms // _TERMS, TILE_ROWS, _TERMS, dtype=x.dtype)
-    launch_integers(_in_tiles(), len(out), (num_rows, out.shape[1], x.data_ptr(), x.stride(0) * x.itemsize,
+    launch_integers(compiled(), len(out), (num_rows, out.shape[1], x.data_ptr(), x.stride(0) * x.itemsize,
                                             out.data_ptr()), team)
     return out
 
 
 @cache
-def _in_tiles():
+def compiled():
     def work(pointer):
         _take_rows(pointer)
 
@@ -137,24 +148,38 @@ def release_tiles(typing, stored):
 
 def is_tiled(stored: type) -> bool:
     """Whether weights stored like that (`compiled.STORED_AS`) are multiplied by tiles."""
-    return stored is np.uint16 and has_tiles()
+    return (stored is np.uint16 and has_tiles()) or (stored is np.int8 and has_byte_tiles())
 
 
 def _is_tiled(stored) -> bool:
-    return stored.dtype == types.uint16 and has_tiles()
+    return is_tiled(getattr(np, stored.dtype.name))
 
 
-def _write_tiles(b, blocks, rows, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps) -> None:
-    """One tile of rows times all blocks at once, or two times two blocks."""
-    one, two, end = (b.append_basic_block(name) for name in ("one", "two", "end"))
-    b.cbranch(b.icmp_signed("<=", rows, _I64(TILE_ROWS)), one, two)
-    b.position_at_end(one)
-    TileLoop(b, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps).write(1, blocks, fetches_w=True)
-    b.branch(end)
-    b.position_at_end(two)
+def _write_halves(b, arguments, rows, blocks, form) -> None:
+    """`dot.write_rows` for so many rows that the sums of half of the blocks fill the registers."""
+    count, x, x_row, w, w_block, y, y_row, steps = arguments
     for first in range(0, blocks, 2):
         at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
-        loop = TileLoop(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps)
-        loop.write(2, min(2, blocks), fetches_x=first + 2 == blocks > 2)
+        write_rows(b, [count, x, x_row, at_w, w_block, at_y, y_row, steps], rows[-1], min(2, blocks), form,
+                   first_rows=rows[0])
+
+
+def _write_tiles(b, blocks, product, rows, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps) -> None:
+    """One tile of rows times all blocks at once, or two times two blocks. x that is not laid out in tiles has few rows:
+    then weights come from memory and are fetched ahead."""
+    one, two, few, many, end = (b.append_basic_block(name) for name in ("one", "two", "few", "many", "end"))
+    b.cbranch(b.icmp_signed("<=", rows, _I64(TILE_ROWS)), one, two)
+    b.position_at_end(one)
+    TileLoop(b, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps).write(1, blocks, fetches_w=True, product=product)
     b.branch(end)
+    b.position_at_end(two)
+    b.cbranch(b.icmp_signed("==", x_step, _I64(STEP_BYTES)), many, few)
+    for start in (few, many):
+        b.position_at_end(start)
+        for first in range(0, blocks, 2):
+            at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
+            loop = TileLoop(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps)
+            loop.write(2, min(2, blocks), fetches_w=start is few, fetches_x=start is many and first + 2 == blocks > 2,
+                       product=product)
+        b.branch(end)
     b.position_at_end(end)

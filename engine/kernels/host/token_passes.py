@@ -42,14 +42,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first:
     if not len(x):
         return out
     num_tokens, width = x.shape[0], x.shape[-1]
-    launch_integers(_norm_for(x.dtype, weight.dtype, rounds_first), -(-num_tokens // _ITEM_TOKENS), (
+    launch_integers(norm_for(x.dtype, weight.dtype, rounds_first), -(-num_tokens // _ITEM_TOKENS), (
         num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0),
         weight.numel() // width, x.data_ptr(), weight.data_ptr(), out.data_ptr(), bits_of(eps)), team)
     return out
 
 
 @cache
-def _norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):  # noqa: FBT001
+def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):  # noqa: FBT001
     stored, weighed = STORED_AS[dtype], STORED_AS[weight_dtype]
 
     def work(pointer):
@@ -101,14 +101,14 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, team: Team) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     if not len(x):
         return out
-    launch_integers(_rotation_for(x.dtype), -(-x.shape[0] // _ITEM_TOKENS), (
+    launch_integers(rotation_for(x.dtype), -(-x.shape[0] // _ITEM_TOKENS), (
         *x.shape, x.stride(0), cos.shape[-1], x.data_ptr(), cos.data_ptr(),
         sin.data_ptr(), out.data_ptr()), team)
     return out
 
 
 @cache
-def _rotation_for(dtype: torch.dtype):
+def rotation_for(dtype: torch.dtype):
     stored = STORED_AS[dtype]
 
     def work(pointer):

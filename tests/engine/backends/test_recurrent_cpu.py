@@ -33,17 +33,20 @@ from tests.support.kernels.recurrent import (
 QUICK = settings(max_examples=20, deadline=None, derandomize=True)
 
 
-def backend(*, junk: float = float("nan")) -> tuple[CpuRecurrent, Tensor, Tensor]:
-    conv = torch.full((NUM_SLOTS, KERNEL - 1, CHANNELS), junk)
+def backend(*, junk: float = float("nan"),
+            dtype: torch.dtype = torch.float32) -> tuple[CpuRecurrent, Tensor, Tensor]:
+    conv = torch.full((NUM_SLOTS, KERNEL - 1, CHANNELS), junk, dtype=dtype)
     state = torch.full((NUM_SLOTS, V_HEADS, K_DIM, V_DIM), junk)
     made = CpuRecurrent(conv_pools={LAYER: conv}, state_pools={LAYER: state}, numerics=Numerics.EXACT)
     return made, conv, state
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 63, 64, 65, 130])
-def test_prefill_then_decode_follows_the_definition(num_tokens: int) -> None:
-    recurrent, conv, state = backend()
-    tokens = Tokens(num_tokens + 5, seed=num_tokens, slot=3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # with a kernel, without one
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_prefill_then_decode_follows_the_definition(num_tokens: int, dtype: torch.dtype, *, by_channel: bool) -> None:
+    recurrent, conv, state = backend(dtype=dtype)
+    tokens = Tokens(num_tokens + 5, seed=num_tokens, slot=3, by_channel=by_channel, dtype=dtype)
     feed(recurrent, ForwardMode.PREFILL, (tokens, num_tokens))
     for _ in range(5):
         feed(recurrent, ForwardMode.DECODE, (tokens, 1))
@@ -51,7 +54,8 @@ def test_prefill_then_decode_follows_the_definition(num_tokens: int) -> None:
     torch.testing.assert_close(torch.cat(tokens.out).double(), out, rtol=1e-4, atol=2e-6)
     torch.testing.assert_close(state[3].double(), last, rtol=1e-4, atol=2e-6)
     expected = convolution(tokens, num_tokens + 5)
-    torch.testing.assert_close(torch.cat(tokens.conv).double(), expected, rtol=1e-4, atol=2e-6)
+    rounding = 1e-4 if dtype is torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(torch.cat(tokens.conv).double(), expected, rtol=rounding, atol=2e-6)
     assert torch.equal(conv[3], tokens.x[-(KERNEL - 1) :])
 
 
@@ -153,7 +157,7 @@ def test_bf16_channels_are_summed_in_fp32() -> None:
 
 
 def test_the_chunked_form_changes_none_of_its_inputs() -> None:
-    shapes = {"q": (2, 3, 64, 4), "k": (2, 3, 64, 4), "v": (2, 3, 64, 5), "g": (2, 3, 64), "beta": (2, 3, 64),
+    shapes = {"q": (2, 3, 64, 4), "k": (2, 3, 64, 4), "v": (2, 3, 64, 5), "g": (2, 3, 64, 1), "beta": (2, 3, 64),
               "state": (1, 3, 4, 5)}
     inputs = {name: torch.rand(shape) for name, shape in shapes.items()}
     before = {name: x.clone() for name, x in inputs.items()}

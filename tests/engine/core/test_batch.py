@@ -162,7 +162,7 @@ def test_s1_6_every_field_is_classified() -> None:
 
 def test_s1_6_the_mark_is_one_value_that_never_changes_and_is_dropped() -> None:
     dropped = {f.name for f in fields(ForwardBatch) if f.metadata["rule"] is FieldRule.DROPPED}
-    assert dropped == {"plan_mark", "spec_info", "graph_bucket"}
+    assert dropped == {"plan_mark", "spec_info", "graph_bucket", "shares"}
     assert {name for name in vars(ForwardBatch) if name.startswith("forward_metadata")} == set(NO_MARK)
     mark = marked(decode(2)).plan_mark
     assert mark == PlanMark(PLANNER, PLAN, num_rows=2, num_tokens=2, replan_equivalent=True)

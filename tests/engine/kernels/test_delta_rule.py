@@ -15,7 +15,8 @@ from engine.kernels.host.delta_rule import DeltaInputs, delta_chunks, delta_step
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 
 TEAM = Team()
-SHAPES = [(1, 1, 8, 8), (2, 6, 24, 100), (3, 3, 5, 17), (1, 2, 128, 128)]  # Hk, Hv, dk, dv
+Shape = tuple[int, int, int, int, int]  # Hk, Hv, dk, dv, and of how many decays each head has one
+SHAPES = [(1, 1, 8, 8, 1), (2, 6, 24, 100, 1), (3, 3, 5, 17, 5), (1, 2, 128, 128, 1), (1, 2, 128, 128, 128)]
 TYPES = [torch.bfloat16, torch.float32]
 
 
@@ -26,17 +27,20 @@ def own_number_of_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def draw(count: int, shape: tuple[int, int, int, int], dtype: torch.dtype, *, seed: int = 1) -> DeltaInputs:
+def draw(count: int, shape: Shape, dtype: torch.dtype, *, seed: int = 1) -> DeltaInputs:
     """Parts of wider tokens, as a projection gives them."""
     generator = torch.Generator().manual_seed(seed)
-    k_heads, v_heads, key_dim, value_dim = shape
+    k_heads, v_heads, key_dim, value_dim, num_decays = shape
     widths = [k_heads * key_dim, k_heads * key_dim, v_heads * value_dim]
     wide = torch.randn(count, sum(widths) + 3, generator=generator).to(dtype)
     q, k, v = torch.split(wide[:, 3:], widths, 1)
     q, k = q.view(count, k_heads, key_dim), k.view(count, k_heads, key_dim)
     v = v.view(count, v_heads, value_dim)
-    g, beta = torch.rand(2, count, v_heads, generator=generator)
-    return DeltaInputs(q, k, v, -g, beta)
+    beta = torch.rand(count, v_heads, generator=generator)
+    g = torch.rand(count, v_heads, num_decays, generator=generator)
+    # A channel's decays may leave nothing of a key within two tokens, while another keeps it.
+    g = -g[..., 0].contiguous() if num_decays == 1 else -g * torch.logspace(-1, 2, num_decays)
+    return DeltaInputs(q, k, v, g, beta)
 
 
 def part_of(inputs: DeltaInputs, tokens: list[int] | slice) -> DeltaInputs:
@@ -52,8 +56,8 @@ def rows_of(counts: list[int], slots: list[int], is_new: list[int]) -> Recurrent
     return RecurrentRows(torch.tensor([0, *counts]).cumsum(0), torch.tensor(slots), torch.tensor(is_new))
 
 
-def states(shape: tuple[int, int, int, int], num_slots: int = 4) -> Tensor:
-    return torch.full((num_slots, *shape[1:]), math.nan)
+def states(shape: Shape, num_slots: int = 4) -> Tensor:
+    return torch.full((num_slots, *shape[1:4]), math.nan)
 
 
 def definition(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
@@ -64,7 +68,7 @@ def definition(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     q, k = q.repeat_interleave(share, 1) * key_dim**-0.5, k.repeat_interleave(share, 1)
     state, out = torch.zeros(*v.shape[1:2], key_dim, v.shape[2], dtype=torch.float64), []
     for token in range(len(v)):
-        state = state * inputs.g[token].double().exp()[:, None, None]
+        state = state * inputs.g[token].double().exp().view(len(state), -1, 1)
         error = v[token] - torch.einsum("hkv,hk->hv", state, k[token])
         state = state + k[token][:, :, None] * (inputs.beta[token].double()[:, None] * error)[:, None]
         out.append(torch.einsum("hkv,hk->hv", state, q[token]))
@@ -84,7 +88,7 @@ def stepped(inputs: DeltaInputs, pool: Tensor, slot: int, *, is_new: bool) -> Te
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
-def test_both_forms_are_the_definition(shape: tuple[int, int, int, int], dtype: torch.dtype, count: int) -> None:
+def test_both_forms_are_the_definition(shape: Shape, dtype: torch.dtype, count: int) -> None:
     inputs = draw(count, shape, dtype)
     expected, last = definition(inputs)
     pool = states(shape)
@@ -99,7 +103,7 @@ def test_both_forms_are_the_definition(shape: tuple[int, int, int, int], dtype: 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(counts=st.lists(st.integers(0, 200), min_size=1, max_size=4), threads=st.integers(1, 4),
        shape=st.sampled_from(SHAPES), dtype=st.sampled_from(TYPES), cut=st.integers(0, 2))
-def test_chunks_have_the_bits_they_have_alone(counts: list[int], threads: int, shape: tuple[int, int, int, int],
+def test_chunks_have_the_bits_they_have_alone(counts: list[int], threads: int, shape: Shape,
                                               dtype: torch.dtype, cut: int) -> None:
     """Rows in company, on any number of threads, cut at a multiple of 64."""
     torch.set_num_threads(threads)
@@ -121,11 +125,13 @@ def test_chunks_have_the_bits_they_have_alone(counts: list[int], threads: int, s
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 17, 63, 65])
-def test_later_tokens_change_no_bit_of_earlier_ones(count: int) -> None:
-    whole = draw(130, (2, 4, 24, 40), torch.float32)
-    poisoned = joined([part_of(whole, slice(0, count)), draw(1, (2, 4, 24, 40), torch.float32)])
+@pytest.mark.parametrize("num_decays", [1, 24])
+def test_later_tokens_change_no_bit_of_earlier_ones(count: int, num_decays: int) -> None:
+    shape: Shape = (2, 4, 24, 40, num_decays)
+    whole = draw(130, shape, torch.float32)
+    poisoned = joined([part_of(whole, slice(0, count)), draw(1, shape, torch.float32)])
     poisoned.v[count] = math.nan
-    shape, outs = (2, 4, 24, 40), []
+    outs = []
     for inputs in (whole, poisoned, part_of(whole, slice(0, count))):
         outs.append(delta_chunks(inputs, rows_of([len(inputs.v)], [0], [1]), states(shape), TEAM)[:count])
     assert torch.equal(outs[0], outs[2])
@@ -136,7 +142,8 @@ def test_later_tokens_change_no_bit_of_earlier_ones(count: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_node_of_a_tree_has_the_bits_of_its_path_drawn(threads: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(threads)
-    shape, parents = (2, 6, 24, 100), [-1, 0, 0, 1, -1, 4, 2]
+    shape: Shape = (2, 6, 24, 100, 24 if threads % 2 else 1)
+    parents = [-1, 0, 0, 1, -1, 4, 2]
     inputs, prompt, other = (draw(n, shape, dtype, seed=n) for n in (7, 70, 3))
     pool = states(shape)
     delta_chunks(prompt, rows_of([70], [1], [1]), pool, TEAM)

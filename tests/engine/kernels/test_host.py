@@ -5,11 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.host.compiled import Team, dense_tokens
+from engine.kernels.host.compiled import (
+    DONE,
+    NEXT,
+    Team,
+    compile_kernel,
+    count_up,
+    dense_tokens,
+    launch_integers,
+    record,
+)
 from engine.kernels.host.token_passes import rms_norm, rotate_halves
 from runtime.errors import InternalError
 
@@ -86,13 +96,33 @@ def test_tokens_of_another_shape_are_refused() -> None:
         dense_tokens(torch.zeros(2, 3, 4, 5))
 
 
-def test_a_process_that_compiles_and_one_that_loads_what_was_compiled_get_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.long)])
+def test_a_process_that_compiles_and_one_that_loads_what_was_compiled_get_the_same_bits(tmp_path: Path,
+                                                                                        size: str) -> None:
     outputs, kept = [], []
     for _ in range(2):
-        run = subprocess.run([sys.executable, "-m", "tests.support.kernels.kernel_bits"], check=True, text=True,
+        run = subprocess.run([sys.executable, "-m", "tests.support.kernels.kernel_bits", size], check=True, text=True,
                              capture_output=True, env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)})
         outputs.append(run.stdout)
         kept.append(sorted(path.name for path in tmp_path.rglob("*.nbc")))
     assert kept[0], "what was compiled is kept"
     assert kept[0] == kept[1], "and nothing was compiled again"
     assert outputs[0] == outputs[1]
+
+
+def test_damaged_files_of_an_earlier_process_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def compile_and_run() -> None:
+        def work(pointer: object) -> None:  # the simplest of kernels
+            count_up(pointer, NEXT)
+            count_up(pointer, DONE)
+
+        launch_integers(compile_kernel(work, record(), "count", __file__), 1, (), Team())
+
+    compile_and_run()
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in kept} == {".nbi", ".nbc"}
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:20])
+    compile_and_run()

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from engine.core.batch import ForwardMode
 from engine.core.layer_range import LayerRange
 from engine.core.request import Request, SamplingParams
+from engine.core.rows import Row, build_batch
 from engine.pipeline.channel import FrameBytes
 from engine.pipeline.records import pack_result
 from engine.pipeline.stages import HeadStage
@@ -73,6 +75,7 @@ def test_a_result_that_is_missing_or_comes_twice_is_noticed() -> None:
     head, last = (TensorChannel(channel, max_bytes=1 << 20) for channel in frames)
     executor, _ = build_executor(tiny(QWEN3), LayerRange(0, 1), page_size=16, num_pages=4, num_slots=0)
     stage = HeadStage(executor, head, size=2)
+    stage.launch((build_batch(ForwardMode.PREFILL, [Row(1, [1], 0, [1], 0, None)]),))
     last.send(0, pack_result(2, []), timeout_s=1.0)
     with pytest.raises(IntegrityError, match="from stage 1: the result of batch 2 where that of batch 1 is due"):
         stage.collect(1.0)

@@ -1,9 +1,9 @@
 """Ranks that share a stage: what they exchange, and what becomes of all when one cannot go on."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from typing import Protocol
 
 import pytest
 import torch
@@ -12,22 +12,39 @@ from engine.core.batch import ForwardMode
 from engine.core.layer_range import TensorRank
 from engine.core.rows import Row, build_batch
 from engine.pipeline import records
-from engine.pipeline.channel import PacketKind
 from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
 from engine.pipeline.tensor_channel import TensorChannel
+from pool.pipeline.part_memory import PartMemory, this_host
 from runtime.errors import IntegrityError, InternalError, PeerLostError
 from testing.inprocess_channel import InProcessChannel
 
 Step = Callable[[StageRanks], object]
 
 
-def ranks_of(size: int, *, step_limit_s: float = 0.0) -> list[StageRanks]:
-    """Of stage 1 of a pool of two."""
-    channels = [TensorChannel(frames, max_bytes=1 << 26) for frames in InProcessChannel.pool(2 * size)]
-    found = [StageRanks(TensorRank(rank, size), stage=1, step_limit_s=step_limit_s) for rank in range(size)]
-    for ranks, channel in zip(found, channels[size:], strict=True):
-        ranks.use(channel)
-    return found
+class GroupMaker(Protocol):
+    def __call__(self, size: int, *, step_limit_s: float = 0.0) -> list[StageRanks]: ...
+
+
+@pytest.fixture(params=["frames", "memory"])
+def ranks_of(request: pytest.FixtureRequest) -> Iterator[GroupMaker]:
+    """Of stage 1 of a pool of two, which exchange by frames or by memory that they share."""
+    memories: list[PartMemory] = []
+
+    def make(size: int, *, step_limit_s: float = 0.0) -> list[StageRanks]:
+        frames = InProcessChannel.pool(2 * size)[size:]
+        found = [StageRanks(TensorRank(rank, size), stage=1, step_limit_s=step_limit_s) for rank in range(size)]
+        if request.param == "memory":
+            memories.extend(PartMemory(this_host(), rank=size + rank, size=size, check=frames[rank].check)
+                            for rank in range(size))
+        for memory in memories:
+            memory.connect([each.address for each in memories], epoch=1)
+        for rank, ranks in enumerate(found):
+            ranks.use(TensorChannel(frames[rank], max_bytes=1 << 26), memories[rank] if memories else None)
+        return found
+
+    yield make
+    for memory in memories:
+        memory.close()
 
 
 def together(group: list[StageRanks], steps: list[Step]) -> list[object]:
@@ -42,31 +59,35 @@ def together(group: list[StageRanks], steps: list[Step]) -> list[object]:
         return list(threads.map(outcome, group, steps))
 
 
-def test_parts_come_by_rank_and_only_the_first_collects() -> None:
+def test_parts_come_by_rank_and_only_the_first_collects(ranks_of: GroupMaker) -> None:
     def step(ranks: StageRanks) -> object:
         with ranks.step(1):
-            everywhere = ranks.gather(torch.full((2, 3), float(ranks.own.rank)))
-            first = ranks.collect(torch.full((1, 2), ranks.own.rank, dtype=torch.int32))
-            uneven = ranks.gather(torch.full((ranks.own.rank, 2), 7.0), [0, 1, 2, 3])
-            collected = None if first is None else [part[0, 0].item() for part in first]
-            return [part[0, 0].item() for part in everywhere], collected, [len(part) for part in uneven]
+            everywhere = ranks.gather(torch.full((2, 1), own := ranks.own.rank))
+            first = ranks.collect(torch.full((1, 2), own, dtype=torch.int32), [1])
+            uneven = ranks.gather(torch.full((own,), own), [0, 1, 2, 3])
+            swapped = ranks.swap([torch.full((own * to % 3,), 10 * own + to) for to in range(4)],
+                                 [rank * own % 3 for rank in range(4)])
+            return [None if part is None else part.flatten().tolist() for part in (everywhere, first, uneven, swapped)]
 
     results = together(ranks_of(4), [step] * 4)
-    assert results == [([0, 1, 2, 3], [0, 1, 2, 3] if rank == 0 else None, [0, 1, 2, 3]) for rank in range(4)]
+    for rank, result in enumerate(results):
+        pairs = [0, 0, 1, 1, 2, 2, 3, 3]
+        swapped = [10 * other + rank for other in range(4) for _ in range(other * rank % 3)]
+        assert result == [pairs, None if rank else pairs, [1, 2, 2, 3, 3, 3], swapped]
 
 
-def test_a_long_part_goes_in_several_packets() -> None:
+def test_a_long_part_goes_in_several_packets(ranks_of: GroupMaker) -> None:
     rows = 5 * MAX_PART_BYTES // (2 * 4 * 1024)
     part = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
 
     def step(ranks: StageRanks) -> bool:
         with ranks.step(1):
-            return all(torch.equal(found, part) for found in ranks.gather(part))
+            return torch.equal(ranks.gather(part), torch.cat([part, part]))
 
     assert together(ranks_of(2), [step] * 2) == [True, True]
 
 
-def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs() -> None:
+def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs(ranks_of: GroupMaker) -> None:
     group = ranks_of(4)
 
     def works(ranks: StageRanks) -> int:
@@ -85,12 +106,29 @@ def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs() 
 
     def next_one(ranks: StageRanks) -> float:
         with ranks.step(2):
-            return sum(part.item() for part in ranks.gather(torch.ones(1, 1)))
+            return ranks.gather(torch.ones(1, 1)).sum().item()
 
     assert together(group, [next_one] * 4) == [4, 4, 4, 4]
 
 
-def test_a_silent_rank_is_named_by_the_one_that_waits() -> None:
+def test_ranks_that_fail_all_at_once_fail_the_next_batches_as_well_as_the_first(ranks_of: GroupMaker) -> None:
+    """What nobody reads of a batch that failed does not stand in the way of the next ones."""
+    group = ranks_of(4)
+    for sequence in range(1, 8):
+        def fails(ranks: StageRanks, sequence: int = sequence) -> None:
+            with ranks.step(sequence):
+                raise KeyError("a bug")
+
+        assert [type(result) for result in together(group, [fails] * 4)] == [KeyError] * 4
+
+    def works(ranks: StageRanks) -> int:
+        with ranks.step(8):
+            return len(ranks.gather(torch.ones(1, 1)))
+
+    assert together(group, [works] * 4) == [4] * 4
+
+
+def test_a_silent_rank_is_named_by_the_one_that_waits(ranks_of: GroupMaker) -> None:
     group = ranks_of(2, step_limit_s=0.2)
 
     def warm(ranks: StageRanks) -> None:  # until the first step any length is possible
@@ -107,20 +145,19 @@ def test_a_silent_rank_is_named_by_the_one_that_waits() -> None:
     assert "rank 0 of stage 1 has waited 0.15 s for rank 1 of stage 1: part 1 of batch 2" in str(waiting)
 
 
-def test_a_wait_ends_when_the_pool_is_broken() -> None:
+def test_a_wait_ends_when_the_pool_is_broken(ranks_of: GroupMaker) -> None:
     group = ranks_of(2)
     timer = threading.Timer(0.1, group[0].abandon)
     timer.start()
-    with group[0].step(1), pytest.raises(PeerLostError, match="the pool broke while rank 0 waited"):
+    with group[0].step(1), pytest.raises(PeerLostError, match=r"the pool broke while rank \d "):
         group[0].gather(torch.ones(1, 1))
     timer.join()
 
 
-def test_a_part_that_is_not_due_breaks_the_pool() -> None:
-    def twice(ranks: StageRanks) -> None:
+def test_a_part_that_is_not_due_breaks_the_pool(ranks_of: GroupMaker) -> None:
+    def before(ranks: StageRanks) -> None:
         with ranks.step(1):
-            ranks.collect(torch.ones(1, 1))
-            ranks.collect(torch.ones(1, 1))
+            ranks.collect(torch.ones(1, 1), [1])
 
     def once(ranks: StageRanks) -> None:
         with ranks.step(2):
@@ -128,14 +165,14 @@ def test_a_part_that_is_not_due_breaks_the_pool() -> None:
 
     def ahead(ranks: StageRanks) -> None:
         with ranks.step(3):
-            ranks.collect(torch.ones(1, 1))
+            ranks.collect(torch.ones(1, 1), [1])
 
     group = ranks_of(2)
-    together(group[1:], [twice])  # the parts of batch 1 are left over, that of batch 3 is none of batch 2
+    together(group[1:], [before])  # the part of batch 1 is left over, that of batch 3 is none of batch 2
     together(group[1:], [ahead])
     (result,) = together(group[:1], [once])
     assert isinstance(result, IntegrityError)
-    assert "part of batch 3 where part 1 of batch 2 is due" in str(result)
+    assert "part 1 of batch 3 where part 1 of batch 2 is due" in str(result)
 
 
 def test_the_leader_sends_a_batch_with_its_tokens() -> None:
@@ -145,5 +182,3 @@ def test_the_leader_sends_a_batch_with_its_tokens() -> None:
     assert arrived.token_ids is not None
     assert torch.equal(arrived.token_ids, batch.token_ids)
     assert (arrived.request_keys, arrived.query_lens) == (batch.request_keys, batch.query_lens)
-    fault = records.pack_error(3, "why", kind=PacketKind.FAULT)
-    assert (fault.kind, records.unpack_error(replace(fault, record=bytes(fault.record)))) == (PacketKind.FAULT, "why")

@@ -15,7 +15,9 @@ from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheSpec
 from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.drafter import Drafter
 from engine.speculative.eagle import EagleDrafter
+from engine.speculative.frozen import FrozenDrafter
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
 from runtime.errors import StalePlanError
@@ -71,7 +73,7 @@ class Bench:
         self.paged = CpuAttention(kv_pools=pools, geometry=GEOMETRY)
         self.steps = MultiStepAttention(kv_pools=pools, geometry=GEOMETRY)
         attention = DraftAttention.over_kv(self.paged, self.steps)
-        self.drafter = EagleDrafter(model=self.model, attention=attention, topk=topk, steps=steps)
+        self.drafter: Drafter = EagleDrafter(model=self.model, attention=attention, topk=topk, steps=steps)
 
     def propose(self, rows: Sequence[tuple[int, int]], *, num_draft_tokens: int = 9, drawing: bool = True) -> list[
             TokenTree]:
@@ -85,6 +87,24 @@ class Bench:
         return self.drafter.propose(batch, StageOutput(aux_hidden={0: torch.randn(batch.num_tokens, HIDDEN)}), runs)
 
 
+class FrozenToyDraft(ToyDraft):
+    """Reads keys that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needed_plans: list[bool] = []
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
+        assert context.cached_attention is not None
+        assert batch.token_ids is not None
+        self.needed_plans.append(batch.needs_forward_metadata_init())
+        x = (hidden + self._table[batch.token_ids])[:, None]
+        return hidden + context.cached_attention.read(0, x.expand(-1, 2, -1).contiguous(), batch).mean(1)
+
+    def onward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("steps", [2, 5])
 def test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(topk: int, steps: int) -> None:
@@ -94,6 +114,14 @@ def test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(topk: int, steps: 
     assert [needs_plan for _, needs_plan, _ in bench.model.forwards] == [False] * steps
     assert [attention for attention, _, _ in bench.model.forwards] == [bench.paged] + [bench.steps] * (steps - 1)
     assert [count for _, _, count in bench.model.forwards] == [25] + [2 * topk] * (steps - 1)
+
+
+def test_s1_2_a_chain_over_frozen_keys_is_planned_once() -> None:
+    bench, model = Bench(topk=1, steps=1), FrozenToyDraft()
+    bench.drafter = drafter = FrozenDrafter(model=model, attention=bench.paged, steps=3)
+    trees = bench.propose([(0, 5), (0, 20)])
+    assert [len(tree) for tree in trees] == [3, 3]
+    assert (bench.paged.num_plans, drafter.num_plans["draft_round"], model.needed_plans) == (1, 1, [False] * 3)
 
 
 def test_s1_4_one_step_is_neither_planned_nor_run_as_multi_step() -> None:

@@ -13,6 +13,7 @@ from models.blocks.config import RawConfig
 from models.blocks.rotary import inverse_frequencies, read_rope
 from models.loader import random_model, read_model
 from runtime.errors import ConfigError
+from tests.support.models.tiny_models import KIMI_LINEAR
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96,
@@ -29,6 +30,7 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2,
      "truncate": False, "attention_factor": 1.5},
     {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 1.0},
+    {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.25},
 ]
 
 
@@ -65,7 +67,7 @@ def test_partial_rotation_at_top_level_or_inside(where: str) -> None:
     assert read_rope(RawConfig(LLAMA), head_dim=32, default_partial=0.25).dim == 8
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope"])
 def test_other_rope_kinds_are_refused_by_name(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"'{kind}' is not supported") as caught:
         random_model(LLAMA | {"rope_scaling": {"type": kind, "factor": 2.0}})
@@ -97,6 +99,11 @@ def test_hybrid_layer_kinds_by_interval_and_by_list() -> None:
 @pytest.mark.parametrize(("change", "field"), [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window"),
+    ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "silu"}, "hidden_activation"),
+    ({"architectures": ["Gemma4ForCausalLM"]}, "hidden_size_per_layer_input"),
+    ({"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0, "enable_moe_block": True},
+     "enable_moe_block"),
     ({"architectures": None}, "architectures"),
     ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures"),
     ({"hidden_size": None}, "hidden_size"),
@@ -130,6 +137,20 @@ def test_bad_field_is_named(change: dict[str, Any], field: str) -> None:
 def test_bad_hybrid_field_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         random_model(HYBRID | change)
+
+
+@pytest.mark.parametrize(("change", "field"), [
+    ({"mla_use_nope": False}, "mla_use_nope"),
+    ({"use_grouped_topk": False}, "use_grouped_topk"),
+    ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+    ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"layer_types": None}, "layer_types"),
+    ({"layer_types": None, "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [0, 1, 2, 3]}}, "kda_layers"),
+])
+def test_bad_field_of_kimi_linear_is_named(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        random_model(KIMI_LINEAR | change)
 
 
 def test_sliding_windows_are_refused() -> None:

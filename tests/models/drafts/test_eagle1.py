@@ -10,20 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.backends.cpu.attention import CpuAttention
-from engine.contracts.attention import AttentionGeometry
-from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardMode, SamplingRow
-from engine.core.draft_trees import SpecRow
 from engine.core.numerics import Numerics
-from engine.core.request import DrawnToken, SamplingParams
-from engine.core.rows import Row, build_batch
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.verify import Run
 from models.blocks.weights import RandomWeights
 from models.drafts.loader import DraftDescription, read_draft
+from tests.support.drafts.drafters import chain_behind
 from tests.support.models.tiny_models import LLAMA, tiny
 
 HIDDEN, HEADS, KV_HEADS, DIM, WIDTH, VOCAB, LAST = 64, 4, 2, 32, 96, 256, 4
@@ -84,19 +74,9 @@ def test_chains_are_the_formulas(tmp_path: Path, architecture: str) -> None:
     description, tensors = write(tmp_path / "draft", architecture)
     assert description.capture_layers == {LAST}
     model = description.load(numerics=Numerics.EXACT)
-    geometry = model.attention_geometry(16)
-    assert isinstance(geometry, AttentionGeometry)
-    pools = {spec.layer_id: torch.full((8, *spec.record_shape), float("nan")) for spec in model.cache_specs(16)}
-    drafter = EagleDrafter(
-        model=model, topk=1, steps=4, attention=DraftAttention.over_kv(
-            CpuAttention(kv_pools=pools, geometry=geometry),
-            MultiStepAttention(kv_pools=pools, geometry=geometry)))
     prompt, drawn = list(range(30, 53)), 99
-    batch = build_batch(ForwardMode.PREFILL, [Row(1, prompt, 0, [3, 5], 0, SamplingRow(SamplingParams(), 0),
-                                                  SpecRow(num_draft_tokens=4))])
     target_hidden = torch.randn(len(prompt), HIDDEN, generator=torch.Generator().manual_seed(5))
-    (tree,) = drafter.propose(batch, StageOutput(aux_hidden={LAST: target_hidden}),
-                              [Run(0, [0], [DrawnToken(drawn)])])
+    tree = chain_behind(model, model.cache_specs(16), prompt, drawn, {LAST: target_hidden})
 
     cached: list[tuple[Tensor, Tensor]] = []
     features = target_hidden * torch.rsqrt(target_hidden.square().mean(-1, keepdim=True) + 1e-6)  # the norm's w is 1

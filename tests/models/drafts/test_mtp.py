@@ -11,23 +11,14 @@ from torch import Tensor
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
-from engine.backends.cpu.attention import CpuAttention
-from engine.contracts.attention import AttentionGeometry
-from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardMode, SamplingRow
-from engine.core.draft_trees import SpecRow
 from engine.core.numerics import Numerics
-from engine.core.request import DrawnToken, SamplingParams
-from engine.core.rows import Row, build_batch
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.verify import Run
+from engine.memory.layout import CacheKind
 from models.blocks.weights import RandomWeights
-from models.drafts.loader import read_draft
+from models.drafts.loader import random_draft, read_draft
 from runtime.errors import ConfigError
+from tests.support.drafts.drafters import chain_behind
 from tests.support.models.checkpoints import spread_weights
-from tests.support.models.tiny_models import HYBRID, LLAMA, tiny
+from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3_NEXT, tiny
 
 HIDDEN, VOCAB, LAST, FULL = 64, 256, 4, 1
 
@@ -82,19 +73,9 @@ def test_chains_are_those_of_transformers(tmp_path: Path) -> None:
     description = read_draft(oracle.save(tmp_path / "model"), tiny(HYBRID))
     assert description.capture_layers == {LAST}
     model = description.load(numerics=Numerics.EXACT)
-    geometry = model.attention_geometry(16)
-    assert isinstance(geometry, AttentionGeometry)
-    pools = {spec.layer_id: torch.full((8, *spec.record_shape), float("nan")) for spec in description.cache_specs(16)}
-    drafter = EagleDrafter(
-        model=model, topk=1, steps=4, attention=DraftAttention.over_kv(
-            CpuAttention(kv_pools=pools, geometry=geometry),
-            MultiStepAttention(kv_pools=pools, geometry=geometry)))
     prompt, drawn = list(range(30, 53)), 99
-    batch = build_batch(ForwardMode.PREFILL, [Row(1, prompt, 0, [3, 5], 0, SamplingRow(SamplingParams(), 0),
-                                                  SpecRow(num_draft_tokens=4))])
     target_hidden = torch.randn(len(prompt), HIDDEN, generator=torch.Generator().manual_seed(5))
-    (tree,) = drafter.propose(batch, StageOutput(aux_hidden={LAST: target_hidden}),
-                              [Run(0, [0], [DrawnToken(drawn)])])
+    tree = chain_behind(model, description.cache_specs(16), prompt, drawn, {LAST: target_hidden})
 
     tokens, hidden, expected = [*prompt[1:], drawn], oracle.norm(target_hidden), []
     for _ in range(4):
@@ -115,3 +96,10 @@ def test_the_layer_of_another_family_is_refused(tmp_path: Path) -> None:
     folder = Oracle().save(tmp_path / "model")
     with pytest.raises(ConfigError, match="tensors do not fit"):
         read_draft(folder, tiny(LLAMA)).load(numerics=Numerics.EXACT)
+
+
+def test_the_layer_of_qwen3_next_is_its_full_attention_with_experts() -> None:
+    target = tiny(QWEN3_NEXT)
+    draft = random_draft(QWEN3_NEXT, target, numerics=Numerics.EXACT)
+    assert draft.capture_layers == {LAST}
+    assert [spec.kind for spec in draft.cache_specs(16)] == [CacheKind.KV]

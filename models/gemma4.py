@@ -1,0 +1,68 @@
+"""Gemma 4, the dense models: as Gemma 3, with larger heads on the layers that see everything, whose keys are also their
+values, values normalised, each layer's result scaled, and logits bounded.
+
+The text model only. Layers that embed tokens again, that share keys and values, and experts are not supported.
+"""
+
+from dataclasses import replace
+
+from models.blocks.attention import AttentionSpec, read_attention
+from models.blocks.config import RawConfig
+from models.blocks.linear import Activation
+from models.blocks.mlp import read_mlp
+from models.blocks.norm import NormSpec
+from models.blocks.rotary import RopeSpec, read_rope
+from models.blocks.spec import FULL_ATTENTION, DecoderSpec, LayerSpec, assemble_decoder, read_layer_kinds
+
+WINDOW = "sliding_attention"
+_DEFAULTS = {"tie_word_embeddings": True, "rope_parameters": {
+    WINDOW: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}}}
+
+
+def read_decoder(raw: RawConfig) -> DecoderSpec:
+    raw = raw.updated({name: value for name, value in _DEFAULTS.items() if name not in raw})
+    for field, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
+        if number := raw.integer(field, default, minimum=0):
+            raise raw.fail(field, f"{number} is not supported, only 0")
+    for field in ("enable_moe_block", "use_double_wide_mlp", "attention_bias"):
+        raw.require(field, only=False, default=False)
+    if raw.text("use_bidirectional_attention", "vision") != "vision":
+        raise raw.fail("use_bidirectional_attention", "is not supported over text")
+    mixers = read_mixers(raw)
+    feed_forward = read_mlp(raw, activation=Activation.GELU, field="hidden_activation")
+    kinds = read_layer_kinds(raw, usual=WINDOW, interval_field="sliding_window_pattern", interval=6)
+    decoder = assemble_decoder(raw, norm=_norm(raw), rope=_read_rope(raw, FULL_ATTENTION, mixers[FULL_ATTENTION]),
+                               layers=tuple(LayerSpec(mixers[kind], feed_forward) for kind in kinds))
+    return replace(decoder, window_rope=_read_rope(raw, WINDOW, mixers[WINDOW]), norms_outputs=True,
+                   scales_layers=True, embedding_scale=decoder.hidden_size**0.5,
+                   logit_bound=raw.number("final_logit_softcapping") if "final_logit_softcapping" in raw else None)
+
+
+def read_mixers(raw: RawConfig) -> dict[str, AttentionSpec]:
+    """By kind of layer."""
+    norm, shares = _norm(raw), raw.flag("attention_k_eq_v", default=False)
+    own = read_attention(raw, head_dim=256, qk_norm=norm)
+    full = read_attention(_of_full_layers(raw, shares=shares), qk_norm=norm)
+    window = raw.integer("sliding_window", 512) - 1
+    return {WINDOW: replace(own, score_dim=1, value_norm=norm, window=window),
+            FULL_ATTENTION: replace(full, score_dim=1, value_norm=norm, keys_are_values=shares)}
+
+
+def _of_full_layers(raw: RawConfig, *, shares: bool) -> RawConfig:
+    """As published, or as transformers writes it: by layer."""
+    if "per_layer_config" in raw:
+        by_layer = raw.section("per_layer_config")
+        return raw.updated(by_layer.section(next(iter(by_layer.as_dict()))).as_dict())
+    kv_heads = raw.integer("num_global_key_value_heads", raw.integer("num_key_value_heads", 4))
+    return raw.updated({"head_dim": raw.integer("global_head_dim", 512),
+                        **({"num_key_value_heads": kv_heads} if shares else {})})
+
+
+def _norm(raw: RawConfig) -> NormSpec:
+    return NormSpec(eps=raw.number("rms_norm_eps", 1e-6), rounds_last=True)
+
+
+def _read_rope(raw: RawConfig, kind: str, mixer: AttentionSpec) -> RopeSpec:
+    parameters = raw.section("rope_parameters").section(kind).as_dict()
+    return read_rope(raw.updated({"rope_parameters": parameters}), head_dim=mixer.head_dim)

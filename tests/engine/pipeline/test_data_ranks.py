@@ -1,0 +1,225 @@
+"""What data ranks run in one step (case ids: S3-1 to S3-7), and how rows go between the ranks that divide a layer."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from engine.contracts.model import StageOutput
+from engine.core.batch import DataShare, ForwardBatch, ForwardMode, idle_batch
+from engine.core.layer_range import Placement, TensorRank
+from engine.core.request import Request
+from engine.core.rows import Row, build_batch, sampling_row
+from engine.pipeline import records
+from engine.pipeline.channel import PartPiece
+from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks, Step, plan_step, rows_per_rank
+from engine.pipeline.stages import StageExecutor
+from engine.pipeline.tensor_channel import TensorChannel
+from pool.stage.config import WorkerConfig
+from pool.start import check_ranks
+from runtime.errors import ConfigError, InternalError
+from testing.inprocess_channel import InProcessChannel
+from tests.engine.pipeline.test_ranks import together
+
+REQUEST = Request("r", (1, 2, 3), 5)
+
+
+def batch(mode: ForwardMode, *lengths: int) -> ForwardBatch:
+    """A row of each length, of which all but those of PREBUILT draw."""
+    sampling = None if mode is ForwardMode.PREBUILT else sampling_row(REQUEST, ())
+    return build_batch(mode, [Row(key, [7] * length, 0, [key + 1], 0, sampling) for key, length in enumerate(lengths)])
+
+
+def own(kind: str) -> ForwardBatch | None:
+    return {"none": None, "decode": batch(ForwardMode.DECODE, 1, 1), "extend": batch(ForwardMode.PREFILL, 5, 2),
+            "verify": batch(ForwardMode.VERIFY, 3, 4), "idle": idle_batch(),
+            "prebuilt": batch(ForwardMode.PREBUILT, 0)}[kind]
+
+
+def shown(step: Step) -> list[str]:
+    """Each rank's mode, with a + where a PREBUILT one has an inner idle batch."""
+    return ["-" if each is None else each.mode + "+" * (each.inner_idle is not None) for each in step]
+
+
+ALONE = {"none": "-", "decode": "decode", "extend": "prefill", "verify": "verify", "idle": "idle",
+         "prebuilt": "prebuilt"}
+BESIDE_TOKENS = {**ALONE, "none": "idle", "prebuilt": "prebuilt+"}
+SHARES = {"none": (0, 0), "decode": (2, 2), "extend": (7, 2), "verify": (7, 7), "idle": (0, 0), "prebuilt": (0, 0)}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_s3_1_one_data_rank_runs_what_it_has_and_counts_it(kind: str) -> None:
+    given = own(kind)
+    (found,) = plan_step([given])
+    assert found is given, "never another, so never an idle one"
+    assert shown((found,)) == [ALONE[kind]]
+    assert found is None or found.shares == (SHARES[kind],)
+
+
+@pytest.mark.parametrize("peer", ["none", "prebuilt", "idle"])
+@pytest.mark.parametrize("kind", ALONE)
+def test_s3_1_beside_a_rank_without_tokens(kind: str, peer: str) -> None:
+    has_tokens = SHARES[kind][0] > 0
+    step = plan_step([own(kind), own(peer)])
+    assert shown(step) == [ALONE[kind], (BESIDE_TOKENS if has_tokens else ALONE)[peer]]
+    assert all(each.shares == (SHARES[kind], SHARES[peer]) for each in step if each is not None)
+
+
+@pytest.mark.parametrize("peer", ["decode", "extend", "verify"])
+@pytest.mark.parametrize("kind", ALONE)
+def test_s3_1_beside_a_rank_with_tokens(kind: str, peer: str) -> None:
+    given = own(kind)
+    step = plan_step([given, own(peer), None])
+    assert shown(step) == [BESIDE_TOKENS[kind], ALONE[peer], "idle"]
+    assert given is None or step[0] is given, "its own object, with the shares written into it"
+    assert all(each is not None and each.shares == (SHARES[kind], SHARES[peer], (0, 0)) for each in step)
+    assert step[0] is not None
+    assert step[0].inner_idle is None or step[0].inner_idle.shares == step[0].shares
+
+
+@pytest.mark.parametrize(("count", "padded"), [(5, 8), (7, 8), (4, 4), (0, 0)])
+def test_s3_2_rows_are_padded_to_a_multiple_of_the_attention_ranks_and_trimmed(count: int, padded: int) -> None:
+    assert rows_per_rank(count, 4) * 4 == padded
+    rows = torch.arange(count * 3, dtype=torch.float32).view(count, 3)
+
+    def step(ranks: StageRanks) -> tuple[bool, int]:
+        noting = NotingParts(ranks)
+        with ranks.step(1):
+            gathered = ranks.gather_rows(rows, [count])
+        return torch.equal(gathered, rows), noting.num_bytes
+
+    found = together(ranks_of(4, 1), [step] * 4)
+    assert found == [(True, 3 * padded // 4 * 12)] * 4, "its share, of rows of 12 bytes, to three others"
+
+
+class NotingParts:
+    """Counts the bytes that a rank sends, to each of the others."""
+
+    max_bytes = MAX_PART_BYTES
+
+    def __init__(self, ranks: StageRanks) -> None:
+        assert ranks._parts is not None
+        self.num_bytes = 0
+        self._parts = ranks._parts
+        ranks._parts = self
+
+    def begin(self, sequence: int) -> None:
+        self._parts.begin(sequence)
+
+    def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
+        self.num_bytes += len(piece.data) * len(ranks)
+        self._parts.send(ranks, piece, timeout_s=timeout_s)
+
+    def receive(self, rank: int, into: memoryview, *, timeout_s: float) -> PartPiece | None:
+        return self._parts.receive(rank, into, timeout_s=timeout_s)
+
+    def abandon(self) -> None:
+        self._parts.abandon()
+
+
+def test_s3_3_one_data_rank_without_a_batch_runs_nothing() -> None:
+    assert plan_step([None]) == (None,)
+
+
+def test_s3_4_ranks_are_idle_where_another_has_tokens_and_nowhere_else() -> None:
+    assert shown(plan_step([own("decode"), None])) == ["decode", "idle"]
+    assert plan_step([None, None]) == (None, None)
+    assert shown(plan_step([None, own("prebuilt")])) == ["-", "prebuilt"], "nobody has a forward"
+
+
+class NotingModel:
+    """Notes the batches whose forward it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[ForwardBatch] = []
+
+    def forward(self, batch: ForwardBatch, *given: object) -> StageOutput:
+        self.seen.append(batch)
+        return StageOutput()
+
+
+def test_s3_5_a_prebuilt_batch_takes_part_in_each_busy_step_once() -> None:
+    model = NotingModel()
+    executor = StageExecutor(model=model, attention=object(), recurrent=object())  # type: ignore[arg-type]
+    prebuilt = own("prebuilt")
+    step = plan_step([prebuilt, own("decode")])
+    assert step[0] is not None
+    executor.run(step[0])
+    assert [(each.mode, each.num_tokens, each.shares) for each in model.seen] == [
+        (ForwardMode.IDLE, 0, (DataShare(0, 0), DataShare(2, 2)))]
+    assert executor.num_forwards == {"graph": 0, "eager": 0, "halves": 0, "idle": 1}
+    for quiet in (plan_step([prebuilt, None]), plan_step([prebuilt])):
+        assert quiet[0] is not None
+        executor.run(quiet[0])
+    assert len(model.seen) == 1, "what an earlier step needed is not run again"
+
+
+def test_s3_5_the_inner_idle_batch_is_known_on_every_stage() -> None:
+    step = plan_step([own("prebuilt"), own("extend")])
+    assert step[0] is not None
+    arrived = records.unpack_batch(records.pack_input(3, step[0])).batch
+    assert arrived.inner_idle is not None
+    assert arrived.inner_idle.shares == step[0].shares == ((0, 0), (7, 2))
+
+
+def test_s3_6_rows_of_a_step_that_was_not_planned_are_refused() -> None:
+    ranks = ranks_of(4, 2)[0]
+    with ranks.step(1):
+        for counts in ([], [2], [3, 1]):
+            with pytest.raises(InternalError, match=re.escape(f"2 rows of data rank 0 of 2, in a step planned for "
+                                                              f"{counts}")):
+                ranks.gather_rows(torch.zeros(2, 3), counts)
+
+
+def test_s3_6_whatever_changes_a_batch_loses_the_shares() -> None:
+    step = plan_step([batch(ForwardMode.DECODE, 1, 1), None])
+    assert step[0] is not None
+    assert step[0].filter([0]).shares == step[0].clone().shares == ()
+
+
+def test_s3_7_graphs_are_refused_where_ranks_share_a_stage() -> None:
+    """So no rank replays a graph while another runs kernel by kernel, and there is nothing to vote on."""
+    config = WorkerConfig.model_validate({"model": ".", "world_size": 2, "tp": 2, "dp_attention": 2, "device": "cuda"})
+    with pytest.raises(ConfigError, match="--tp 2 is for device cpu"):
+        check_ranks(config)
+
+
+def ranks_of(size: int, data_size: int) -> list[StageRanks]:
+    """Of a pool of one stage."""
+    channels = [TensorChannel(frames, max_bytes=1 << 26) for frames in InProcessChannel.pool(size)]
+    found = [StageRanks(TensorRank(rank, size, data_size)) for rank in range(size)]
+    for ranks, channel in zip(found, channels, strict=True):
+        ranks.use(channel)
+    return found
+
+
+@pytest.mark.parametrize("counts", [[5, 0], [3, 4], [1, 8]], ids=str)
+def test_rows_go_to_all_ranks_and_come_back(counts: list[int]) -> None:
+    every = torch.arange(sum(counts) * 2, dtype=torch.bfloat16).view(-1, 2)
+    of_data_ranks = torch.split(every, counts)
+
+    def step(ranks: StageRanks) -> object:
+        mine = of_data_ranks[ranks.own.data_rank]
+        with ranks.step(1):
+            if len(mine):  # only these have attention to divide
+                assert ranks.attention.gather(torch.full((1,), float(ranks.own.rank))).tolist() == [
+                    2 * ranks.own.data_rank, 2 * ranks.own.data_rank + 1]
+            gathered = ranks.gather_rows(mine, counts)
+            collected = ranks.collect(gathered + ranks.own.rank, counts)
+            own_part = ranks.own_rows(gathered, counts)
+            return (torch.equal(gathered, every), torch.equal(own_part, mine),
+                    None if collected is None else
+                    torch.equal(collected, torch.cat([mine + rank for rank in range(4)], dim=1)))
+
+    draws = [True, None, True, None]
+    assert together(ranks_of(4, 2), [step] * 4) == [(True, True, each) for each in draws]
+
+
+def test_a_process_knows_its_data_rank() -> None:
+    places = [Placement.of(rank, 8, 4, 2) for rank in range(8)]
+    assert [place.tensor.data_rank for place in places] == [0, 0, 1, 1] * 2
+    assert [place.tensor.attention for place in places[:4]] == [TensorRank(0, 2), TensorRank(1, 2)] * 2
+    assert [rank for rank, place in enumerate(places) if place.draws] == [4, 6]
+    with pytest.raises(ConfigError, match=r"4 ranks \(--tp\) are no 3 equal groups \(--dp-attention\)"):
+        Placement.of(0, 4, 4, 3)
