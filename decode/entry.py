@@ -17,8 +17,13 @@ from engine.core.rows import Row, build_batch, chunk_end, sampling_row
 from engine.memory.leases import PageAllocator, SlotAllocator, SlotLease, pages_for_tokens
 from pool.prefix.tree import Found
 from pool.request.entry import Entry, Failed, PrefixCache
+from runtime.clock import Clock
 from runtime.digests import block_names, names_draft
-from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
+
+REST_SHARE = 0.1  # of a step: so much longer it may get by what is read in it
+PACE_MEMORY = 0.9
+PACE_MEMORY_S = 30.0  # what was slow once would otherwise never be tried again
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ class DecodeLimits:
     """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond them, up to
     `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
     verifies up to `num_draft_tokens` at once; where recurrent layers keep a state per node, of at most `max_running`
-    requests: the others take plain steps until one of those leaves."""
+    requests: the others take plain steps until one of those leaves. With `has_states` nothing goes on without a state
+    (GatedDeltaNet, sliding windows), and tokens may have other bits read than drawn."""
 
     page_size: int
     grid: int
@@ -107,16 +113,49 @@ class DecodeLimits:
     chunk_tokens: int = 512  # of a replay's prefill batches
     growth_tokens: int = 64
     num_draft_tokens: int = 0
+    has_states: bool = False
+    local_rest_tokens: int = 0  # of a prompt that is computed here, at most
 
     @property
     def speculates(self) -> bool:
         return self.num_draft_tokens > 0
 
     @property
-    def has_states(self) -> bool:
-        """Whether recurrent layers take part (GatedDeltaNet, whose chunks lie on a grid). There tokens have other bits
-        read than drawn, and nothing goes on without a state."""
-        return self.grid > 1
+    def reads_beside(self) -> bool:
+        """Whether tokens can be read in one batch with steps of others, which then are no trees and have no states."""
+        return not self.speculates and not self.has_states
+
+
+@dataclass
+class RestLimit:
+    """The longest rest of a prompt that a pool reads in a step of its streams: at most `most` tokens, and none that
+    would make the step longer by more than `REST_SHARE`, as far as was seen lately. Belongs to the engine thread."""
+
+    most: int
+    clock: Clock
+    _step_s: float = 0.0  # of streams alone; 0.0: not seen
+    _token_s: float = 0.0  # of each token read; 0.0: not seen
+    _seen_s: float = 0.0
+
+    def stepped(self, seconds: float) -> None:
+        """Streams took a step."""
+        self._step_s = _blend(self._step_s, seconds)
+
+    def read(self, num_tokens: int, seconds: float, *, is_step: bool) -> None:
+        """So many tokens were read, in a step of streams or while they waited."""
+        own_s = max(seconds - self._step_s, 0.0) if is_step else seconds
+        self._token_s, self._seen_s = _blend(self._token_s, own_s / num_tokens), self.clock.now()
+
+    def tokens(self, *, has_streams: bool) -> int:
+        """The limit now."""
+        is_known = self._token_s > 0 and self.clock.now() < self._seen_s + PACE_MEMORY_S
+        if not has_streams or not is_known:
+            return self.most
+        return min(self.most, int(REST_SHARE * self._step_s / self._token_s))
+
+
+def _blend(before: float, seen: float) -> float:
+    return PACE_MEMORY * before + (1 - PACE_MEMORY) * seen if before else seen
 
 
 @dataclass(frozen=True)
@@ -128,6 +167,7 @@ class Reservation:
     prompt_page_ids: tuple[int, ...]
     slot_id: int
     held_tokens: int = 0
+    data_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +178,7 @@ class RequestMemory:
     pages: PageAllocator
     slots: SlotAllocator
     cache: PrefixCache
+    data_rank: int = 0
 
     def check_fits(self, request: Request) -> None:
         """Raises InvalidRequestError for what would not fit into an empty pool."""
@@ -158,11 +199,24 @@ class RequestMemory:
             self.cache.metrics.queried.inc(num_tokens)
             self.cache.metrics.matched.inc(found.num_tokens)
 
-    def lease_again(self, entry: DecodeEntry) -> None:
-        """As `lease`, of an entry that has lost its memory and will compute it again but for what is cached."""
-        found = Found() if self.limits.has_states else self.cache.find(entry.blocks, entry.num_tokens)
+    def lease_to_read(self, entry: DecodeEntry) -> None:
+        """As `lease`, of an entry that will compute here what it has no entries of."""
+        found = self._readable(entry)
         self._lease(entry, found)
         entry.advance(found.num_tokens)
+
+    def lease_for_rest(self, entry: DecodeEntry, most: int) -> None:
+        """As `lease_to_read`, of a prompt that is new here; CapacityError, too, where more than `most` tokens of it are
+        missing."""
+        found, num_tokens = self._readable(entry), len(entry.request.prompt_token_ids)
+        num_missing = num_tokens - found.num_tokens
+        if num_missing > most:
+            raise CapacityError(f"{num_missing} tokens of the prompt are not here, the limit is {most}",
+                                resource="prefix cache")
+        self.lease_to_read(entry)
+        for counter, count in ((self.cache.metrics.queried, num_tokens), (self.cache.metrics.matched, found.num_tokens),
+                               (self.cache.metrics.reused, found.num_tokens)):
+            counter.inc(count)
 
     def reservation(self, entry: DecodeEntry) -> Reservation:
         """Of an entry that holds memory."""
@@ -170,7 +224,7 @@ class RequestMemory:
         assert entry.slot is not None
         prompt_pages = pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
         return Reservation(entry.key, tuple(entry.pages.page_ids[:prompt_pages]), entry.slot.slot_id,
-                           entry.pages.num_shared * self.limits.page_size)
+                           entry.pages.num_shared * self.limits.page_size, self.data_rank)
 
     def keep_landed(self, entry: DecodeEntry, *, with_draft: bool) -> None:
         """Its prompt has landed and was checked. It is kept unless the draft's part is missing, or nobody would look
@@ -189,6 +243,10 @@ class RequestMemory:
                                        compatibility=entry.compatibility, salt=entry.request.cache_salt,
                                        known=entry.blocks)
             self.cache.insert(entry.blocks[:entry.num_final // self.limits.page_size], entry.pages.page_ids)
+
+    def _readable(self, entry: DecodeEntry) -> Found:
+        """What is there to go on from: nothing without a state, where the model has any."""
+        return Found() if self.limits.has_states else self.cache.find(entry.blocks, entry.num_tokens)
 
     def _lease(self, entry: DecodeEntry, found: Found) -> None:
         most = len(entry.request.prompt_token_ids) + entry.request.max_tokens
@@ -221,9 +279,10 @@ class StepBuilder:
         prompt_len = len(entry.request.prompt_token_ids)
         return prompt_len if self.limits.has_states else max(prompt_len, entry.num_tokens - 1)
 
-    def replay(self, entries: Sequence[DecodeEntry]) -> ForwardBatch | None:
-        """The next chunks of tokens that are to be computed again, as many as one batch takes."""
-        rows: list[Row] = []
+    def read(self, entries: Sequence[DecodeEntry], beside: Sequence[DecodeEntry]) -> ForwardBatch:
+        """The next chunks of known tokens that are not computed, or not any more, as many as one batch takes, and a
+        step of those `beside`."""
+        rows = [self._decode_row(entry) for entry in beside]
         budget = self.limits.chunk_tokens
         for entry in entries:
             total = self.readable(entry)
@@ -232,7 +291,7 @@ class StepBuilder:
                 draws = end == total and not entry.outputs
                 budget -= end - entry.computed
                 rows.append(self._known_row(entry, end, draws=draws))
-        return build_batch(ForwardMode.PREFILL, rows) if rows else None
+        return build_batch(ForwardMode.PREFILL, rows)
 
     def begin(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
         """The first trees of entries whose drafts have landed with their prompts; nothing else is computed."""

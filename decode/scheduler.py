@@ -13,12 +13,22 @@ the same way. What is past its deadline fails before its next step or its replay
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice
+from functools import cached_property, partial
+from itertools import count, islice
 
-from decode.entry import DecodeEntry, DecodeLimits, Drawn, Emit, Finished, RequestMemory, Reservation, StepBuilder
+from decode.entry import (
+    DecodeEntry,
+    DecodeLimits,
+    Drawn,
+    Emit,
+    Finished,
+    RequestMemory,
+    Reservation,
+    RestLimit,
+    StepBuilder,
+)
 from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes, Verified
@@ -26,6 +36,7 @@ from engine.core.request import DrawnToken, FinishReason, Request
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
+from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed, PrefixCache
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
@@ -48,11 +59,14 @@ class DecodeScheduler:
     scratch: SlotAllocator = field(default_factory=lambda: SlotAllocator(0, name="states of trees"))
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     on_verified: VerifiedListener = lambda step, num_running: None
+    data_rank: int = 0
+    keys: Iterator[int] = field(default_factory=lambda: count(1))  # of requests; data ranks of a pool share one
+    journal: PointJournal = field(default_factory=PointJournal)  # likewise
+    on_preempted: Callable[[], None] = lambda: None
     _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
     _waiting: list[DecodeEntry] = field(default_factory=list)
     _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
     _ended: dict[int, None] = field(default_factory=dict)  # keys whose output the last stage still has to drop
-    _next_key: int = 1
     _since_s: float = 0.0  # the last result, or the first launch after a pause
 
     def reserve(self, request: Request, emit: Emit, *, replayed: Sequence[int] = (), blocks: tuple[bytes, ...] = (),
@@ -66,8 +80,20 @@ class DecodeScheduler:
             CapacityError: no room now, or a preempted request waits for it first.
             InvalidRequestError: the request could never fit.
         """
-        entry = self._admit(request, emit, replayed, blocks, compatibility)
-        entry.ends_at_s = ends_at_s
+        entry = DecodeEntry(0, request, emit, ends_at_s=ends_at_s, blocks=blocks, compatibility=compatibility,
+                            outputs=list(replayed))
+        self._admit(entry, self._memory.lease)
+        return self._memory.reservation(entry)
+
+    def read_rest(self, request: Request, emit: Emit, *, blocks: tuple[bytes, ...], compatibility: str,
+                  ends_at_s: float = math.inf) -> Reservation:
+        """Generate without a handoff, where the cache has nearly all of the prompt. Arguments as for `reserve`.
+
+        Raises as `reserve` does, and CapacityError where too much is missing.
+        """
+        entry = DecodeEntry(0, request, emit, ends_at_s=ends_at_s, blocks=blocks, compatibility=compatibility)
+        self._admit(entry, partial(self._memory.lease_for_rest, most=self._longest_rest))
+        self._run(entry)
         return self._memory.reservation(entry)
 
     def unshare(self, key: int) -> Reservation:
@@ -97,7 +123,8 @@ class DecodeScheduler:
 
         Raises as `reserve` does.
         """
-        entry = self._admit(request, emit)
+        entry = DecodeEntry(0, request, emit)
+        self._admit(entry, self._memory.lease_to_read)
         self._run(entry)
         return entry.key
 
@@ -110,9 +137,12 @@ class DecodeScheduler:
         if not entry.in_flight:
             self._forget(entry)
 
+    def holds(self, key: int) -> bool:
+        return key in self._entries
+
     def load(self) -> SchedulerLoad:
         return SchedulerLoad(len(self._waiting), len(self._entries) - len(self._waiting), self.pages.num_available,
-                             self.slots.num_available)
+                             self.slots.num_available, local_rest_tokens=self._longest_rest)
 
     def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for bytes that are landing or to run, and how long a preempted request has waited."""
@@ -131,13 +161,16 @@ class DecodeScheduler:
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         for entry in ready:
             entry.lease_scratch(self.scratch)
-        replays = [entry for entry in ready if entry.computed < self._steps.readable(entry)]
+        reading = [entry for entry in ready if entry.computed < self._steps.readable(entry)]
         beginning = [entry for entry in ready if entry.draft.landed and entry.num_left > 1
                      and self._num_draft_tokens(entry)]
-        if replays:
-            batch = self._steps.replay(replays)
+        if reading:
+            batch = self._reading_batch(reading, ready)
+        elif beginning:
+            batch = self._steps.begin(beginning)
         else:
-            batch = self._steps.begin(beginning) if beginning else self._decode_batch(ready)
+            stepping = self._stepping(ready)
+            batch = self._steps.decode(stepping) if stepping else None
         return None if batch is None else self._launched(batch)
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
@@ -146,6 +179,7 @@ class DecodeScheduler:
                 self._ended.pop(key, None)
         if self.limits.speculates and batch.mode in _DECODING and result.error is None:
             self._note_verified(batch, result)
+        self._note_pace(batch)
         self._since_s = self.clock.now()
         drawn, verified = iter(result.tokens), iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
@@ -180,6 +214,17 @@ class DecodeScheduler:
         self.on_verified(VerifiedStep(sum(length - 1 for _, length in drew), accepted,
                                       self.clock.now() - self._since_s, len(drew) - len(accepted)), len(self._turns))
 
+    def _note_pace(self, batch: ForwardBatch) -> None:
+        """How long steps take, and what is read while there are streams."""
+        seconds = self.clock.now() - self._since_s
+        if batch.mode in _DECODING:
+            self._rests.stepped(seconds)
+        elif batch.mode is ForwardMode.PREFILL:
+            num_streams = sum(sampling is not None and bool(self._entries[key].outputs)
+                              for key, sampling in zip(batch.request_keys, batch.sampling, strict=True))
+            if num_streams or len(self._turns) > batch.num_rows:
+                self._rests.read(batch.num_tokens - num_streams, seconds, is_step=num_streams > 0)
+
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
         self.cache.clear()  # a stage that joins brings other memory
         for entry in list(self._entries.values()):
@@ -196,11 +241,20 @@ class DecodeScheduler:
     @cached_property
     def cache(self) -> PrefixCache:
         """What is kept of requests. States come with each prompt: none is."""
-        return PrefixCache(self.cache_rule, self.pages, self.slots, self.clock)
+        return PrefixCache(self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal)
+
+    @cached_property
+    def _rests(self) -> RestLimit:
+        return RestLimit(self.limits.local_rest_tokens, self.clock)
+
+    @property
+    def _longest_rest(self) -> int:
+        """Of a prompt, that is read here at this load."""
+        return self._rests.tokens(has_streams=bool(self._turns))
 
     @cached_property
     def _memory(self) -> RequestMemory:
-        return RequestMemory(self.limits, self.pages, self.slots, self.cache)
+        return RequestMemory(self.limits, self.pages, self.slots, self.cache, self.data_rank)
 
     @cached_property
     def _steps(self) -> StepBuilder:
@@ -211,21 +265,18 @@ class DecodeScheduler:
             return 0
         return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
 
-    def _admit(self, request: Request, emit: Emit, replayed: Sequence[int] = (), blocks: tuple[bytes, ...] = (),
-               compatibility: str = "") -> DecodeEntry:
-        self._memory.check_fits(request)
+    def _admit(self, entry: DecodeEntry, lease: Callable[[DecodeEntry], None]) -> None:
+        """It gets a key, and its memory by `lease`."""
+        self._memory.check_fits(entry.request)
         if self._waiting:
             raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
         limit = self.limits.max_held or self.limits.max_running
         if len(self._entries) >= limit:
             raise CapacityError(f"{len(self._entries)} requests hold memory, the limit is {limit}",
                                 resource="held requests")
-        entry = DecodeEntry(self._next_key, request, emit, blocks=blocks, compatibility=compatibility,
-                            outputs=list(replayed), joined_s=self.clock.now())
-        self._memory.lease(entry)
-        self._next_key += 1
+        entry.key, entry.joined_s = next(self.keys), self.clock.now()
+        lease(entry)
         self._entries[entry.key] = entry
-        return entry
 
     def _run(self, entry: DecodeEntry) -> None:
         entry.running = True
@@ -238,7 +289,7 @@ class DecodeScheduler:
         while self._waiting:
             entry = self._waiting[0]
             try:
-                self._memory.lease_again(entry)
+                self._memory.lease_to_read(entry)
             except CapacityError:
                 return
             self._waiting.pop(0)
@@ -275,10 +326,21 @@ class DecodeScheduler:
         entry.preempted_s = self.clock.now()
         del self._turns[entry.key]
         self._waiting.append(entry)
+        self.on_preempted()
 
-    def _decode_batch(self, ready: list[DecodeEntry]) -> ForwardBatch | None:
-        """A share of the rows, so that every stage has a batch. Growing may set others of `ready` back. Who has no
-        scratch takes plain steps, in batches apart: beside a tree its own state would have to be kept, too."""
+    def _reading_batch(self, reading: list[DecodeEntry], ready: list[DecodeEntry]) -> ForwardBatch | None:
+        """Streams go on meanwhile, where both fit into one batch. Their growing may set back who is to read."""
+        streams = [entry for entry in ready if entry.computed >= self._steps.readable(entry)]
+        beside = self._stepping(streams) if self.limits.reads_beside else []
+        reading = [entry for entry in reading if entry.running]
+        if reading:
+            return self._steps.read(reading, beside)
+        return self._steps.decode(beside) if beside else None
+
+    def _stepping(self, ready: list[DecodeEntry]) -> list[DecodeEntry]:
+        """Who takes the next step: a share of the rows, so that every stage has a batch. Growing may set others of
+        `ready` back. Who has no scratch takes plain steps, in batches apart: beside a tree its own state would have to
+        be kept, too."""
         share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
         chosen: list[DecodeEntry] = []
         for entry in ready:
@@ -290,7 +352,7 @@ class DecodeScheduler:
                 entry.in_flight = 1  # from here on its pages are not taken from it
                 entry.first_step_s = self.clock.now() if entry.first_step_s is None else entry.first_step_s
                 chosen.append(entry)
-        return self._steps.decode(chosen) if chosen else None
+        return chosen
 
     def _launched(self, batch: ForwardBatch) -> ForwardBatch:
         """Its requests go to the end of the queue for turns."""

@@ -1,8 +1,10 @@
-"""The Decode service: one stream is one request, from reservation to its last token.
+"""The Decode service: one stream is one request, from reservation to its last token; what is drawn goes to the router
+by its stream of steps (`decode.steps`).
 
     open ─▶ reserve on all stages, post receives ─▶ destination ─▶ … bytes land, digests match …
-        first_token ─────────────────────────────────────────▶ committed ─▶ tokens … ─▶ finished
+        first_token ───────────────────────────────▶ by the steps: committed ─▶ tokens … ─▶ finished
         source_lost (the prefill worker died), new_source ─▶ destination of the next epoch, same memory
+    open without a source ─▶ local (nearly all of the prompt is here) ─▶ tokens …; else refused
     open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new one is drawn
 """
 
@@ -12,15 +14,18 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import grpc
 
 from decode.entry import Drawn, Event, Finished, Reservation
 from decode.scheduler import DecodeScheduler
+from decode.steps import StepFeeds, StepOutlet
 from engine.core.request import FinishReason, Request
 from engine.memory.layout import bytes_per_page, travelling
 from pool.request.conversion import chunk_to_proto, in_vocabulary
-from pool.request.entry import Failed
+from pool.request.entry import DataRanks, Failed
 from pool.request.stay import (
     Inbox,
     RequestParts,
@@ -55,8 +60,10 @@ from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 
 HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
 FIRST_TOKEN_TIMEOUT_S = 5.0
+FINISH_TIMEOUT_S = 60.0
 
 DecodeInbox = Inbox[pb.DecodeRequest, Event]
+ItemT = TypeVar("ItemT", Finished, StreamEnded)
 
 _REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -69,19 +76,20 @@ _REASONS = {
 class DecodeParts(RequestParts):
     """What a request on this pool works with."""
 
-    scheduler: DecodeScheduler
+    ranks: DataRanks[DecodeScheduler]
     arrivals: ArrivalMetrics
 
 
 class DecodeStay:
     """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
-    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, request: Request, reservation: Reservation,
-                 source: SourceTerms, alike: str, patience_s: float) -> None:
+    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, outlet: StepOutlet, request: Request,
+                 reservation: Reservation, source: SourceTerms, alike: str, patience_s: float) -> None:
         """`source` is the first to deliver, `alike` what it has in common with this pool, `patience_s` the longest that
         one state of the handoff may last."""
         self._parts = parts
         self._inbox = inbox
+        self._outlet = outlet
         self._request = request
         self._reservation = reservation
         self._source = source
@@ -90,7 +98,7 @@ class DecodeStay:
         # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
         # long that may take follows from the request's deadline.
         self._session = ReceiveSession(
-            secrets.token_hex(8), num_stages=parts.leader.group.size, clock=SystemClock(),
+            secrets.token_hex(8), num_stages=parts.leader.group.session_size, clock=SystemClock(),
             deadlines=SessionDeadlines.within(patience_s))
         self._is_open = False
         self._with_draft = False  # whether the draft's state lands, too
@@ -110,9 +118,8 @@ class DecodeStay:
                 offer = await self._land()
             if offer is not None:
                 self._parts.meters.handoff.failures.labels("source_replaced").inc()
-        yield await self._commit()
-        async for response in self._tokens():
-            yield response
+        await self._commit()
+        await _finish(self._parts, self._inbox)
 
     def end(self) -> None:
         """Close what is open and give the memory back once nothing can write it."""
@@ -120,7 +127,7 @@ class DecodeStay:
         key, session = self._reservation.key, self._session
         session.abort("its stream ended")  # no change if the request has taken the memory over
         self._parts.reclaimer.end(
-            lambda: self._parts.scheduler.release(key), session=session if self._is_open else None,
+            lambda: self._parts.ranks.of(key).release(key), session=session if self._is_open else None,
             close=(lambda: self._parts.leader.group.close_receive(session.session_id)) if self._is_open else None)
 
     async def _shake_hands(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
@@ -148,12 +155,14 @@ class DecodeStay:
                                      f"{len(self._request.prompt_token_ids)} tokens"))
         if not source.sends_rest and self._reservation.held_tokens:
             key = self._reservation.key
-            self._reservation = await parts.leader.loop.submit(lambda: parts.scheduler.unshare(key))
+            self._reservation = await parts.leader.loop.submit(lambda: parts.ranks.of(key).unshare(key))
         # The session follows when nothing can fail any more: stages know no epoch that was never opened.
         epoch = session.epoch + 1 if self._is_open else session.epoch
+        data_rank = self._reservation.data_rank
         destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
                                        epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
-                                       slot_id=self._reservation.slot_id, stages=parts.leader.group.endpoints,
+                                       slot_id=self._reservation.slot_id,
+                                       stages=parts.leader.group.endpoints(data_rank),
                                        with_draft=share_draft(self._alike, source.compatibility),
                                        held_tokens=self._reservation.held_tokens)
         self._with_draft = destination.with_draft
@@ -161,7 +170,7 @@ class DecodeStay:
         if self._is_open:
             session.next_epoch()
         self._is_open = True
-        parts.leader.group.open_receive(source, destination, session, self._inbox.session_changed)
+        parts.leader.group.open_receive(source, destination, session, self._inbox.session_changed, data_rank)
         while session.state is ReceiveState.RESERVED:
             new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives")
             if new_source is not None:
@@ -233,7 +242,7 @@ class DecodeStay:
             case other:
                 raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
 
-    async def _commit(self) -> pb.DecodeResponse:
+    async def _commit(self) -> None:
         parts, session, first_token = self._parts, self._session, self._first_token
         assert first_token is not None
         now = time.monotonic()
@@ -246,11 +255,10 @@ class DecodeStay:
         self._phase.note(num_bytes=session.num_bytes, exposed_s=exposed_s)
         self._phase.end()
         self._phase = begin("baton.decode.generate", request_id=self._request.request_id)
+        self._outlet.committed(pb.DecodeCommitted(transfer_exposed_s=exposed_s, num_bytes=session.num_bytes))
         key, with_draft = self._reservation.key, self._with_draft
-        await parts.leader.loop.submit(lambda: parts.scheduler.join(key, first_token, with_draft=with_draft))
+        await parts.leader.loop.submit(lambda: parts.ranks.of(key).join(key, first_token, with_draft=with_draft))
         parts.leader.group.close_receive(session.session_id)
-        return pb.DecodeResponse(committed=pb.DecodeCommitted(transfer_exposed_s=exposed_s,
-                                                              num_bytes=session.num_bytes))
 
     @property
     def _unsent_bytes(self) -> int:
@@ -258,31 +266,66 @@ class DecodeStay:
         num_pages = self._reservation.held_tokens // geometry.page_size
         return num_pages * bytes_per_page(travelling(geometry.specs, with_draft=self._with_draft))
 
-    async def _tokens(self) -> AsyncIterator[pb.DecodeResponse]:
-        while True:
-            item = await self._inbox.get(None, "tokens")
-            match item:
-                case Drawn(tokens):
-                    yield pb.DecodeResponse(tokens=chunk_to_proto(*tokens))
-                case Finished():
-                    self._parts.meters.work.queue_s.observe(item.queue_s)
-                    self._parts.arrivals.preemptions.inc(item.num_preemptions)
-                    self._parts.arrivals.local_prefills.labels("preempted").inc(item.num_preemptions)
-                    yield pb.DecodeResponse(finished=_finished_to_proto(item))
-                    return
-                case Failed(error):
-                    raise error.again()
-                case SessionChanged() | StreamEnded() | pb.DecodeRequest():
-                    # A router with nothing more to send may half-close; an offer that crossed the commit is needless.
-                    continue
+
+class LocalStay:
+    """A request whose prompt is here but for a short rest, which this pool computes. Satisfies
+    `pool.request.stay.Stay`."""
+
+    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, reservation: Reservation) -> None:
+        self._parts = parts
+        self._inbox = inbox
+        self._reservation = reservation
+
+    async def run(self) -> AsyncIterator[pb.DecodeResponse]:
+        self._parts.arrivals.local_prefills.labels("short_rest").inc()
+        await _finish(self._parts, self._inbox)
+        by_stream: tuple[pb.DecodeResponse, ...] = ()  # all of it comes by the steps
+        for response in by_stream:
+            yield response
+
+    def end(self) -> None:
+        key = self._reservation.key
+        self._parts.reclaimer.end(lambda: self._parts.ranks.of(key).release(key))
 
 
-def _finished_to_proto(event: Finished) -> pb.DecodeFinished:
-    return pb.DecodeFinished(reason=_REASONS[event.reason], stop_token_id=event.stop_token_id, queue_s=event.queue_s,
-                             decode_s=event.decode_s, num_preemptions=event.num_preemptions)
+async def _finish(parts: DecodeParts, inbox: DecodeInbox) -> None:
+    """To the end of a request that draws."""
+    finished = await _until(inbox, Finished, None)
+    parts.meters.work.queue_s.observe(finished.queue_s)
+    # The router half-closes when it has the finish. A stream that ended before could overtake it, and with it a
+    # drain, which waits for streams like this one and not for those of steps.
+    with suppress(DeadlineError):
+        await _until(inbox, StreamEnded, FINISH_TIMEOUT_S)
+
+
+async def _until(inbox: DecodeInbox, kind: type[ItemT], timeout_s: float | None) -> ItemT:
+    """The first item of this kind, of a request that draws. Raises what it failed of."""
+    while True:
+        match await inbox.get(timeout_s, "the router to take the finish"):
+            case kind() as item:
+                return item
+            case Failed(error):
+                raise error.again()
+            case StreamEnded():
+                raise RequestAborted("the router closed the stream before the request had finished")
+            case SessionChanged() | pb.DecodeRequest():
+                continue  # an offer that crossed the commit is needless
+
+
+def _receive(outlet: StepOutlet, inbox: DecodeInbox, event: Event) -> None:
+    """What the engine did: the router gets what was drawn, the stay whatever ends it."""
+    if isinstance(event, Drawn):
+        outlet.drawn(chunk_to_proto(*event.tokens))
+        return
+    if isinstance(event, Finished):
+        outlet.finished(pb.DecodeFinished(
+            reason=_REASONS[event.reason], stop_token_id=event.stop_token_id, queue_s=event.queue_s,
+            decode_s=event.decode_s, num_preemptions=event.num_preemptions))
+    inbox.happened(event)
 
 
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
+StepsContext = grpc.aio.ServicerContext[pb.StepsRequest, pb.StepsResponse]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -290,30 +333,53 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def __init__(self, parts: DecodeParts) -> None:
         self._parts = parts
+        for scheduler in parts.ranks.schedulers:
+            scheduler.on_preempted = parts.arrivals.preempted
+        self.feeds = StepFeeds()
+
+    async def Steps(self, request: pb.StepsRequest, context: StepsContext) -> AsyncIterator[pb.StepsResponse]:
+        with self.feeds.opened(request.steps_id) as feed:
+            async for message in feed.messages():
+                yield message
 
     async def Generate(self, request_iterator: AsyncIterator[pb.DecodeRequest],
                        context: Context) -> AsyncIterator[pb.DecodeResponse]:
         parts = self._parts
         opening = (await open_stream(parts, request_iterator, role="decode", expected="open")).open
         request = read_request(parts, opening.request)
-        source = codec.source_from_proto(opening.source)
-        inbox: DecodeInbox = Inbox(request_iterator, parts.meters.handoff.leases_expired)
-        clock, ends_at_s = parts.scheduler.clock, deadline_of(context, parts.scheduler.clock)
+        source = codec.source_from_proto(opening.source) if opening.HasField("source") else None
         replayed = _replayed(opening, request, vocab_size=parts.plan.description.facts.vocab_size)
+        inbox: DecodeInbox = Inbox(request_iterator, parts.meters.handoff.leases_expired)
+        clock = parts.ranks.schedulers[0].clock
+        ends_at_s = deadline_of(context, clock)
+        feed = await self.feeds.named(opening.steps_id)
+        outlet = StepOutlet(feed, opening.steps_key, 0 if source is None else 1 + len(replayed))
+        emit = partial(parts.post.put, partial(_receive, outlet, inbox))
 
-        async def take_place() -> DecodeStay:
-            alike = in_common(parts.leader.compatibility.digest, source.compatibility)
-            blocks, is_kept = parts.blocks_of(request, alike), parts.caches and request.uses_cache
+        async def take_place() -> DecodeStay | LocalStay:
+            mine = parts.leader.compatibility.digest
+            alike = mine if source is None else in_common(mine, source.compatibility)
+            blocks, kept_as = parts.blocks_of(request, alike), alike if parts.caches and request.uses_cache else ""
+
+            def take(scheduler: DecodeScheduler) -> Reservation:
+                admit = scheduler.read_rest if source is None else partial(scheduler.reserve, replayed=replayed)
+                taken = admit(request, emit, blocks=blocks, compatibility=kept_as, ends_at_s=ends_at_s)
+                if source is None:  # posted where tokens are, so that it comes before them
+                    parts.post.put(outlet.local, pb.DecodeLocal(cached_tokens=taken.held_tokens))
+                return taken
+
             reservation = await parts.leader.loop.submit(
-                lambda: parts.scheduler.reserve(request, inbox.emit, replayed=replayed, ends_at_s=ends_at_s,
-                                                blocks=blocks, compatibility=alike if is_kept else ""),
-                undo=lambda taken: parts.scheduler.release(taken.key))
+                lambda: parts.ranks.place(request, blocks, take),
+                undo=lambda taken: parts.ranks.of(taken.key).release(taken.key))
+            if source is None:
+                return LocalStay(parts, inbox, reservation)
             patience_s = HANDOFF_TIMEOUT_S if math.isinf(ends_at_s) else max(0.0, ends_at_s - clock.now())
-            return DecodeStay(parts, inbox, request, reservation, source, alike, patience_s)
+            return DecodeStay(parts, inbox, outlet, request, reservation, source, alike, patience_s)
 
-        async with aclosing(serve(parts, inbox, request, take_place)) as responses:
-            async for response in responses:
-                yield response
+        with feed.joined(opening.steps_key, lambda error: inbox.happened(Failed(error))):
+            async with aclosing(serve(parts, inbox, request, take_place)) as responses:
+                async for response in responses:
+                    yield response
 
 
 def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:

@@ -1,5 +1,8 @@
 """The decode role: what `pool.process` needs to know to run it."""
 
+import itertools
+from functools import partial
+
 from decode.adaptive import AdaptiveDraft
 from decode.entry import DecodeLimits, Event, Finished
 from decode.scheduler import DecodeScheduler
@@ -9,9 +12,10 @@ from engine.core.request import Request, SamplingParams
 from engine.memory.budget import decode_requests
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
+from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.process import LeaderParts
-from pool.request.entry import Failed
+from pool.request.entry import DataRanks, Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.stage import Stage
@@ -32,48 +36,53 @@ class DecodeRole:
     speculates = True
     keeps_states = False  # they come with the prompts
 
-    def max_held(self, max_running: int) -> int:
-        """A small pool keeps room for handoffs that are still on their way."""
-        return decode_requests(max_running)
+    def max_held(self, config: WorkerConfig) -> int:
+        """Beside those that run, requests whose handoff is still on its way."""
+        return decode_requests(config.max_running, num_landing=config.max_landing)
 
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
         return None
 
     def lead(self, config: WorkerConfig, stage: Stage) -> "DecodeLeading":
         geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
+        has_states = any(spec.kind.is_state for spec in geometry.specs)
         adaptive = AdaptiveDraft(stage.plan.num_draft_tokens) if config.spec_adaptive else None
-        return DecodeLeading(DecodeScheduler(
+        limits = DecodeLimits(page_size=config.page_size, grid=grid, depth=config.placement.pipeline_size,
+                              max_running=config.max_running, max_held=stage.plan.max_held,
+                              max_context_tokens=stage.plan.max_context_tokens,
+                              chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
+                              num_draft_tokens=stage.plan.num_draft_tokens,
+                              has_states=has_states, local_rest_tokens=0 if has_states else config.local_rest_tokens)
+        keys, journal = itertools.count(1), PointJournal()
+        return DecodeLeading(DataRanks(tuple(DecodeScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
-            scratch=SlotAllocator(stage.plan.num_scratch, name="states of trees"),
-            limits=DecodeLimits(page_size=config.page_size, grid=grid, depth=config.placement.pipeline_size,
-                                max_running=config.max_running, max_held=stage.plan.max_held,
-                                max_context_tokens=stage.plan.max_context_tokens,
-                                chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
-                                num_draft_tokens=stage.plan.num_draft_tokens),
+            scratch=SlotAllocator(stage.plan.num_scratch, name="states of trees"), limits=limits,
             clock=SystemClock(), cache_rule=ResumeRule(config.page_size) if config.decode_cache else None,
-            draft_length=adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS), adaptive)
+            draft_length=adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS,
+            data_rank=data_rank, keys=keys, journal=journal) for data_rank in range(config.dp_attention))),
+            journal, adaptive)
 
 
 class DecodeLeading:
     """Satisfies `pool.process.LeadingRole`."""
 
-    def __init__(self, scheduler: DecodeScheduler, adaptive: AdaptiveDraft | None) -> None:
-        """`adaptive` chooses the scheduler's draft lengths by what earlier ones yielded."""
-        self.scheduler = scheduler
-        self.journal = scheduler.cache.journal
+    def __init__(self, ranks: DataRanks[DecodeScheduler], journal: PointJournal,
+                 adaptive: AdaptiveDraft | None) -> None:
+        """`adaptive` chooses the schedulers' draft lengths by what earlier ones yielded."""
+        self.ranks = ranks
+        self.journal = journal
         self._adaptive = adaptive
-
-    def flush(self) -> int:
-        return self.scheduler.cache.clear()
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
         if parts.stage.plan.speculation is not None:
             self._observe_speculation(parts)
-        self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)
+        metrics = CacheMetrics.create(parts.registry)
+        for scheduler in self.ranks.schedulers:
+            scheduler.cache.metrics = metrics
         service = DecodeService(DecodeParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s, caches=parts.config.decode_cache,
-            scheduler=self.scheduler, arrivals=ArrivalMetrics.create(parts.registry)))
+            post=parts.post, grammars=parts.leader.grammars, caches=parts.config.decode_cache,
+            ranks=self.ranks, arrivals=ArrivalMetrics.create(parts.registry)))
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
     def _observe_speculation(self, parts: LeaderParts) -> None:
@@ -86,14 +95,16 @@ class DecodeLeading:
             if self._adaptive is not None and step.accepted:  # all declined: no yield to count
                 self._adaptive.observe(step, num_running)
 
-        self.scheduler.on_verified = on_verified
+        for scheduler in self.ranks.schedulers:
+            scheduler.on_verified = on_verified
 
     async def warm_up(self, parts: LeaderParts) -> None:
         """Two tokens: a prefill and a decode step."""
         request = Request("warm-up", (0,), 2, SamplingParams(temperature=0))
         loop = parts.leader.loop
-        await run_inside(loop, lambda emit: self.scheduler.submit_local(request, emit), _outcome,
-                         end=lambda key: loop.post(lambda: self.scheduler.release(key)))
+        for scheduler in self.ranks.schedulers:
+            await run_inside(loop, partial(scheduler.submit_local, request), _outcome,
+                             end=lambda key: loop.post(lambda: self.ranks.of(key).release(key)))
 
 
 def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:

@@ -1,4 +1,4 @@
-"""`baton check`: whether a checkpoint would be served in so many stages, and what each of them would take.
+"""`baton check`: whether a checkpoint would be served in so many stages and ranks, and what each of them would take.
 
 Reads configs and the headers of weight files; no weights are loaded. The model's blocks are built without memory, so
 that tensors that are missing, left over or of another shape are named as a worker would name them.
@@ -12,9 +12,10 @@ from typing import Annotated
 import torch
 import typer
 
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import LayerRange, TensorRank
 from engine.core.numerics import Numerics
 from engine.memory.budget import decode_requests, stage_costs
+from engine.pipeline.ranks import StageRanks
 from pool.stage.config import WorkerConfig
 from pool.stage.pool_size import memory_of
 from pool.stage.stage import StagePlan, plan_stage
@@ -32,14 +33,20 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def check(
     model: Annotated[Path, typer.Argument(help="Directory of the checkpoint.")],
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks that share each stage.")] = 1,
+    dp_attention: Annotated[int, typer.Option(help="Data ranks that these form.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over: as many as --tp.")] = None,
     partition: Annotated[str, typer.Option(help='Layers per stage, like "3,5".')] = "",
+    weights: Annotated[str, typer.Option(help="model, or int8: eight bits a weight.")] = "model",
     draft: Annotated[Path | None, typer.Option(help="Draft model.")] = None,
-    memory_mb: Annotated[int | None, typer.Option(help="Cache memory per stage in MiB; default: as fits here.")] = None,
+    memory_mb: Annotated[int | None, typer.Option(help="Cache memory per rank in MiB; default: as fits here.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; default: the model's.")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Requests that hold memory at a time.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests that compute at a time.")] = None,
 ) -> None:
-    """Say, without loading it, whether a model would be served, and what its stages take as a decode pool."""
-    flags = {"model": model, "world_size": pp, "partition": partition, "draft": draft, "memory_mb": memory_mb,
+    """Say, without loading it, whether a model would be served, and what each rank of its stages takes as a decode
+    pool."""
+    flags = {"model": model, "world_size": pp * tp, "tp": tp, "dp_attention": dp_attention, "ep": ep,
+             "partition": partition, "weights": weights, "draft": draft, "memory_mb": memory_mb,
              "max_context": max_context, "max_running": max_running}
     try:
         config = load(WorkerConfig, section="decode", flags=flags)
@@ -57,32 +64,39 @@ def report(config: WorkerConfig) -> Iterator[str]:
         ConfigError: a worker with this configuration would not start; the message is the worker's.
     """
     memory = (lambda device: _ANY_MEMORY) if config.memory_mb else memory_of
-    plan = plan_stage(config, max_held=decode_requests(config.max_running), speculates=config.draft is not None,
-                      memory=memory)
-    facts, stages = plan.description.facts, _checked_stages(plan)
+    held = decode_requests(config.max_running, num_landing=config.max_landing)
+    plan = plan_stage(config, max_held=held, speculates=config.draft is not None, memory=memory)
+    own = config.placement.tensor
+    facts, stages = plan.description.facts, _checked_stages(plan, own)
     yield (f"{config.model.resolve().name}: {facts.architecture}, {facts.num_layers} layers, runs in {facts.dtype}, "
            f"stored as {_stored_types(plan)}")
     yield _HEAD
-    for rank, (stage, cost) in enumerate(zip(stages, stage_costs(plan.geometry.specs, plan.ranges), strict=True)):
-        weights = plan.description.weight_bytes(stage) + _draft_bytes(plan, is_last=rank + 1 == len(stages))
+    specs = [spec.of_rank(own.attention) for spec in plan.geometry.specs]
+    for place, (stage, cost) in enumerate(zip(stages, stage_costs(specs, plan.ranges), strict=True)):
+        weights = plan.description.weight_bytes(stage, own) + _draft_bytes(plan, is_last=place + 1 == len(stages))
         cache = plan.size.num_pages * cost.page_bytes + plan.size.num_slots * cost.slot_bytes
-        yield (f"{rank:>5}  {stage!s:9}{_size(weights):>12}{_size(cost.page_bytes / config.page_size):>12}"
+        yield (f"{place:>5}  {stage!s:9}{_size(weights):>12}{_size(cost.page_bytes / config.page_size):>12}"
                f"{_size(cost.slot_bytes):>13}{_size(cache):>12}")
-    num_tokens = (plan.size.num_pages - 1) * config.page_size
-    yield (f"{plan.size.num_pages - 1} pages of {config.page_size} tokens: room for {num_tokens} tokens in all, "
+    if own.size > 1:
+        yield f"of each of the {own.size} ranks of a stage" + (", but only the first of each data rank of the last "
+                                                               "has the draft" if plan.speculation else "")
+    num_pages = own.data_size * (plan.size.num_pages - 1)
+    yield (f"{num_pages} pages of {config.page_size} tokens: room for {num_pages * config.page_size} tokens in all, "
            f"{plan.max_context_tokens} of one request")
     if plan.size.notice:
         yield plan.size.notice
 
 
-def _checked_stages(plan: StagePlan) -> list[LayerRange]:
-    """The model's layers by stage. Raises ConfigError for tensors that do not fit the config."""
+def _checked_stages(plan: StagePlan, own: TensorRank) -> list[LayerRange]:
+    """The model's layers by stage. Raises ConfigError for tensors that do not fit the config, or this rank."""
     nowhere, whole = torch.device("meta"), LayerRange(0, plan.description.facts.num_layers)
     stages = [layers.intersect(whole) for layers in plan.ranges]
     for layers in stages:
-        plan.description.load_stage(layers, numerics=Numerics.FAST, device=nowhere)
+        plan.description.load_stage(layers, numerics=Numerics.FAST, device=nowhere,
+                                    ranks=StageRanks(own) if own.size > 1 else None)
     if plan.speculation is not None:
-        plan.speculation.draft.load_layers(numerics=Numerics.FAST, device=nowhere)
+        draft = plan.speculation.draft
+        (draft.load_frozen if draft.is_frozen else draft.load_layers)(numerics=Numerics.FAST, device=nowhere)
     return stages
 
 

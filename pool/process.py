@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,7 +24,8 @@ from pool.pipeline.leader import Leader
 from pool.pipeline.membership import JoinReports
 from pool.pipeline.stage_channel import open_pool_channel
 from pool.prefix.journal import PointJournal
-from pool.request.stay import MemoryReclaimer
+from pool.request.entry import RankScheduler
+from pool.request.stay import EventPost, MemoryReclaimer
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
@@ -49,14 +50,25 @@ from transfer.plan.handoff_terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
 
-WATCH_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join"})
+ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join", "/baton.v1.Decode/Steps"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
 REFRESH_S = 1.0  # between two looks of the gauges; scrapes are not more frequent
 
 
-class PoolScheduler(Scheduler, ReportingScheduler, Protocol):
+class PoolScheduler(Scheduler, RankScheduler, Protocol):
     """What an engine loop runs, and a pool reports of."""
+
+
+class PoolRanks(ReportingScheduler, Protocol):
+    """`pool.request.entry.DataRanks` of a role's schedulers."""
+
+    @property
+    def schedulers(self) -> Sequence[PoolScheduler]: ...
+
+    def flush(self) -> int:
+        """Empty the prefix caches, on the engine's thread; returns the number of pages given up."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class LeaderParts:
     leader: Leader
     reclaimer: MemoryReclaimer
     meters: LeaderMeters
+    post: EventPost
     registry: CollectorRegistry
 
 
@@ -75,15 +88,11 @@ class LeadingRole(Protocol):
     """A role as the leader of its pool runs it."""
 
     @property
-    def scheduler(self) -> PoolScheduler: ...
+    def ranks(self) -> PoolRanks: ...
 
     @property
     def journal(self) -> PointJournal:
-        """Of its prefix cache; an empty one where there is none."""
-        ...
-
-    def flush(self) -> int:
-        """Empty its prefix cache, on the engine's thread; returns the number of pages given up."""
+        """Of its prefix caches; an empty one where there is none."""
         ...
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
@@ -101,7 +110,7 @@ class PoolRole(Protocol):
     speculates: bool  # whether it verifies drafts, or only lets a draft read prompts
     keeps_states: bool  # whether its prefix cache keeps recurrent states, too
 
-    def max_held(self, max_running: int) -> int:
+    def max_held(self, config: WorkerConfig) -> int:
         """Requests that may hold memory at the same time, when `max_running` compute."""
         ...
 
@@ -164,7 +173,7 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     """The stage and what surrounds it. `on_event` is the port of its transfer agent."""
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
-    plan = plan_stage(config, max_held=role.max_held(config.max_running), speculates=role.speculates,
+    plan = plan_stage(config, max_held=role.max_held(config), speculates=role.speculates,
                       keeps_states=role.keeps_states)
     # The leader reports for its pool: the other stages have the same, for their layers.
     level = logging.DEBUG if config.rank else logging.INFO
@@ -182,7 +191,8 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
 
 async def _lead(process: _Process, reports: SessionReports, began_s: float) -> None:
     config, role, stage = process.config, process.role, process.stage
-    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.counts)
+    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.counts,
+                                 num_data_ranks=config.dp_attention)
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -197,24 +207,29 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
             meters.pool.compat.info({"hash": leader.compatibility.digest})
         worker_service.changed()
 
+    def on_settled() -> None:
+        post.flush()
+        board.publish()
+
     def on_unhealthy(reason: str) -> None:
         meters.pool.imbalances.inc()
         leader.unhealthy(reason)
 
-    loop, board = asyncio.get_running_loop(), LoadBoard(leading.scheduler, SystemClock())
+    loop, board = asyncio.get_running_loop(), LoadBoard(leading.ranks, SystemClock())
+    post = EventPost(loop)
     observer = LoopObserver(launched_s=meters.on_launch, step_s=meters.on_step, waited_s=meters.on_wait,
-                            settled=board.publish,
+                            settled=on_settled,
                             unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
-    leader = Leader(config, stage, leading.scheduler, GuidedSampler(stage.grammars), reports=reports,
+    leader = Leader(config, stage, leading.ranks.schedulers, GuidedSampler(stage.grammars), reports=reports,
                     warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
                     empty=lambda grace_s: server.empty(grace_s=grace_s), hand_back=server.hand_back,
                     observer=observer, on_frame=meters.on_frame)
     reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
-    parts = LeaderParts(config, stage, leader, reclaimer, meters, process.registry)
+    parts = LeaderParts(config, stage, leader, reclaimer, meters, post, process.registry)
     info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
     worker_service = WorkerService(lambda: formed_info(info, leader, stage.plan),
                                    lambda: worker_load(leader, board.load, meters, sum(start_s)), leading.journal,
-                                   lambda: leader.loop.submit(leading.flush))
+                                   lambda: leader.loop.submit(leading.ranks.flush))
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
@@ -289,8 +304,9 @@ class _HealthSetter:
 
 def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
     config = process.config
-    return GrpcServer(ServerOptions(listen=config.listen, health_listen=config.health_listen), services=services,
-                      metrics=RpcMetrics.create(process.registry), background_methods=WATCH_METHODS,
+    options = ServerOptions(listen=config.listen, health_listen=config.health_listen, write_s=config.caller_stall_s)
+    return GrpcServer(options, services=services,
+                      metrics=RpcMetrics.create(process.registry), background_methods=ENDLESS_METHODS,
                       security=ServerSecurity(process.certificates, pool=process.peer_role), tracing=process.tracing)
 
 

@@ -36,8 +36,12 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
 
 
 def check_ranks(config: WorkerConfig) -> None:
-    """Raises ConfigError for what stages of several ranks do not offer."""
-    if config.placement.tensor.size == 1:
+    """Raises ConfigError for what stages of several ranks do not offer, or others."""
+    own = config.placement.tensor
+    if config.overlap_tokens and (own.size == 1 or own.data_size > 1):
+        raise ConfigError(f"--overlap-tokens {config.overlap_tokens} is for stages of several ranks (--tp) that share "
+                          f"all requests (--dp-attention 1)", field="overlap_tokens")
+    if own.size == 1:
         return
     if config.device != "cpu":
         raise ConfigError(f"--tp {config.tp} is for device cpu: between devices there is no exchange yet", field="tp")

@@ -17,8 +17,8 @@ from pool.prefix.journal import PointJournal
 from pool.stage.config import WorkerConfig
 from pool.stage.metrics import LeaderMeters, SchedulerLoad
 from pool.stage.stage import StagePlan
+from protos import types_pb2, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from protos import worker_pb2_grpc
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.tokenizer_files import tokenizer_digest
 
@@ -31,15 +31,16 @@ _IDLE_INTERVALS = 2  # between two reports of a pool that has nothing to do; a r
 
 def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation: str) -> pb.WorkerInfo:
     """What is known before the pool has formed. Reads the tokenizer's file: once, not for each report."""
-    facts = plan.description.facts
+    facts, num_ranks = plan.description.facts, config.dp_attention
     return pb.WorkerInfo(
         role=role, incarnation=incarnation, model=config.model_name or config.model.resolve().name,
         architecture=facts.architecture, vocab_size=facts.vocab_size,
         max_context_tokens=plan.max_context_tokens, num_layers=facts.num_layers, page_size=config.page_size,
-        pages_total=plan.geometry.num_pages - 1, slots_total=max(0, plan.geometry.num_slots - 1),
-        max_running_requests=plan.max_held, max_batch_requests=config.max_running,
-        max_queued_requests=config.max_queued,
-        stages=[str(layers) for layers in plan.ranges], tensor_size=config.tp,
+        pages_total=num_ranks * (plan.geometry.num_pages - 1),
+        slots_total=num_ranks * max(0, plan.geometry.num_slots - 1),
+        max_running_requests=num_ranks * plan.max_held, max_batch_requests=num_ranks * config.max_running,
+        max_queued_requests=num_ranks * config.max_queued,
+        stages=[str(layers) for layers in plan.ranges], tensor_size=config.tp, data_size=num_ranks,
         tokenizer_digest=tokenizer_digest(config.model))
 
 
@@ -62,7 +63,11 @@ def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters, start
         queued_tokens=load.queued_tokens, running_requests=load.running_requests, pages_free=load.pages_free,
         slots_free=load.slots_free, open_sessions=leader.group.open_sessions,
         busy_s=0.0 if busy_since_s is None else time.monotonic() - busy_since_s,
-        prompt_tokens=meters.num_prompt_tokens, output_tokens=meters.num_output_tokens, start_s=start_s)
+        prompt_tokens=meters.num_prompt_tokens, output_tokens=meters.num_output_tokens, start_s=start_s,
+        data_ranks=[types_pb2.DataRankLoad(queued_requests=each.queued_requests, pages_free=each.pages_free,
+                                           running_requests=each.running_requests, slots_free=each.slots_free)
+                    for each in load.data_ranks],
+        local_rest_tokens=load.local_rest_tokens)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):

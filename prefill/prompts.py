@@ -26,6 +26,7 @@ class Started:
     slot_id: int
     queue_s: float
     num_cached: int = 0
+    data_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class PrefillEntry(Entry[Event]):
 
     awaited: bytes = b""
     num_cached: int = 0
+    num_left: int = 0  # blocks that others have from it
     resumed: SlotLease | None = None
     wanted_snapshots: tuple[int, ...] = ()
     snapshots: list[tuple[int, SlotLease]] = field(default_factory=list)
@@ -174,5 +176,6 @@ class PromptCache(PrefixCache):
 
     def _leave(self, entry: PrefillEntry, page_ids: Sequence[int], count: int, slot_id: int | None = None) -> None:
         self.insert(entry.blocks[:count], page_ids, slot_id)
-        for block in entry.blocks[:count]:
+        for block in entry.blocks[entry.num_left:count]:  # a long prompt has many chunks, and more blocks
             self._coming.pop(block, None)
+        entry.num_left = count

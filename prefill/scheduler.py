@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecRow
@@ -26,6 +27,7 @@ from engine.core.rows import BuildBatch, Row, build_batch, chunk_end, sampling_r
 from engine.memory.integrity import check_integrity
 from engine.memory.leases import PageAllocator, SlotAllocator, pages_for_tokens
 from engine.pipeline.stages import StepResult
+from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
@@ -50,10 +52,12 @@ class PrefillScheduler:
     clock: Clock
     cache_rule: ResumeRule | None = None  # where a prompt may go on from what is kept; without it nothing is
     build: BuildBatch = build_batch
+    data_rank: int = 0
+    keys: Iterator[int] = field(default_factory=lambda: count(1))  # of requests; data ranks of a pool share one
+    journal: PointJournal = field(default_factory=PointJournal)  # likewise
     _entries: dict[int, PrefillEntry] = field(default_factory=dict)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
-    _next_key: int = 1
     _saved: int = 0  # tokens of the share for short prompts that none has taken yet, at most a chunk
 
     def __post_init__(self) -> None:
@@ -76,8 +80,7 @@ class PrefillScheduler:
         if len(self._queue) >= self.limits.max_queued:
             raise CapacityError(f"{len(self._queue)} prompts are queued, the limit is {self.limits.max_queued}",
                                 resource="prefill queue")
-        key = self._next_key
-        self._next_key += 1
+        key = next(self.keys)
         entry = PrefillEntry(key, request, emit, blocks=blocks, ends_at_s=ends_at_s, arrived_s=self.clock.now())
         self._entries[key] = entry
         insort(self._queue, entry.turn)
@@ -93,6 +96,9 @@ class PrefillScheduler:
             self._forget(entry)
         else:
             self._stop_running(entry)
+
+    def holds(self, key: int) -> bool:
+        return key in self._entries
 
     def load(self) -> SchedulerLoad:
         tokens = sum(entry.remaining for entry in (*self._queued, *self._running))
@@ -163,7 +169,7 @@ class PrefillScheduler:
     @cached_property
     def cache(self) -> PromptCache:
         """What is kept of prompts."""
-        return PromptCache(self.cache_rule, self.pages, self.slots, self.clock)
+        return PromptCache(self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal)
 
     def on_idle(self) -> None:
         check_integrity([self.pages.ledger, self.slots.ledger],
@@ -261,7 +267,7 @@ class PrefillScheduler:
         assert entry.pages is not None
         assert entry.slot is not None
         entry.emit(Started(tuple(entry.pages.page_ids), entry.slot.slot_id, entry.started_s - entry.arrived_s,
-                           found.num_tokens))
+                           found.num_tokens, self.data_rank))
         return True
 
     def _keep(self, entry: PrefillEntry, num_tokens: int) -> None:

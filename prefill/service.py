@@ -9,12 +9,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
 from engine.core.request import Request
 from pool.request.conversion import chunk_to_proto, scores_to_proto
-from pool.request.entry import Failed
+from pool.request.entry import DataRanks, Failed
 from pool.request.stay import (
     Inbox,
     RequestParts,
@@ -53,7 +54,7 @@ PrefillInbox = Inbox[pb.RunRequest, Event]
 class PrefillParts(RequestParts):
     """What a request on this pool works with."""
 
-    scheduler: PrefillScheduler
+    ranks: DataRanks[PrefillScheduler]
     chunk_tokens: int
 
 
@@ -66,6 +67,7 @@ class PrefillStay:
         self._request = request
         self._key = key
         self._source: SourceTerms | None = None
+        self._data_rank = 0  # once it has started
         self._session: SendSession | None = None
         self._has_first_token = False
         self._opened_s = 0.0
@@ -162,7 +164,7 @@ class PrefillStay:
         session_id = None if session is None else session.session_id
         if session is not None:
             session.abort("its stream ended")  # no change if everything was sent and released
-        self._parts.reclaimer.end(lambda: self._parts.scheduler.release(key), session=session,
+        self._parts.reclaimer.end(lambda: self._parts.ranks.of(key).release(key), session=session,
                                   close=lambda: self._parts.leader.group.close_request(key, session_id))
 
     def _started(self, started: Started) -> pb.PrefillStarted:
@@ -170,12 +172,12 @@ class PrefillStay:
         parts.meters.work.queue_s.observe(started.queue_s)
         self._waiting.end()
         self._computing = begin("baton.prefill.compute", request_id=self._request.request_id)
-        mine = parts.leader.compatibility
+        mine, self._data_rank = parts.leader.compatibility, started.data_rank
         self._source = SourceTerms(
             compatibility=mine.digest, compatibility_text=mine.text,
             page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
             chunk_tokens=parts.chunk_tokens, page_ids=started.page_ids, slot_id=started.slot_id,
-            stages=parts.leader.group.endpoints, sends_rest=True)
+            stages=parts.leader.group.endpoints(started.data_rank), sends_rest=True)
         return pb.PrefillStarted(terms=codec.source_to_proto(self._source), queue_s=started.queue_s,
                                  cached_tokens=started.num_cached)
 
@@ -190,7 +192,7 @@ class PrefillStay:
         """The decode pool has reserved: start sending, beginning with what is computed already."""
         if message.WhichOneof("input") != "destination" or self._source is None or self._session is not None:
             raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
-        if self._parts.leader.group.endpoints != self._source.stages:
+        if self._parts.leader.group.endpoints(self._data_rank) != self._source.stages:
             # The engine, which emits it, may be within a forward for longer than destination terms takes.
             raise UnavailableError("a stage of the prefill pool was lost after this prompt had started")
         destination = codec.destination_from_proto(message.destination)
@@ -200,15 +202,15 @@ class PrefillStay:
             self._parts.meters.handshake_failed(error)
             raise
         self._destination = destination
-        session = SendSession(destination.session_id, epoch=destination.epoch, num_stages=self._parts.leader.group.size,
-                              clock=SystemClock())
+        session = SendSession(destination.session_id, epoch=destination.epoch, clock=SystemClock(),
+                              num_stages=self._parts.leader.group.session_size)
         if self._has_first_token:
             session.computed()
         self._session, self._opened_s = session, time.monotonic()
         self._sending = begin("baton.transfer.send", request_id=self._request.request_id,
                               session_id=destination.session_id, epoch=destination.epoch)
         self._parts.leader.group.open_send(self._key, self._source, destination, session,
-                                           self._inbox.session_changed)
+                                           self._inbox.session_changed, self._data_rank)
 
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
@@ -226,13 +228,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         opening = await open_stream(parts, request_iterator, role="prefill", expected="request")
         request = read_request(parts, opening.request)
         inbox: PrefillInbox = Inbox(request_iterator, parts.meters.handoff.leases_expired)
-        ends_at_s = deadline_of(context, parts.scheduler.clock)
+        emit = partial(parts.post.put, inbox.happened)
+        ends_at_s = deadline_of(context, parts.ranks.schedulers[0].clock)
 
         async def take_place() -> PrefillStay:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
             key = await parts.leader.loop.submit(
-                lambda: parts.scheduler.submit(request, inbox.emit, blocks=blocks, ends_at_s=ends_at_s),
-                undo=parts.scheduler.release)
+                lambda: parts.ranks.place(request, blocks, lambda scheduler: scheduler.submit(
+                    request, emit, blocks=blocks, ends_at_s=ends_at_s)),
+                undo=lambda taken: parts.ranks.of(taken).release(taken))
             return PrefillStay(parts, inbox, request, key)
 
         async with aclosing(serve(parts, inbox, request, take_place)) as responses:

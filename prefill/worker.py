@@ -1,11 +1,15 @@
 """The prefill role: what `pool.process` needs to know to run it."""
 
+from functools import partial
+from itertools import count
+
 from engine.core.request import Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import LayerObserver
+from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.process import LeaderParts
-from pool.request.entry import Failed
+from pool.request.entry import DataRanks, Failed
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark, layer_observer
 from pool.stage.stage import Stage
@@ -29,8 +33,8 @@ class PrefillRole:
     speculates = False
     keeps_states = True
 
-    def max_held(self, max_running: int) -> int:
-        return max_running
+    def max_held(self, config: WorkerConfig) -> int:
+        return config.max_running
 
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver:
         return layer_observer(agent, mark)
@@ -41,31 +45,32 @@ class PrefillRole:
         if config.chunk_tokens % grid:
             raise ConfigError(f"chunk_tokens must be a multiple of {grid} for this model, got {config.chunk_tokens}",
                               field="chunk_tokens")
-        has_states = any(spec.kind.is_recurrent for spec in geometry.specs)
-        return PrefillLeading(PrefillScheduler(
+        has_states = any(spec.kind.is_state for spec in geometry.specs)
+        limits = PrefillLimits(page_size=config.page_size, chunk_tokens=config.chunk_tokens, grid=grid,
+                               max_running=config.max_running, max_queued=config.max_queued,
+                               drafts=stage.plan.speculation is not None)
+        keys, journal = count(1), PointJournal()
+        return PrefillLeading(DataRanks(tuple(PrefillScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots), clock=SystemClock(),
-            cache_rule=ResumeRule(config.page_size, grid, has_states) if config.prefix_cache else None,
-            limits=PrefillLimits(page_size=config.page_size, chunk_tokens=config.chunk_tokens, grid=grid,
-                                 max_running=config.max_running, max_queued=config.max_queued,
-                                 drafts=stage.plan.speculation is not None)))
+            cache_rule=ResumeRule(config.page_size, grid, has_states) if config.prefix_cache else None, limits=limits,
+            data_rank=data_rank, keys=keys, journal=journal) for data_rank in range(config.dp_attention))), journal)
 
 
 class PrefillLeading:
     """Satisfies `pool.process.LeadingRole`."""
 
-    def __init__(self, scheduler: PrefillScheduler) -> None:
-        self.scheduler = scheduler
-        self.journal = scheduler.cache.journal
-
-    def flush(self) -> int:
-        return self.scheduler.cache.clear()
+    def __init__(self, ranks: DataRanks[PrefillScheduler], journal: PointJournal) -> None:
+        self.ranks = ranks
+        self.journal = journal
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None:
-        self.scheduler.cache.metrics = CacheMetrics.create(parts.registry)
+        metrics = CacheMetrics.create(parts.registry)
+        for scheduler in self.ranks.schedulers:
+            scheduler.cache.metrics = metrics
         service = PrefillService(PrefillParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            grammars=parts.leader.grammars, stall_s=parts.config.caller_stall_s, caches=parts.config.prefix_cache,
-            scheduler=self.scheduler, chunk_tokens=parts.config.chunk_tokens))
+            post=parts.post, grammars=parts.leader.grammars, caches=parts.config.prefix_cache,
+            ranks=self.ranks, chunk_tokens=parts.config.chunk_tokens))
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 
     async def warm_up(self, parts: LeaderParts) -> None:
@@ -73,10 +78,11 @@ class PrefillLeading:
         request = Request("warm-up", (0,), 1, SamplingParams(temperature=0))
 
         def end(key: int) -> None:
-            parts.reclaimer.end(lambda: self.scheduler.release(key),
+            parts.reclaimer.end(lambda: self.ranks.of(key).release(key),
                                 close=lambda: parts.leader.group.close_request(key, None))
 
-        await run_inside(parts.leader.loop, lambda emit: self.scheduler.submit(request, emit), _outcome, end)
+        for scheduler in self.ranks.schedulers:
+            await run_inside(parts.leader.loop, partial(scheduler.submit, request), _outcome, end)
 
 
 def _outcome(event: Event) -> bool | BatonError:

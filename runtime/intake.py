@@ -1,9 +1,10 @@
-"""How much of what callers send a server holds at once. Two bounds, both checked call by call:
+"""What callers may take of a server. Three bounds, checked call by call:
 
  - `Intake`: messages being read. gRPC reads a message whole before any code sees it, so a message on its way may take
    as many bytes as its server admits. The one read for longest makes room for the next one: a message that has arrived
    is read within a turn of the event loop, so only slow ones wait for others, and none can hold a place.
  - `Seats`: calls under way, and the bytes of their messages.
+ - `StallWatch`: how long a response may wait for its caller.
 
 A caller that may not call is refused before either (`runtime.interceptor`).
 """
@@ -12,6 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
@@ -135,6 +137,43 @@ class Seats:
             yield
         finally:
             self.num_bytes -= num_bytes
+
+
+class StallWatch:
+    """Ends the block with a TimeoutError when one write in it lasts for `limit_s`, at most an eighth longer. One timer
+    for a call and not one for a response, of which there are as many as tokens."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._writing_since: float | None = None  # loop time
+        self._loop = asyncio.get_running_loop()
+        self._scope = asyncio.timeout(None)
+
+    @property
+    def has_expired(self) -> bool:
+        return self._scope.expired()
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._look()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        self._timer.cancel()
+        await self._scope.__aexit__(kind, error, trace)
+
+    def write_began(self) -> None:
+        self._writing_since = self._loop.time()
+
+    def write_ended(self) -> None:
+        self._writing_since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._writing_since is not None and now - self._writing_since >= self._limit_s:
+            self._scope.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(self._limit_s / 8, self._look)
 
 
 def bounded(parse: Callable[[bytes], T] | None, max_bytes: int) -> Callable[[bytes], T]:

@@ -30,7 +30,7 @@ from runtime.errors import (
     InvalidRequestError,
     RequestAborted,
 )
-from runtime.intake import Intake, IntakeLimits, Seats, bounded
+from runtime.intake import Intake, IntakeLimits, Seats, StallWatch, bounded
 from runtime.log import bound_ids
 from runtime.metrics import RpcMetrics
 from runtime.security import Access, ServerSecurity, access_to
@@ -184,19 +184,19 @@ class CallGuard(grpc.aio.ServerInterceptor):
     async def _run(self, behavior: Behavior, request: object, context: Context) -> object:
         if not inspect.isasyncgenfunction(behavior):
             return await behavior(request, context)
-        # Closed here and now: left to the garbage collector, a cancelled handler would hold its pages until then.
-        async with contextlib.aclosing(behavior(request, context)) as responses:
-            async for response in responses:
-                await self._write(response, context)
-        return None
-
-    async def _write(self, response: object, context: Context) -> None:
-        """Raises RequestAborted if the client does not take it."""
+        stall = StallWatch(self._limits.write_s)
         try:
-            async with asyncio.timeout(self._limits.write_s):
-                await context.write(response)
+            # Closed here and now: left to the garbage collector, a cancelled handler would hold its pages until then.
+            async with stall, contextlib.aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    stall.write_began()
+                    await context.write(response)
+                    stall.write_ended()
         except TimeoutError:
+            if not stall.has_expired:
+                raise
             raise RequestAborted(f"the client has read nothing for {self._limits.write_s:g} s") from None
+        return None
 
     async def _call(self, method: str, context: Context, serve: Callable[[], Awaitable[object]]) -> object:
         """What `serve` gives; None where it was given up on. No context manager: an error that goes through one stays

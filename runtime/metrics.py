@@ -127,6 +127,8 @@ class StageMetrics:
     link_bytes: Counter
     plans: Counter
     forwards: Counter
+    expert_tokens: Counter
+    expert_busiest: Gauge
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
@@ -136,7 +138,12 @@ class StageMetrics:
             _histogram(registry, "pp_stage_step_seconds", "One forward of this stage alone.", STEP_S, "stage"),
             _counter(registry, "pp_link_bytes", "Bytes of the frames this stage sent to the next.", "stage"),
             _counter(registry, "plans", "Times attention was planned: target, draft_extend or draft_round.", "path"),
-            _counter(registry, "forwards", "Batches this stage ran: as a captured graph, or eagerly.", "kind"),
+            _counter(registry, "forwards", "Batches this stage ran: as a captured graph, eagerly, in two halves, or "
+                                          "idle beside other data ranks.", "kind"),
+            _counter(registry, "expert_tokens", "Tokens that routers gave to the experts this process has, over its "
+                                                "layers.", "expert"),
+            _gauge(registry, "expert_busiest_ratio", "What a layer's busiest expert got of late, over what each got on "
+                                                     "average, in the most uneven layer."),
         )
 
 
@@ -293,8 +300,13 @@ class ArrivalMetrics:
             _counter(registry, "cache_unsent_bytes", "Bytes of prompts that did not cross: the pool had kept them."),
             _counter(registry, "preemptions", "Requests set back because pages ran out."),
             _counter(registry, "local_prefill", "Prompts computed here instead of on a prefill pool.", "reason",
-                     zeros=(("preempted",),)),
+                     zeros=(("preempted",), ("short_rest",))),
         )
+
+    def preempted(self) -> None:
+        """A request was set back; its prompt is to be computed again. Any thread."""
+        self.preemptions.inc()
+        self.local_prefills.labels("preempted").inc()
 
 
 def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str,

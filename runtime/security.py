@@ -70,6 +70,7 @@ METHODS: Mapping[str, Access] = {
     "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": Access.CLIENT,
     "/baton.v1.Prefill/Run": Access.ROUTER,
     "/baton.v1.Decode/Generate": Access.ROUTER,
+    "/baton.v1.Decode/Steps": Access.ROUTER,
     "/baton.v1.Worker/Watch": Access.WATCHER,
     "/baton.v1.Worker/FlushCache": Access.WATCHER,
     "/baton.v1.Pipeline/Join": Access.POOL,

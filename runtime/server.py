@@ -192,8 +192,9 @@ class GrpcServer:
         self._guard.refuse_new("the server is draining")
         if not await self._guard.wait_quiet(timeout_s=grace_s):
             logger.warning("calls still in flight after the grace period are ended", extra={"grace_s": grace_s})
+        # What calls say may go through a stream without an end (`Decode.Steps`): that ends behind them.
+        await self.hand_back(DrainingError("the server is stopping"))
         self._guard.expel()
-        await self._guard.wait_quiet(timeout_s=1.0)
         await self.grpc.stop(grace=0.2)
         await self.stop()
 

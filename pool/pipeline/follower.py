@@ -96,7 +96,7 @@ class FollowerEngine:
 
     def _connect(self, addresses: list[bytes], epoch: int) -> None:
         self._channel.connect(addresses, epoch)
-        self._ranks.use(self._channel)
+        self._ranks.use(self._channel, self._channel.parts)
         self._sampler.reset()  # a new leader counts its requests anew
         self._formed = True
 

@@ -12,10 +12,11 @@ A report takes five hops from the thread of the leader's own transfer agent to t
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pool.pipeline.grammars import grammar_to_proto
+from engine.core.layer_range import Placement
+from pool.pipeline.grammars import GrammarCheck, grammar_to_proto
 from pool.pipeline.membership import StageLink
 from protos import pipeline_pb2 as pb
 from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
@@ -42,6 +43,7 @@ class _Watched:
 
     session: Session
     on_change: Callable[[], object]
+    members: Sequence[int] | None  # processes that take part, in the order of the terms; None: all
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -65,24 +67,25 @@ class SessionReports:
     def deliver(self, rank: int, event: StageSessionEvent) -> None:
         """From a stage of the pool. Reports of a session that is not watched are dropped."""
         watched = self._watched.get((event.session_id, event.epoch))
-        if watched is None:
+        if watched is None or (watched.members is not None and rank not in watched.members):
             return
-        watched.session.on_stage_event(rank, event)
+        watched.session.on_stage_event(rank if watched.members is None else watched.members.index(rank), event)
         if watched.session.drained:
             watched.drained.set()
         watched.on_change()
 
     def stage_lost(self, rank: int, what: str) -> None:
-        """Every session that is watched fails on this stage, for `what` became of it, and has nothing left there to
-        drain."""
+        """Every session that is watched and that it takes part in fails on this stage, for `what` became of it, and has
+        nothing left there to drain."""
         error = PeerLostError(what)
         for session_id, epoch in list(self._watched):
             for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
                 self.deliver(rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error)))
 
-    def watch(self, session: Session, on_change: Callable[[], object]) -> None:
-        """From now to `forget`, reports of the session's present epoch reach it; `on_change` is called after each."""
-        self._watched[session.session_id, session.epoch] = _Watched(session, on_change)
+    def watch(self, session: Session, on_change: Callable[[], object], members: Sequence[int] | None = None) -> None:
+        """From now to `forget`, reports of the session's present epoch reach it; `on_change` is called after each.
+        `members`: the processes that take part, where not all do."""
+        self._watched[session.session_id, session.epoch] = _Watched(session, on_change, members)
 
     def drained(self, session: Session) -> asyncio.Event:
         """Set when every stage has reported the session's present epoch as drained."""
@@ -113,20 +116,24 @@ class StageGroup:
     opened here (`endpoints`).
     """
 
-    def __init__(self, agent: TransferAgent, size: int, reports: SessionReports, *, drawing: int | None = None) -> None:
-        """`size`: processes of the pool, of which `drawing` draws (the last one unless given)."""
+    def __init__(self, agent: TransferAgent, places: Sequence[Placement], reports: SessionReports, *,
+                 grammars: GrammarCheck | None = None) -> None:
+        """`places` of the pool's processes; `grammars` of this one, if it draws."""
         self._agent = agent
-        self._size = size
-        self._drawing = size - 1 if drawing is None else drawing
+        self._size = len(places)
+        self._grammars = grammars
+        self._drawing = [rank for rank, place in enumerate(places) if place.draws]
+        self._members = [[rank for rank, place in enumerate(places) if place.tensor.data_rank == data_rank]
+                         for data_rank in range(places[0].tensor.data_size)]
         self._reports = reports
         self._links: list[StageLink] = []
         self._checks: dict[int, tuple[Grammar, asyncio.Future[None]]] = {}
         self._check_ids = itertools.count(1)
 
     @property
-    def size(self) -> int:
-        """Processes of the pool, whether they are there or not: each takes part in every session."""
-        return self._size
+    def session_size(self) -> int:
+        """Processes that take part in each session, whether they are there or not: those of a data rank."""
+        return len(self._members[0])
 
     @property
     def formed(self) -> bool:
@@ -137,12 +144,12 @@ class StageGroup:
         """The processes that have joined, by rank."""
         return tuple(self._links)
 
-    @property
-    def endpoints(self) -> tuple[StageEndpoint, ...]:
-        """By rank. Raises UnavailableError while a stage is missing."""
+    def endpoints(self, data_rank: int = 0) -> tuple[StageEndpoint, ...]:
+        """Of the processes of a data rank, by rank. Raises UnavailableError while any is missing."""
         if not self.formed:
             raise UnavailableError(f"{self._size - 1 - len(self._links)} of {self._size} stages are missing")
-        return (self._agent.endpoint, *(link.endpoint for link in self._links))
+        every = (self._agent.endpoint, *(link.endpoint for link in self._links))
+        return tuple(every[rank] for rank in self._members[data_rank])
 
     @property
     def open_sessions(self) -> int:
@@ -154,26 +161,30 @@ class StageGroup:
     def stage_lost(self, rank: int, what: str) -> None:
         """`what` became of it, as a sentence: the error of all sessions."""
         self._links = [link for link in self._links if link.rank != rank]
-        if rank == self._drawing:
+        if rank in self._drawing:
             self._fail_checks(UnavailableError(what))
         self._reports.stage_lost(rank, what)
 
     async def check(self, grammar: Grammar) -> None:
-        """Have the stage that draws compile it.
+        """Have the processes that draw compile it.
 
         Raises:
             InvalidRequestError: it cannot be followed.
-            CapacityError: the stage has too many others to compile.
-            UnavailableError: the stage is missing, gone, or does not answer.
+            CapacityError: one has too many others to compile.
+            UnavailableError: one is missing, gone, or does not answer.
         """
         if not self.formed:
             raise UnavailableError("the stage that follows grammars is missing")
+        here = [] if self._grammars is None else [self._grammars.check(grammar)]
+        await asyncio.gather(*here, *(self._check_at(rank, grammar) for rank in self._drawing if rank))
+
+    async def _check_at(self, rank: int, grammar: Grammar) -> None:
         check_id, checked = next(self._check_ids), asyncio.get_running_loop().create_future()
         self._checks[check_id] = grammar, checked
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
-                self._links[self._drawing - 1].send(check_grammar=pb.CheckGrammar(check_id=check_id,
-                                                                   grammar=grammar_to_proto(grammar)))
+                self._links[rank - 1].send(check_grammar=pb.CheckGrammar(check_id=check_id,
+                                                                         grammar=grammar_to_proto(grammar)))
                 await checked
         except TimeoutError:
             raise UnavailableError(f"the last stage has not checked a grammar within {GRAMMAR_TIMEOUT_S:g} s") from None
@@ -197,19 +208,21 @@ class StageGroup:
                 checked.set_exception(error.again())
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
-                     on_change: Callable[[], object]) -> None:
-        """Post receives for the session's present epoch on every stage; an older one is closed by that. `on_change` is
-        called after each report, on the event loop's thread."""
+                     on_change: Callable[[], object], data_rank: int = 0) -> None:
+        """Post receives for the session's present epoch on every stage of the data rank; an older one is closed by
+        that. `on_change` is called after each report, on the event loop's thread."""
         self._reports.forget_older(session)
-        self._reports.watch(session, on_change)
-        self._send_open(None, source, destination)
-        self._agent.open_receive(source, destination)
+        self._reports.watch(session, on_change, self._members[data_rank])
+        self._send_open(None, source, destination, data_rank)
+        if 0 in self._members[data_rank]:
+            self._agent.open_receive(source, destination)
 
     def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms, session: SendSession,
-                  on_change: Callable[[], object]) -> None:
-        self._reports.watch(session, on_change)
-        self._send_open(request_key, source, destination)
-        self._agent.open_send(request_key, source, destination)
+                  on_change: Callable[[], object], data_rank: int = 0) -> None:
+        self._reports.watch(session, on_change, self._members[data_rank])
+        self._send_open(request_key, source, destination, data_rank)
+        if 0 in self._members[data_rank]:
+            self._agent.open_send(request_key, source, destination)
 
     def close_receive(self, session_id: str) -> None:
         """Release or abort on every stage; DRAINED follows from each."""
@@ -221,11 +234,13 @@ class StageGroup:
         self._send_close(session_id, request_key)
         self._agent.close_request(request_key)
 
-    def _send_open(self, request_key: int | None, source: SourceTerms, destination: DestinationTerms) -> None:
+    def _send_open(self, request_key: int | None, source: SourceTerms, destination: DestinationTerms,
+                   data_rank: int) -> None:
         message = pb.OpenSession(session_id=destination.session_id, source=codec.source_to_proto(source),
                                  destination=codec.destination_to_proto(destination), request_key=request_key)
         for link in self._links:
-            link.send(open_session=message)
+            if link.rank in self._members[data_rank]:
+                link.send(open_session=message)
 
     def _send_close(self, session_id: str | None, request_key: int | None) -> None:
         for link in self._links:

@@ -6,7 +6,7 @@ model. A pool of one stage is formed from the start.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from engine.core.layer_range import Placement
 from engine.core.time_limits import HangWatch, StepLimit
@@ -35,7 +35,8 @@ LINGER_S = 20.0  # with nothing left to do, for the count of broken invariants t
 
 
 class Leader:
-    """Ties a scheduler to the stages of its pool. Satisfies `pool.pipeline.membership.MembershipObserver`.
+    """Ties schedulers, one of each data rank, to the stages of their pool. Satisfies
+    `pool.pipeline.membership.MembershipObserver`.
 
     `reports` is what the stage's transfer agent was built with.
 
@@ -47,7 +48,7 @@ class Leader:
     same holds for a pool whose state cannot be trusted any more (`unhealthy`): it never serves again.
     """
 
-    def __init__(self, config: WorkerConfig, stage: Stage, scheduler: Scheduler, sampler: RequestSampler, *,
+    def __init__(self, config: WorkerConfig, stage: Stage, schedulers: Sequence[Scheduler], sampler: RequestSampler, *,
                  reports: SessionReports, warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
                  empty: Callable[[float], Awaitable[None]], hand_back: Callable[[BatonError], Awaitable[None]],
                  observer: LoopObserver | None = None,
@@ -68,9 +69,10 @@ class Leader:
         self._is_hung = False
         self._reports = reports
         place = config.placement
-        self._num_stages, tp = place.pipeline_size, place.tensor.size
-        self.group = StageGroup(stage.agent, config.world_size, reports, drawing=config.world_size - tp)
-        self.loop = EngineLoop(scheduler, observer=observer, step_limit=StepLimit(config.step_limit_s))
+        self._num_stages = place.pipeline_size
+        self.group = StageGroup(stage.agent, [self._place(rank) for rank in range(config.world_size)], reports,
+                                grammars=stage.grammars)
+        self.loop = EngineLoop(*schedulers, observer=observer, step_limit=StepLimit(config.step_limit_s))
         self._channel: PoolChannel | None = None
         self._warming: asyncio.Task[None] | None = None
         self.service: PipelineService | None = None
@@ -83,7 +85,8 @@ class Leader:
                                               on_sent=on_frame)
             self.service = PipelineService(layers=stage.plan.ranges, settings=stage.plan.settings,
                                            counted=stage.counted, leader_channel=self._channel.address, observer=self,
-                                           check_channels=check_channels, tensor_size=tp, weights=stage.weights)
+                                           check_channels=check_channels, tensor_size=config.tp,
+                                           data_size=config.dp_attention, weights=stage.weights)
 
     @property
     def failure(self) -> BaseException | None:
@@ -93,7 +96,9 @@ class Leader:
     @property
     def grammars(self) -> GrammarCheck | None:
         """What compiles grammars where tokens are drawn; None on a pool of one stage that has no tokenizer."""
-        return self._stage.grammars if self._num_stages == 1 else self.group
+        if self._num_stages == 1 and (self._config.dp_attention == 1 or self._stage.grammars is None):
+            return self._stage.grammars
+        return self.group
 
     @property
     def weights(self) -> PoolWeights | None:
@@ -143,21 +148,21 @@ class Leader:
         self._epoch = epoch
         on_lost = self._when_lost(lambda error: self._form_anew(epoch, links, error))
         addresses = [channel.address, *(link.channel_address for link in links)]
-        first: Pipeline = self._single() if self._num_stages == 1 else HeadStage(
+        first: Pipeline = self._single(channel) if self._num_stages == 1 else HeadStage(
             self._stage.executor, channel, size=self._num_stages, frame_timeout_s=self._config.frame_timeout_s,
             ranks=self._stage.ranks)
 
         def attach() -> None:
             self.loop.attach(first, on_lost)  # before all: a connection that cannot be made is a broken pipeline, too
             channel.connect(addresses, epoch)
-            self._stage.ranks.use(channel)
+            self._stage.ranks.use(channel, channel.parts)
             self._sampler.reset()  # what it knew of requests has ended with the epoch before
 
         self.loop.post(attach)
         self._warming = asyncio.create_task(self._become_ready())
 
-    def _single(self) -> SingleStage:
-        return SingleStage(self._stage.executor, self._sampler, self._stage.drafter, self._stage.ranks)
+    def _single(self, channel: PoolChannel | None = None) -> SingleStage:
+        return SingleStage(self._stage.executor, self._sampler, self._stage.drafter, self._stage.ranks, channel)
 
     def grammar_checked(self, answer: pb.GrammarChecked) -> None:
         self.group.grammar_checked(answer)
@@ -172,7 +177,7 @@ class Leader:
         self._leaving[link.rank] = asyncio.create_task(self._let_go(link, grace_s))
 
     def _place(self, rank: int) -> Placement:
-        return Placement.of(rank, self._config.world_size, self._config.tp)
+        return Placement.of(rank, self._config.world_size, self._config.tp, self._config.dp_attention)
 
     async def _let_go(self, link: StageLink, grace_s: float) -> None:
         await self._empty(grace_s)

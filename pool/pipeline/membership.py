@@ -95,15 +95,15 @@ class MembershipObserver(Protocol):
 
 
 class PipelineService(pipeline_pb2_grpc.PipelineServicer):
-    """The Join service of a leader. `layers` is what each stage must own, which `tensor_size` ranks share; `settings`
-    what they must have alike; `counted` the digests of tensors that they may have copies of; `weights` what the leader
-    has read."""
+    """The Join service of a leader. `layers` is what each stage must own, which `tensor_size` ranks share,
+    in `data_size` groups; `settings` what they must have alike; `counted` the digests of tensors that they may have
+    copies of; `weights` what the leader has read."""
 
     def __init__(self, *, layers: list[LayerRange], settings: Mapping[str, str], counted: Mapping[str, str],
-                 leader_channel: bytes, tensor_size: int = 1, weights: StageWeights | None = None,
+                 leader_channel: bytes, tensor_size: int = 1, data_size: int = 1, weights: StageWeights | None = None,
                  observer: MembershipObserver, check_channels: Callable[[Sequence[bytes]], object]) -> None:
         """`check_channels` raises ConfigError for channel addresses, in rank order, that are not of one pool."""
-        self._places = [Placement.of(rank, len(layers) * tensor_size, tensor_size)
+        self._places = [Placement.of(rank, len(layers) * tensor_size, tensor_size, data_size)
                         for rank in range(len(layers) * tensor_size)]
         self._layers = [layers[place.pipeline_rank] for place in self._places]
         self._weights = weights
@@ -155,9 +155,10 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
             raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
                               f"{self._layers[hello.rank]}", field="partition")
         check_settings(self._settings, hello.settings)
-        if endpoint.tensor != self._places[hello.rank].tensor:
+        own = self._places[hello.rank].tensor.attention
+        if endpoint.tensor != own:
             raise ConfigError(f"rank {hello.rank} has part {endpoint.tensor.rank} of {endpoint.tensor.size} of its "
-                              f"stage, this pool gives it part {self._places[hello.rank].tensor.rank}", field="tp")
+                              f"stage, this pool gives it part {own.rank}", field="tp")
         weights = weights_from_proto(hello.weights)
         check_copies(self._counted, weights.copies, stage=hello.rank)
         self._check_alike(hello.rank, weights)

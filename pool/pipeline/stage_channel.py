@@ -17,6 +17,7 @@ from engine.pipeline.channel import Packet
 from engine.pipeline.links import MESSAGE_TIMEOUT_S, LinkBackend, P2PLinks
 from engine.pipeline.rendezvous import Rendezvous, RendezvousHost
 from engine.pipeline.tensor_channel import TensorChannel
+from pool.pipeline.part_memory import PartMemory, share_a_host, this_host
 from pool.stage.config import WorkerConfig
 from runtime.config import parse_address
 from runtime.errors import ConfigError, PeerLostError
@@ -34,7 +35,7 @@ FRAME_OVERHEAD = 1 << 12  # header, and table of the tensors
 class StageAddress:
     """What a stage's neighbours need to reach it. `links` names the backend its tensors could travel by beside their
     frames, empty when they cannot, for the reason in `why`; `is_demanded`: or not at all. Port and token are those of
-    stage 0's rendezvous."""
+    stage 0's rendezvous; `memory`: where the ranks of its stage find this one's, if it has any to share."""
 
     rank: int
     frames: bytes
@@ -44,6 +45,7 @@ class StageAddress:
     is_demanded: bool = False
     port: int = 0
     token: str = ""
+    memory: str = ""
 
     def pack(self) -> bytes:
         """As it travels: length, JSON, the frame channel's address."""
@@ -114,17 +116,23 @@ class PoolChannel:
     def __init__(self, frames: UcxStageChannel, *, rank: int, max_bytes: int, backend: LinkBackend | None = None,
                  why: str = "", is_demanded: bool = False, leader_host: str = "127.0.0.1",
                  ports: tuple[int, int] | None = None, message_timeout_s: float = MESSAGE_TIMEOUT_S,
+                 memory: PartMemory | None = None,
                  on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
         """`backend` makes links; without one `why` is the reason. Stage 0 listens at `leader_host` for those that open
-        links, the others find it there. Raises ConfigError when it cannot listen."""
+        links, the others find it there. `memory` is for what the ranks of a stage exchange, where all have one on this
+        host. Raises ConfigError when it cannot listen."""
         self._frames = frames
+        self._memory = memory
+        self.parts: PartMemory | None = None
+        """The memory, while it is what the ranks of the stage exchange parts by."""
         self._rank = rank
         self._backend = backend
         self._leader_host = leader_host
         self._channel = TensorChannel(frames, max_bytes=max_bytes, message_timeout_s=message_timeout_s,
                                       on_sent=on_sent)
         self._rendezvous = RendezvousHost(leader_host, ports) if backend is not None and rank == 0 else None
-        address = StageAddress(rank, frames.address, why=why, is_demanded=is_demanded)
+        address = StageAddress(rank, frames.address, why=why, is_demanded=is_demanded,
+                               memory="" if memory is None else memory.address)
         if backend is not None:
             address = replace(address, links=backend.name, device_id=backend.device_id)
         if self._rendezvous is not None:
@@ -148,9 +156,20 @@ class PoolChannel:
                 self._leader_host, stages[0].port, stages[0].token)
             links = P2PLinks(self._backend, place, epoch=pool_epoch, rank=self._rank, size=len(stages))
         self._channel.use(links)
+        self.parts = self._connected_memory([stage.memory for stage in stages], pool_epoch)
         logger.info("tensors go to the next stage %s: %s",
                     f"beside their frames, by {choice.links}" if choice.links else "within their frames, over UCX",
                     choice.reason)
+
+    def _connected_memory(self, addresses: list[str], pool_epoch: int) -> PartMemory | None:
+        if self._memory is None:
+            return None
+        own = addresses[self._memory.first:self._memory.first + self._memory.size]
+        if not share_a_host(own):
+            logger.info("the ranks of the stage exchange parts of products over UCX: they do not share a host")
+            return None
+        self._memory.connect(own, pool_epoch)
+        return self._memory
 
     def fail(self, rank: int, reason: str) -> None:
         """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any thread."""
@@ -167,6 +186,8 @@ class PoolChannel:
 
     def close(self) -> None:
         self._channel.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: int,
@@ -179,10 +200,13 @@ def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: 
     backend, why = _link_backend(config, device)
     frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + FRAME_OVERHEAD,
                              profile=TransportProfile(config.transport), binding=config.binding, on_sent=on_sent)
+    memory = None
+    if config.tp > 1 and config.transport != "tcp" and this_host():
+        memory = PartMemory(this_host(), rank=config.rank, size=config.tp, check=frames.check, on_sent=on_sent)
     host = parse_address(config.listen if config.rank == 0 else config.leader).host
     return PoolChannel(frames, rank=config.rank, max_bytes=max_bytes, backend=backend, why=why,
                        is_demanded=config.stage_channel == "nccl", leader_host=host, ports=config.binding.ports,
-                       message_timeout_s=max(MESSAGE_TIMEOUT_S, config.frame_timeout_s),
+                       message_timeout_s=max(MESSAGE_TIMEOUT_S, config.frame_timeout_s), memory=memory,
                        on_sent=on_sent)
 
 

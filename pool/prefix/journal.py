@@ -3,7 +3,7 @@
 The thread that schedules notes changes, another one reports them to watchers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -13,22 +13,26 @@ MAX_NAMES = 16384  # in one report
 
 
 class PointJournal:
-    """Of one cache. Any thread."""
+    """Of one cache, or of those of a pool's data ranks: a point is there as long as one of them has it. Any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._points: set[bytes] = set()
+        self._points: dict[bytes, int] = {}  # how many caches have it
         self._watchers: list[PointWatcher] = []
 
-    def stored(self, name: bytes) -> None:
+    def stored(self, names: Iterable[bytes]) -> None:
         with self._lock:
-            self._points.add(name)
-            self._note(name, is_stored=True)
+            for name in names:
+                self._points[name] = self._points.get(name, 0) + 1
+                self._note(name, is_stored=True)
 
     def removed(self, name: bytes) -> None:
         with self._lock:
-            self._points.discard(name)
-            self._note(name, is_stored=False)
+            left = self._points.pop(name, 1) - 1
+            if left:
+                self._points[name] = left
+            else:
+                self._note(name, is_stored=False)
 
     @contextmanager
     def watch(self) -> "Iterator[PointWatcher]":
@@ -50,7 +54,7 @@ class PointWatcher:
     """What one watcher has not been told yet: of each point its latest state only, and the whole account once that is
     shorter."""
 
-    def __init__(self, points: set[bytes], lock: Lock) -> None:
+    def __init__(self, points: Collection[bytes], lock: Lock) -> None:
         self._points = points
         self._lock = lock
         self._changed: dict[bytes, bool] | None = None  # whether it is there; None: a whole account is due
@@ -67,6 +71,8 @@ class PointWatcher:
     def take(self) -> list[worker_pb2.CacheReport]:
         """Everything that was not reported yet, in order; empty when nothing changed."""
         with self._lock:
+            if self._changed is not None and not self._changed:
+                return []  # as most reports
             is_whole, changed = self._changed is None, self._changed
             stored = list(self._points) if changed is None else [name for name, is_there in changed.items() if is_there]
             removed = [name for name, is_there in changed.items() if not is_there] if changed else []

@@ -139,12 +139,12 @@ class PrefixTree:
     resume points, for those who watch."""
 
     def __init__(self, rule: ResumeRule, clock: Clock, *, is_page_held: Callable[[int], bool] = _never,
-                 is_slot_held: Callable[[int], bool] = _never) -> None:
+                 is_slot_held: Callable[[int], bool] = _never, journal: PointJournal | None = None) -> None:
         """Ids that are held are given up last, and then are their holders' alone."""
         self._rule = rule
         self._clock = clock
         self._is_page_held, self._is_slot_held = is_page_held, is_slot_held
-        self.journal = PointJournal()
+        self.journal = journal or PointJournal()
         self._root = BlockNode(b"", None, 0, 0, 0.0)
         self._nodes: dict[bytes, BlockNode] = {}
         self._leaves = EvictionOrder(_worth)
@@ -183,7 +183,7 @@ class PrefixTree:
             raise InternalError(f"{len(names)} pages {'with' if slot_id else 'without'} a state behind them")
         if slot_id is not None and not self._rule.is_point(len(names)):
             raise InternalError(f"a state behind {len(names)} pages, where no prompt is cut")
-        node, taken = self._deepest(names), Changed()
+        node, taken, points = self._deepest(names), Changed(), list[bytes]()
         for depth in range(node.depth, len(names)):
             self._leaves.discard(node)
             node.num_children += 1
@@ -191,11 +191,13 @@ class PrefixTree:
             self._nodes[node.name] = node
             taken.page_ids.append(node.page_id)
             if not self._rule.has_states and self._is_resume_point(node):
-                self.journal.stored(node.name)
+                points.append(node.name)
         if slot_id is not None and node.slot_id is None:
             node.slot_id, node.num_saved = slot_id, node.depth - self._resume_point(node).depth
             taken.slot_ids.append(slot_id)
-            self.journal.stored(node.name)
+            points.append(node.name)
+        if points:
+            self.journal.stored(points)
         self._use(node)
         return taken
 

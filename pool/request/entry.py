@@ -1,10 +1,11 @@
-"""What the schedulers of both roles know about a request, whatever they do with it, and what they keep for the next."""
+"""What the schedulers of both roles know about a request, whatever they do with it, what they keep for the next, and
+which of a pool's data ranks it lives on."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -12,6 +13,7 @@ from engine.core.request import Request
 from engine.memory.leases import PageAllocator, PageLease, SlotAllocator, SlotLease
 from pool.prefix.journal import PointJournal
 from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
+from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError
 from runtime.metrics import CacheMetrics
@@ -88,16 +90,13 @@ class PrefixCache:
     slots: SlotAllocator
     clock: Clock
     metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
+    journal: PointJournal = field(default_factory=PointJournal)  # of the tree; data ranks share one
+    _shown_size: tuple[int, int] = (0, 0)  # pages and snapshots, in the metrics, which they share, too
 
     def __post_init__(self) -> None:
         if self.rule is not None:
             self.pages.ledger.serve(self._evict_pages)
             self.slots.ledger.serve(self._evict_snapshots)
-
-    @cached_property
-    def journal(self) -> PointJournal:
-        """Of the tree; an empty one where nothing is kept."""
-        return PointJournal() if self.rule is None else self._tree.journal
 
     def find(self, blocks: Sequence[bytes], num_tokens: int) -> Found:
         """What there is of `num_tokens` tokens with these blocks."""
@@ -131,7 +130,7 @@ class PrefixCache:
     def _tree(self) -> PrefixTree:
         assert self.rule is not None
         return PrefixTree(self.rule, self.clock, is_page_held=self.pages.ledger.is_leased,
-                          is_slot_held=self.slots.ledger.is_leased)
+                          is_slot_held=self.slots.ledger.is_leased, journal=self.journal)
 
     def _evict_pages(self, count: int) -> Sequence[int]:
         """For a lease that finds too few pages free."""
@@ -152,5 +151,80 @@ class PrefixCache:
         self._show_size()
 
     def _show_size(self) -> None:
-        self.metrics.pages.set(self._tree.num_pages)
-        self.metrics.snapshots.set(len(self.slots.ledger.kept_ids()))
+        size = self._tree.num_pages, len(self.slots.ledger.kept_ids())
+        for gauge, now, shown in zip((self.metrics.pages, self.metrics.snapshots), size, self._shown_size, strict=True):
+            gauge.inc(now - shown)
+        self._shown_size = size
+
+
+class RankScheduler(Protocol):
+    """The scheduler of one data rank, as its pool sees it."""
+
+    @property
+    def cache(self) -> PrefixCache: ...
+
+    def holds(self, key: int) -> bool:
+        """Whether the request of this key is its own."""
+        ...
+
+    def load(self) -> SchedulerLoad: ...
+
+    def occupancy(self) -> PoolOccupancy: ...
+
+
+SchedulerT = TypeVar("SchedulerT", bound=RankScheduler)
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class DataRanks(Generic[SchedulerT]):
+    """The schedulers of a pool, one of each data rank. A request lives on one of them, with all its memory. Belongs to
+    the engine thread."""
+
+    schedulers: tuple[SchedulerT, ...]
+
+    def place(self, request: Request, blocks: Sequence[bytes], admit: Callable[[SchedulerT], ResultT]) -> ResultT:
+        """`admit` the request where it has to wait least and most room is left, or where there is any. `blocks`: the
+        names of its prompt's full pages; what a rank has of them need not be computed or sent there.
+
+        Raises what `admit` does on the first choice, where no other had room either.
+        """
+        def worth(scheduler: SchedulerT) -> tuple[int, int, int]:
+            load, found = scheduler.load(), scheduler.cache.find(blocks, len(request.prompt_token_ids))
+            return (load.queued_tokens - found.num_tokens, -load.pages_free,
+                    load.queued_requests + load.running_requests)
+
+        if len(self.schedulers) == 1:
+            return admit(self.schedulers[0])
+        refusal: CapacityError | None = None
+        for scheduler in sorted(self.schedulers, key=worth):
+            try:
+                return admit(scheduler)
+            except CapacityError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def of(self, key: int) -> SchedulerT:
+        """Whose request that is; of a request that is over, any."""
+        return next((scheduler for scheduler in self.schedulers if scheduler.holds(key)), self.schedulers[0])
+
+    def load(self) -> SchedulerLoad:
+        """Of all together."""
+        every = tuple(scheduler.load() for scheduler in self.schedulers)
+        if len(every) == 1:
+            return every[0]
+        return SchedulerLoad(sum(each.queued_requests for each in every), sum(each.running_requests for each in every),
+                             sum(each.pages_free for each in every), sum(each.slots_free for each in every),
+                             sum(each.queued_tokens for each in every), every,
+                             max(each.local_rest_tokens for each in every))
+
+    def occupancy(self) -> PoolOccupancy:
+        """Of all together; of what waits the oldest."""
+        every = [scheduler.occupancy() for scheduler in self.schedulers]
+        leases = {state: sum(each.leases[state] for each in every) for state in every[0].leases}
+        return PoolOccupancy(leases, sum(each.num_pages_held for each in every), max(each.oldest_s for each in every))
+
+    def flush(self) -> int:
+        """Empty the prefix caches; returns the number of pages given up."""
+        return sum(scheduler.cache.clear() for scheduler in self.schedulers)

@@ -1,15 +1,14 @@
 """A request's stay on a pool, the same for both roles: how it begins, what happens to it, how it ends.
 
 `open_stream` and `read_request` check the stream's first message before any work; `Inbox` is the one queue of
-everything that can happen to a request, so there is one place where it waits; `serve` runs the stay; `MemoryReclaimer`
-ends what it leaves behind.
+everything that can happen to a request, so there is one place where it waits; `EventPost` brings there what the engine
+did; `serve` runs the stay; `MemoryReclaimer` ends what it leaves behind.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
@@ -55,6 +54,29 @@ class SessionChanged:
     """A stage reported; the session holds what."""
 
 
+class EventPost:
+    """Takes the engine's events to the event loop, all of a step with one call: every call from another thread wakes
+    the loop, and that costs more than the event."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: list[tuple[Callable[..., object], object]] = []
+
+    def put(self, receive: Callable[[EventT], object], event: EventT) -> None:
+        """`receive(event)` on the event loop's thread, in order, after `flush`. Engine thread."""
+        self._events.append((receive, event))
+
+    def flush(self) -> None:
+        """Before every wait and every forward. Engine thread."""
+        if self._events:
+            events, self._events = self._events, []
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[tuple[Callable[..., object], object]]) -> None:
+        for receive, event in events:
+            self._loop.call_soon(receive, event)
+
+
 class Inbox(Generic[MessageT, EventT]):
     """The stream's messages, the engine's events and the session's reports of one request, in one queue.
 
@@ -70,7 +92,6 @@ class Inbox(Generic[MessageT, EventT]):
         self._expired = expired
         self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionChanged] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_UNREAD)
-        self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
@@ -88,9 +109,9 @@ class Inbox(Generic[MessageT, EventT]):
             self._queue.put_nowait(message)
         self._queue.put_nowait(StreamEnded())
 
-    def emit(self, event: EventT) -> None:
-        """An engine event; any thread."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+    def happened(self, event: EventT) -> None:
+        """Of the engine. Event loop's thread."""
+        self._queue.put_nowait(event)
 
     def session_changed(self) -> None:
         """Event loop's thread."""
@@ -183,8 +204,8 @@ class RequestParts:
     plan: StagePlan
     reclaimer: MemoryReclaimer
     meters: LeaderMeters
+    post: EventPost
     grammars: GrammarCheck | None = None
-    stall_s: float = 120.0  # how long the caller may leave a response unread
     caches: bool = False  # whether the pool keeps what requests leave for later ones
 
     def blocks_of(self, request: Request, compatibility: str) -> tuple[bytes, ...]:
@@ -238,29 +259,9 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest) -> Reque
     return request
 
 
-@contextmanager
-def _cancelled_after(stall_s: float) -> Iterator[None]:
-    """The task of this block, if the block lasts for so long. Not `asyncio.timeout`: the block ends by being closed."""
-    task = asyncio.current_task()
-    assert task is not None
-    stalled = asyncio.get_running_loop().call_later(stall_s, _cancel, task, stall_s)
-    try:
-        yield
-    finally:
-        stalled.cancel()
-
-
-def _cancel(task: asyncio.Task[object], stall_s: float) -> None:
-    logger.warning("a caller has read nothing for %g s: its request is ended", stall_s)
-    task.cancel()
-
-
 async def serve(parts: RequestParts, inbox: Inbox[MessageT, EventT], request: Request,
                 begin: Callable[[], Awaitable[Stay[ResponseT]]]) -> AsyncGenerator[ResponseT, None]:
     """The responses of one request, whose stay `begin` takes a place for. Close it: it ends the stay.
-
-    A caller that leaves a response unread for `stall_s` is gone, though its connection lives: its handler, which waits
-    for it in gRPC, is cancelled, as if it had dropped the stream.
 
     Raises as `check_grammar`, `begin` and `Stay.run` do.
     """
@@ -269,7 +270,6 @@ async def serve(parts: RequestParts, inbox: Inbox[MessageT, EventT], request: Re
         stay = await begin()
         try:
             async for response in stay.run():
-                with _cancelled_after(parts.stall_s):
-                    yield response
+                yield response
         finally:
             stay.end()

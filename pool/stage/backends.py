@@ -7,6 +7,7 @@ import torch
 from engine.assembly.backend_set import Backends
 from engine.assembly.cpu import CpuBackends
 from engine.core.numerics import HOST, Numerics
+from models.blocks.kimi_delta import KimiDeltaSpec
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
 
@@ -47,3 +48,8 @@ def check_offered(device: torch.device, numerics: Numerics, description: ModelDe
     if numerics is Numerics.EXACT:
         raise ConfigError(f"exact numerics are offered on device cpu only; with device {device} say numerics fast",
                           field="numerics")
+    geometry = description.attention_geometry(page_size=1)
+    if geometry is not None and geometry.windowed is not None:
+        raise ConfigError(f"layers with sliding windows run on device cpu only, not on {device}", field="device")
+    if any(isinstance(layer.mixer, KimiDeltaSpec) for layer in description.spec.layers):
+        raise ConfigError(f"layers of Kimi Delta Attention run on device cpu only, not on {device}", field="device")

@@ -28,6 +28,14 @@ class WorkerConfig(TlsConfig):
     world_size: int = Field(default=1, ge=1, le=64, description="processes of the pool: its stages times --tp")
     tp: int = Field(default=1, ge=1, le=8, description="ranks that share each stage, with equal parts of its weights "
                                                        "and cache: 1, 2, 4 or 8 (device cpu)")
+    ep: int = Field(default=0, ge=0, le=8, description="ranks of a stage that experts are spread over, whole ones: all "
+                                                       "of them, so as many as --tp; 0: likewise")
+    dp_attention: int = Field(default=1, ge=1, le=8, description="data ranks: groups of these ranks, of which each has "
+                                                                 "requests, and a cache of them, of its own")
+    overlap_tokens: int = Field(default=0, ge=0, le=65536, description="batches of so many tokens or more run in two "
+                                                                       "halves on the ranks of a stage, and one "
+                                                                       "computes while the other's parts are under "
+                                                                       "way; 0: none do")
     leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server, or the file:///PATH that it "
                                                 "announces itself in; needed by the other stages")
     partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')
@@ -41,22 +49,32 @@ class WorkerConfig(TlsConfig):
         default=0, ge=0, le=1, description="share of the memory of the machine, container or device that weights and "
                                            "cache may take together, when --memory-mb is 0; 0: 0.4 of a host, 0.8 of a "
                                            "container's limit, 0.85 of a device")
-    max_running: int = Field(default=16, ge=1, le=4096, description="requests that hold memory at the same time")
+    max_running: int = Field(default=16, ge=1, le=4096, description="requests that compute at the same time")
+    max_landing: int = Field(default=0, ge=0, le=4096, description="requests that hold memory beyond them while their "
+                                                                   "prompts land or they wait for a turn (decode); 0: "
+                                                                   "twice --max-running up to 32, none above")
     max_queued: int = Field(default=256, ge=1, le=65536, description="requests that may wait (prefill)")
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
     prefix_cache: bool = Field(default=True, description="keep what prompts left and compute only what follows it "
                                                          "(prefill)")
-    decode_cache: bool = Field(default=False, description="keep prompts that landed and what was drawn, and be sent "
+    decode_cache: bool = Field(default=True, description="keep prompts that landed and what was drawn, and be sent "
                                                           "only what follows it (decode)")
     prefix_snapshots: int = Field(default=0, ge=0, le=65536, description="recurrent states to keep with it, where the "
                                                                          "model has any (prefill); 0: twice "
                                                                          "--max-running, as far as a fifth of the "
                                                                          "cache holds them")
+    local_rest_tokens: int = Field(
+        default=0, ge=0, le=65536, description="a decode pool that holds all but so many tokens of a prompt, or fewer "
+                                               "where its streams would suffer, computes these itself, without a "
+                                               "prefill worker, where the model has attention alone; 0: never")
     step_limit_s: float = Field(
         default=0, ge=0, le=86400, description="seconds a step may take; then the engine counts as hung, its requests "
                                                "move elsewhere and the process ends; 0: 20 times the longest step of "
                                                "late, at least 60")
     numerics: Literal["exact", "fast"] = Field(default="exact", description="exact: the same bits from every topology")
+    weights: Literal["model", "int8"] = Field(
+        default="model", description="model: in the model's type; int8: matrices of projections in eight bits, "
+                                     "multiplied by activations in eight bits (device cpu)")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$",
                         description="what layers and cache memory are on: cpu, cuda or cuda:N (with numerics fast)")
     cuda_graphs: bool = Field(default=True, description="replay decode and verify steps as captured graphs, where "
@@ -98,7 +116,7 @@ class WorkerConfig(TlsConfig):
     @property
     def placement(self) -> Placement:
         """Which stage, and which rank of it. Raises ConfigError when processes and ranks do not fit together."""
-        return Placement.of(self.rank, self.world_size, self.tp)
+        return Placement.of(self.rank, self.world_size, self.tp, self.dp_attention)
 
     @property
     def binding(self) -> UcxBinding:

@@ -1,12 +1,17 @@
 """What a pool measures, from the loop's and the scheduler's figures. Any thread; instruments lock themselves."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol, Self
 
+import torch
 from prometheus_client import CollectorRegistry, Counter
+from torch import Tensor
 
+from engine.contracts.model import ExpertTokens
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry, travelling
 from engine.pipeline.stages import StageExecutor
@@ -17,17 +22,22 @@ from runtime.errors import BatonError
 from runtime.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
 
 BUBBLE_WINDOW_S = 1.0
+EXPERTS_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True)
 class SchedulerLoad:
-    """What a scheduler has to do, and room for. `queued_tokens` of prompts that are not yet computed."""
+    """What a scheduler has to do, and room for. `queued_tokens` of prompts that are not yet computed; `data_ranks`:
+    what of all that is whose, where it is of several; `local_rest_tokens`: the longest rest of a prompt that a decode
+    pool computes itself."""
 
     queued_requests: int
     running_requests: int
     pages_free: int
     slots_free: int
     queued_tokens: int = 0
+    data_ranks: "tuple[SchedulerLoad, ...]" = ()
+    local_rest_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,16 +98,42 @@ class LoadBoard:
 
 @dataclass(frozen=True)
 class StageCounts:
-    """What a stage counts itself, since its start: plans by path, forwards by kind."""
+    """What a stage counts itself, since its start: plans by path, forwards by kind, tokens of experts by layer."""
 
     plans: Callable[[], Mapping[str, int]] = dict
     forwards: Callable[[], Mapping[str, int]] = dict
+    experts: Callable[[], Mapping[int, ExpertTokens]] = dict
 
 
 def stage_counts(executor: StageExecutor, drafter: PoolDrafter | None) -> StageCounts:
     """Of the executor's plans and forwards, and of the drafter's plans if there is one."""
     return StageCounts(lambda: {"target": executor.num_plans, **(drafter.num_plans if drafter is not None else {})},
-                       lambda: executor.num_forwards)
+                       lambda: executor.num_forwards, lambda: executor.model.expert_tokens)
+
+
+@dataclass
+class ExpertBalance:
+    """How evenly routers use the experts of a stage's layers, reported about once in a second."""
+
+    metrics: StageMetrics
+    tokens: Callable[[], Mapping[int, ExpertTokens]]
+    clock: Callable[[], float] = time.monotonic
+    _reported: Tensor | None = None  # [layers, experts]
+    _reported_s: float = -math.inf
+
+    def on_forward(self) -> None:
+        """Engine thread."""
+        now = self.clock()
+        if now - self._reported_s < EXPERTS_PERIOD_S or not (layers := list(self.tokens().values())):
+            return
+        counts = torch.stack([layer.counts for layer in layers])
+        new = counts if self._reported is None else counts - self._reported
+        self._reported, self._reported_s = counts, now
+        own = layers[0].own
+        for expert, count in zip(range(own.start, own.stop), new.sum(0)[own.start:own.stop].tolist(), strict=True):
+            self.metrics.expert_tokens.labels(str(expert)).inc(count)
+        if (used := new[new.any(1)].double()).numel():
+            self.metrics.expert_busiest.set((used.amax(1) / used.mean(1)).max().item())
 
 
 @dataclass(frozen=True)
@@ -109,10 +145,15 @@ class StageMeters:
     counts: StageCounts = field(default_factory=StageCounts)
     _counted: dict[tuple[str, str], int] = field(default_factory=dict)
 
+    @cached_property
+    def _experts(self) -> ExpertBalance:
+        return ExpertBalance(self.metrics, self.counts.experts)
+
     def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
         """The stage ran its layers on one batch."""
         self._add_new(self.metrics.plans, "plans", self.counts.plans())
         self._add_new(self.metrics.forwards, "forwards", self.counts.forwards())
+        self._experts.on_forward()
         self.metrics.step_s.labels(str(self.rank)).observe(seconds)
         self.metrics.batch_rows.observe(batch.num_rows)
         self.metrics.batch_tokens.observe(batch.num_tokens)
@@ -136,24 +177,34 @@ class LeaderMeters:
     work: LeaderMetrics
     pool: PoolMetrics
     handoff: HandoffMetrics
-    geometry: PoolGeometry
+    geometry: PoolGeometry  # of each data rank
+    num_data_ranks: int = 1
     num_prompt_tokens: int = 0  # since the start
     num_output_tokens: int = 0
     _waited_s: float = 0.0
     _window_began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry,
-               counts: StageCounts | None = None) -> Self:
+    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, counts: StageCounts | None = None, *,
+               num_data_ranks: int = 1) -> Self:
         stage = StageMeters(StageMetrics.create(registry), 0, counts or StageCounts())
         meters = cls(stage, LeaderMetrics.create(registry), PoolMetrics.create(registry),
-                     HandoffMetrics.create(registry), geometry)
-        num_pages, num_slots = geometry.num_pages - 1, max(0, geometry.num_slots - 1)
+                     HandoffMetrics.create(registry), geometry, num_data_ranks)
+        num_pages, num_slots = meters.num_pages, meters.num_slots
         meters.pool.pages_total.set(num_pages)
         meters.pool.slots_total.set(num_slots)
         meters.pool.cache_config.info({"page_size": str(geometry.page_size), "num_pages": str(num_pages),
                                        "num_slots": str(num_slots)})
         return meters
+
+    @property
+    def num_pages(self) -> int:
+        """Of all data ranks, without the null records; likewise the slots."""
+        return self.num_data_ranks * (self.geometry.num_pages - 1)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_data_ranks * max(0, self.geometry.num_slots - 1)
 
     def on_launch(self, seconds: float, batch: ForwardBatch) -> None:
         """Stage 0 ran its layers on one batch and passed it on."""
@@ -188,10 +239,9 @@ class LeaderMeters:
         self.work.running.set(load.running_requests)
         if not load.running_requests:
             self.work.idle_ratio.set(0)  # without work there is nothing to wait for
-        num_pages = self.geometry.num_pages - 1
-        self.pool.pages_used.set(num_pages - load.pages_free)
-        self.pool.usage_ratio.set(1 - load.pages_free / num_pages)
-        self.pool.slots_used.set(max(0, self.geometry.num_slots - 1 - load.slots_free))
+        self.pool.pages_used.set(self.num_pages - load.pages_free)
+        self.pool.usage_ratio.set(1 - load.pages_free / self.num_pages)
+        self.pool.slots_used.set(self.num_slots - load.slots_free)
         self.handoff.sessions.set(load.open_sessions)
 
     def on_occupancy(self, occupancy: PoolOccupancy, *, num_draining: int) -> None:

@@ -64,7 +64,7 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
                    needs: PoolNeeds, memory: Memory = memory_of) -> PoolSize:
     """Raises ConfigError: weights and cache do not fit, or the context asked for does not; the message has the sum and
     names the flags."""
-    weights = [-(-description.weight_bytes(layers) // config.tp) for layers in ranges]
+    weights = [description.weight_bytes(layers, config.placement.tensor) for layers in ranges]
     weights[-1] += needs.draft_bytes
     own = config.placement.pipeline_rank
     if weights[own] and weights[own] > (free := memory(config.device).available_bytes):

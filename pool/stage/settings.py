@@ -28,12 +28,13 @@ def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: 
     exact = Numerics(config.numerics) is Numerics.EXACT
     settings = {
         "architecture": description.facts.architecture, "checkpoint": description.facts.revision,
-        "numerics": config.numerics, "arithmetic": _arithmetic() if exact else ANY, "device": kind,
+        "numerics": config.numerics, "weights": config.weights, "arithmetic": _arithmetic() if exact else ANY,
+        "device": kind,
         "page_size": str(config.page_size), "num_pages": str(size.num_pages), "num_slots": str(size.num_slots),
         "max_held": str(max_held), "max_context": str(config.max_context or MODELS_OWN),
         "max_context_tokens": str(size.context_tokens),
         "chunk_tokens": str(config.chunk_tokens), "partition": ", ".join(map(str, ranges)),
-        "tp": str(config.tp),
+        "tp": str(config.tp), "dp_attention": str(config.dp_attention), "overlap_tokens": str(config.overlap_tokens),
         "draft": "none" if speculation is None else speculation.draft.revision, "frames": LAYOUT,
     }
     if speculation is not None:

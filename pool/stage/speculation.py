@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.assembly.backend_set import Backends
+from engine.backends.cpu.attention import CpuAttention
 from engine.core.batch import ForwardBatch
+from engine.core.layer_range import LayerRange, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec
 from engine.memory.pools import StagePools
 from engine.pipeline.stages import LayerObserver
@@ -18,6 +20,7 @@ from engine.speculative.draft_handoff import HandedChains, HandedEnds
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.drafter import Drafter, PoolDrafter
 from engine.speculative.eagle import EagleDrafter, PromptDrafter
+from engine.speculative.frozen import FrozenDrafter
 from engine.speculative.layerwise import LayerwiseDrafter
 from engine.speculative.round_graphs import RoundGraphs
 from models.drafts.loader import DraftDescription, read_draft
@@ -82,22 +85,35 @@ class SpeculationPlan:
         """What the verification of one request keeps beside a rank's `specs` of the target: a recurrent state per node.
         """
         return tuple(replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape), split_axis=None)
-                     for spec in specs if not spec.kind.is_paged)
+                     for spec in specs if not spec.kind.is_paged and spec.kind is not CacheKind.WINDOW)
 
 
 def plan_speculation(config: WorkerConfig, target: ModelDescription) -> SpeculationPlan | None:
     """None without a draft.
 
     Raises:
-        ConfigError: the flags contradict each other, or the folder is not a draft of this target.
+        ConfigError: the flags contradict each other, the folder is not a draft of this target, or it is one of those
+            that nothing is drafted for.
     """
     if config.draft is None:
         return None
     flags = SpeculationConfig(config.draft, config.spec_topk, config.spec_steps, config.spec_draft_tokens)
+    if any(spec.kind is CacheKind.WINDOW for spec in target.cache_specs(config.page_size)):
+        _check_window(flags, config.page_size)
     draft = read_draft(config.draft, target)
     if draft.num_layers > 1:
         flags = _layerwise(flags, draft.num_layers)
-    return SpeculationPlan(flags, draft, config.spec_prompt)
+    return SpeculationPlan(flags, draft, config.spec_prompt and not draft.is_frozen)
+
+
+def _check_window(flags: SpeculationConfig, page_size: int) -> None:
+    """Raises ConfigError for what layers that see a window do not verify: trees, and more tokens than a page has."""
+    if flags.topk > 1:
+        raise ConfigError(f"spec_topk {flags.topk} makes trees; models with sliding windows verify chains only: "
+                          f"spec_topk must be 1", field="spec_topk")
+    if flags.max_nodes > page_size:
+        raise ConfigError(f"spec_draft_tokens must be less than the page_size {page_size} for models with sliding "
+                          f"windows, is {flags.num_draft_tokens}", field="spec_draft_tokens")
 
 
 def _layerwise(flags: SpeculationConfig, num_layers: int) -> SpeculationConfig:
@@ -118,9 +134,17 @@ def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
                   target_digest: WeightsDigest | None = None, digest: WeightsDigest | None = None) -> PoolDrafter:
     """Loads the draft; the digests take up what is read of the target and of the draft. Its cache is that of the
     stage's extra layers, or its own of as many pages as the target's."""
-    layers = plan.draft.load_layers(numerics=backends.numerics, device=backends.device, digest=digest,
-                                    target_digest=target_digest)
     geometry, device = pools.geometry, backends.device
+    if plan.draft.is_frozen:
+        frozen = plan.draft.load_frozen(numerics=backends.numerics, device=device, digest=digest,
+                                        target_digest=target_digest)
+        kv, windows = ({layer_id: tensor for layer_id, tensor in pools.of_kind(kind).items()
+                        if layer_id in plan.draft.read_layers} for kind in (CacheKind.KV, CacheKind.WINDOW))
+        cached = CpuAttention(kv_pools=kv, window_pools=windows,
+                              geometry=frozen.attention_geometry(geometry.page_size))
+        return FrozenDrafter(model=frozen, attention=cached, steps=plan.config.steps)
+    layers = plan.draft.load_layers(numerics=backends.numerics, device=device, digest=digest,
+                                    target_digest=target_digest)
     own: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
     for spec in plan.draft.cache_specs(geometry.page_size):
         own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
@@ -144,6 +168,18 @@ def _handed_ends(pools: StagePools, layer_id: int) -> HandedEnds:
     first = _handed_chains(pools, layer_id)
     hidden, keys = pools.of_kind(CacheKind.DRAFT_HIDDEN), pools.of_kind(CacheKind.DRAFT_KEYS)
     return HandedEnds(first.topk_p, first.topk_index, hidden[layer_id], keys[layer_id] if keys else None)
+
+
+def check_frozen(plan: SpeculationPlan, last: LayerRange, rank: TensorRank) -> None:
+    """A draft that reads the target's cache finds it whole on the last stage, or raises ConfigError."""
+    elsewhere = sorted(layer_id for layer_id in plan.draft.read_layers if layer_id not in last)
+    if elsewhere:
+        read = " and ".join(map(str, sorted(plan.draft.read_layers)))
+        raise ConfigError(f"the draft reads what layers {read} cache; the last stage has layers {last} and needs "
+                          f"{elsewhere[0]}, too", field="partition")
+    if plan.draft.is_frozen and rank.attention.size > 1:
+        raise ConfigError(f"--tp {rank.size}: the draft reads what the target caches, of which a rank has a part only",
+                          field="tp")
 
 
 def prompt_drafter(plan: SpeculationPlan, drafter: PoolDrafter, observer: LayerObserver | None) -> Drafter:

@@ -13,6 +13,7 @@ from engine.core.numerics import HOST, Numerics
 from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
+from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
 from engine.pipeline.stages import LayerObserver, StageExecutor
 from engine.speculative.drafter import Drafter, PoolDrafter
@@ -26,7 +27,7 @@ from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.pool_size import Memory, PoolNeeds, PoolSize, memory_of, plan_pool_size
 from pool.stage.settings import stage_settings
-from pool.stage.speculation import SpeculationPlan, build_drafter, plan_speculation, prompt_drafter
+from pool.stage.speculation import SpeculationPlan, build_drafter, check_frozen, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
@@ -75,6 +76,7 @@ class StagePlan:
         return compatibility(
             revision=weights.revision(self.description.facts.revision), specs=self.geometry.specs,
             page_size=self.geometry.page_size, numerics=self.settings["numerics"],
+            weights=self.settings["weights"],
             arithmetic=self.settings["arithmetic"], max_context=self.settings["max_context"],
             draft_revision=weights.draft_revision(draft))
 
@@ -88,33 +90,49 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     where the model has any. `memory` is that of the machine or device that the stage is for.
     """
     place = config.placement
-    whole = read_model(config.model)
+    if config.weights == "int8" and config.device != HOST.type:
+        raise ConfigError(f"weights int8 are for device cpu, not {config.device}", field="weights")
+    whole = read_model(config.model, in_bytes=config.weights == "int8")
+    _check_experts(config, whole)
     description, facts = whole.of_rank(place.tensor), whole.facts
     ranges = _layers_of_stages(config, facts.num_layers)
     specs = description.cache_specs(config.page_size)
     speculation = plan_speculation(config, whole) if speculates or config.spec_prompt else None
+    if speculation is not None and speculates:
+        check_frozen(speculation, ranges[-1], place.tensor)
+    elif speculation is not None and not speculation.handed:
+        speculation = None
     extra: tuple[CacheSpec, ...] = ()
     scratch: tuple[CacheSpec, ...] = ()
     if speculation is not None:
         if speculates:
             extra = speculation.own_specs(specs, config.page_size)
-            scratch = speculation.scratch_specs(tuple(spec.of_rank(place.tensor) for spec in specs))
+            scratch = speculation.scratch_specs(tuple(spec.of_rank(place.tensor.attention) for spec in specs))
         handed = speculation.handed_specs(config.page_size)
         specs, ranges[-1] = (*specs, *handed), LayerRange(
             ranges[-1].start, ranges[-1].end + len({spec.layer_id for spec in handed}))
     held = config.max_running if max_held is None else max_held
     num_scratch = config.max_running + 1 if scratch else 0
     draft_bytes = 0 if speculation is None else speculation.draft.weight_bytes
-    has_states = keeps_states and config.prefix_cache and any(spec.kind.is_recurrent for spec in specs)
+    has_states = keeps_states and config.prefix_cache and any(spec.kind.is_state for spec in specs)
     max_snapshots = (config.prefix_snapshots or 2 * config.max_running) if has_states else 0
-    own = tuple(spec.of_rank(place.tensor) for spec in (*specs, *extra))
-    size = plan_pool_size(config, description, ranges, PoolNeeds(own, held, scratch, num_scratch, draft_bytes,
-                                                                 max_snapshots))
+    own = tuple(spec.of_rank(place.tensor.attention) for spec in (*specs, *extra))
+    needs = PoolNeeds(own, held, scratch, num_scratch, draft_bytes, max_snapshots)
+    size = plan_pool_size(config, description, ranges, needs, memory)
     geometry = PoolGeometry(config.page_size, size.num_pages, size.num_slots, ranges[place.pipeline_rank], specs,
-                            place.tensor)
+                            place.tensor.attention)
     settings = stage_settings(config, description, ranges, size, max_held=held, speculation=speculation,
                               speculates=speculates)
     return StagePlan(description, ranges, geometry, settings, size, held, speculation, num_scratch)
+
+
+def _check_experts(config: WorkerConfig, description: ModelDescription) -> None:
+    """Raises ConfigError for an --ep that would be something else than what --tp already does."""
+    if config.ep and config.ep != config.tp:
+        raise ConfigError(f"--ep {config.ep}: experts are spread over all ranks of a stage, of which --tp gives it "
+                          f"{config.tp}", field="ep")
+    if config.ep > 1 and not any(layer.feed_forward.num_experts for layer in description.spec.layers):
+        raise ConfigError(f"--ep {config.ep}: {description.facts.architecture} has no experts", field="ep")
 
 
 def _layers_of_stages(config: WorkerConfig, num_layers: int) -> list[LayerRange]:
@@ -156,7 +174,9 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     speculation = plan.speculation
     digest, draft_digest = WeightsDigest(), WeightsDigest()
     place = config.placement
-    ranks = StageRanks(place.tensor, stage=place.pipeline_rank, step_limit_s=config.step_limit_s)
+    overlap = Overlap(config.overlap_tokens) if config.overlap_tokens else None
+    ranks = StageRanks(place.tensor, stage=place.pipeline_rank, step_limit_s=config.step_limit_s,
+                       while_under_way=overlap.pass_turn if overlap is not None else lambda: None)
     model, runs_on = _load_layers(plan, pools, backends, digest, ranks, speculates=speculates)
     profile = TransportProfile(config.transport)
     transport = UcxTransport(profile=profile, clock=SystemClock(), binding=config.binding)
@@ -167,7 +187,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     # Only a prefill pool, which observes layers one by one, has no steps to capture.
     graphs = None if observer is not None else build_graphs(
         config, plan.description, model, runs_on, speculation.config if speculation is not None else None)
-    executor = build_executor(model, runs_on, backends.device, observer, graphs)
+    executor = build_executor(model, runs_on, backends.device, observer, graphs, overlap)
     drafter: PoolDrafter | None = None
     reader: Drafter | None = None
     if speculation is not None and place.draws:
@@ -221,5 +241,5 @@ def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
     per_token = 4 * facts.hidden_size * 4 + 50 * 8 + 4 * (0 if latent is None else latent.max_selected)
     per_row = MAX_GRAMMAR_BYTES + 8 * (3 * plan.max_context_tokens + 2 * 1024 + 64 + 64)
     per_row += 4 * (plan.geometry.num_pages + 1)
-    part = 0 if plan.geometry.tensor.size == 1 else max(MAX_PART_BYTES, 4 * facts.vocab_size)
+    part = 0 if config.tp == 1 else max(MAX_PART_BYTES, 4 * facts.vocab_size)
     return max(tokens * per_token + plan.max_held * per_row, part) + (1 << 16)

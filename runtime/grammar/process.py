@@ -44,7 +44,7 @@ COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computin
 MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
 # Of one text: what it may save up, what a step adds to it, and what a step adds to all of its texts at most.
-BURST_CPU_S, TOKEN_CPU_S, STEP_CPU_S = 0.1, 0.005, 0.04
+BURST_CPU_S, TOKEN_CPU_S, STEP_CPU_S = 0.2, 0.005, 0.04
 REPLAYED_TOKEN_CPU_S = 0.0001  # where many tokens come at once, of a text that began elsewhere
 MAX_JOBS = 65536
 

@@ -50,8 +50,8 @@ def references(folders: dict[str, Path]) -> dict[str, list[Answer]]:
     return {**found, "sharing": found["glm_moe_dsa"]}
 
 
-def nextn(folder: Path, shape: Shape, num_pages: int) -> EagleDrafter:
-    model = read_draft(folder, read_model(folder)).load(numerics=Numerics.EXACT)
+def nextn(folder: Path, shape: Shape, num_pages: int, *, in_bytes: bool = False) -> EagleDrafter:
+    model = read_draft(folder, read_model(folder, in_bytes=in_bytes)).load(numerics=Numerics.EXACT)
     attention = CpuBackends(Numerics.EXACT).of_draft(model.attention_geometry(16), nan_pools(model, 16, num_pages))
     return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth)
 
@@ -85,4 +85,18 @@ def test_steps_that_share_a_choice_of_keys_change_nothing_s2_7(
                               frozenset({description.facts.num_layers - 1}))
     with local_pool(description, size, speculation=speculation) as pool:
         assert shown(pool.generate(WANTED)) == shown(references["sharing"])
+        assert_nothing_leaked(pool)
+
+
+@pytest.mark.parametrize(("shape", "size"), [(CHAINS["chain 3"], 2), (TREES["tree 4x4/15"], 1)], ids=["chain", "tree"])
+def test_weights_in_eight_bits_give_the_same_with_a_draft_in_eight_bits(tmp_path: Path, shape: Shape,
+                                                                        size: int) -> None:
+    folder = add_nextn(make_checkpoint(tmp_path, "glm_moe_dsa", dtype=torch.bfloat16), tmp_path / "drafting")
+    description = read_model(folder, in_bytes=True)
+    with local_pool(description) as pool:
+        expected = shown(pool.generate(WANTED))
+    speculation = Speculation(lambda num_pages: nextn(folder, shape, num_pages, in_bytes=True), shape.nodes,
+                              frozenset({description.facts.num_layers - 1}))
+    with local_pool(description, size, speculation=speculation) as pool:
+        assert shown(pool.generate(WANTED)) == expected
         assert_nothing_leaked(pool)

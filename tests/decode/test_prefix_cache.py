@@ -1,34 +1,26 @@
-"""What one request leaves on a decode pool for the next: on the real scheduler with a memory that remembers tokens, and
-through the service with real transfer agents, where bytes are counted."""
+"""What one request leaves on a decode pool for the next, on the real scheduler with a memory that remembers tokens."""
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from prometheus_client import CollectorRegistry
+from hypothesis.stateful import Bundle, consumes, initialize, invariant, rule
 
 from decode.entry import DecodeLimits, Drawn, Event, Finished, Reservation
 from decode.scheduler import DecodeScheduler
-from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.batch import ForwardBatch
 from engine.core.draft_trees import AcceptedNodes, TokenTree, Verified
 from engine.core.request import DrawnToken, Request, SamplingParams
-from engine.memory.integrity import read_books
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
-from protos import decode_pb2 as pb
 from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.errors import CapacityError, PeerLostError
-from runtime.metrics import CacheMetrics
-from tests.support.pool.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, arrivals, first_token, specs
-from tests.support.pool.token_memory import TokenMemory
-from transfer.plan import codec
-from transfer.plan.handoff_terms import DestinationTerms
+from tests.support.pool.cache_rig import CacheMachine, CacheRig
 
 PAGE = 4
 
@@ -70,24 +62,31 @@ class Asked:
         return any(isinstance(event, Finished) for event in self.events)
 
 
-class Rig:
+class Rig(CacheRig[DecodeScheduler]):
     """A scheduler over pages of four tokens, and what a source and a model do there. With a `grid` the model has
     recurrent layers, whose states come with the prompts."""
 
-    def __init__(self, *, num_pages: int = 40, depth: int = 1, grid: int = 1) -> None:
-        self.scheduler = DecodeScheduler(
-            pages=PageAllocator(num_pages), slots=SlotAllocator(0 if grid == 1 else 9), clock=ManualClock(),
+    def __init__(self, *, num_pages: int = 40, depth: int = 1, grid: int = 1, local_rest_tokens: int = 0) -> None:
+        self.clock = ManualClock()
+        super().__init__(DecodeScheduler(
+            pages=PageAllocator(num_pages), slots=SlotAllocator(0 if grid == 1 else 9), clock=self.clock,
             cache_rule=ResumeRule(PAGE),
             limits=DecodeLimits(page_size=PAGE, grid=grid, depth=depth, max_running=4, max_held=8, chunk_tokens=8,
-                                max_context_tokens=(num_pages - 1) * PAGE, growth_tokens=PAGE))
-        self.registry = CollectorRegistry()
-        self.scheduler.cache.metrics = CacheMetrics.create(self.registry)
-        self.memory = TokenMemory(PAGE)
+                                max_context_tokens=(num_pages - 1) * PAGE, growth_tokens=PAGE,
+                                local_rest_tokens=local_rest_tokens, has_states=grid > 1)), PAGE)
         self.asked: dict[int, Asked] = {}
-        self.num_read = 0  # tokens of replays
+        self.num_read = 0  # tokens, prompts' and replayed ones
 
-    def count(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(f"baton_cache_{name}_total", labels) or 0
+    def tokens_of(self, key: int) -> Sequence[int]:
+        return self.asked[key].tokens
+
+    def on_row(self, key: int, context: int, count: int, *, draws: bool) -> None:
+        is_step = draws and context >= len(self.asked[key].request.prompt_token_ids)
+        self.num_read += 0 if is_step else count
+
+    def end(self) -> None:
+        for key in self.asked:
+            self.scheduler.release(key)
 
     def reserve(self, prompt: Sequence[int], *, max_tokens: int = 5, salt: str = "", caches: bool = True,
                 compatibility: str = "c", replayed: int = 0) -> Asked:
@@ -102,6 +101,15 @@ class Rig:
         self.memory.read(asked.reservation.prompt_page_ids, prompt[:asked.reservation.held_tokens])
         return asked
 
+    def read_rest(self, prompt: Sequence[int], *, max_tokens: int = 5) -> Asked:
+        """What is missing of the prompt is to be computed here."""
+        request = Request("r", tuple(prompt), max_tokens, SamplingParams(temperature=0))
+        asked = Asked(request, Reservation(0, (), 0), num_known=0, has_joined=True)
+        asked.reservation = self.scheduler.read_rest(
+            request, asked.events.append, blocks=block_names(prompt, PAGE, compatibility="c"), compatibility="c")
+        self.asked[asked.reservation.key] = asked
+        return asked
+
     def land(self, asked: Asked) -> None:
         """What the destination does not hold arrives."""
         held, prompt = asked.reservation.held_tokens, asked.request.prompt_token_ids
@@ -112,28 +120,10 @@ class Rig:
         asked.has_joined = True
         self.scheduler.join(asked.reservation.key, drawn_after(asked.request.prompt_token_ids), with_draft=with_draft)
 
-    @property
-    def kept(self) -> set[int]:
-        return self.scheduler.pages.ledger.kept_ids()
-
-    def launch(self) -> ForwardBatch | None:
-        """The next batch, run."""
-        batch = self.scheduler.next_batch()
-        if batch is None:
-            return None
-        for row, (key, context, count) in enumerate(zip(batch.request_keys, batch.context_lens, batch.query_lens,
-                                                        strict=True)):
-            pages, tokens = batch.page_tables[row].tolist(), self.asked[key].tokens
-            self.memory.read(pages, tokens[:context])
-            self.memory.write(pages, context, tokens[context:context + count], kept=self.kept)
-            self.num_read += count * (batch.mode is ForwardMode.PREFILL)
-        return batch
-
     def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
         ends = [context + count for context, count in zip(batch.context_lens, batch.query_lens, strict=True)]
         if error is not None:
-            for row, (context, end) in enumerate(zip(batch.context_lens, ends, strict=True)):
-                self.memory.spoil(batch.page_tables[row].tolist(), context, end)
+            self.spoil(batch)
         drawn = [DrawnToken(self.asked[key].tokens[end]) for key, end, sampling in
                  zip(batch.request_keys, ends, batch.sampling, strict=True) if sampling is not None and error is None]
         self.scheduler.on_result(batch, StepResult(0, drawn, error))
@@ -150,13 +140,6 @@ class Rig:
         self.run()
         assert asked.drawn == asked.expected
         return asked
-
-    def check(self) -> None:
-        for ledger in (self.scheduler.pages.ledger, self.scheduler.slots.ledger):
-            books = read_books(ledger)
-            assert not books.faults, str(books)
-            assert books.num_free + books.num_cached + books.num_leased == books.num_total
-        self.scheduler.on_idle()
 
 
 def test_a_prompt_that_landed_stays() -> None:
@@ -309,16 +292,16 @@ def test_what_a_tree_left_where_it_does_not_stay_is_not_kept() -> None:
     assert scheduler.cache.find(block_names(answer, PAGE, compatibility="m"), 99).num_tokens == 8
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """Random histories of a small pool: prompts over few tokens and those that go on from answers; they land or are
-    given up, batches fail, pages run out, up to two are in flight."""
+class DecodeHistories(CacheMachine):
+    """Random histories of a small pool: prompts over few tokens and those that go on from answers; they land, or are
+    given up, or their rest is read; pages run out."""
 
+    rig: Rig
     asked = Bundle("asked")
 
     @initialize(num_pages=st.integers(6, 24), depth=st.integers(1, 2), grid=st.sampled_from((1, 1, 8)))
     def begin(self, num_pages: int, depth: int, grid: int) -> None:
-        self.rig = Rig(num_pages=num_pages, depth=depth, grid=grid)
-        self.in_flight: list[ForwardBatch] = []
+        self.rig, self.depth = Rig(num_pages=num_pages, depth=depth, grid=grid, local_rest_tokens=9), depth
 
     @rule(target=asked, start=st.lists(st.sampled_from((0, 1)), min_size=0, max_size=4), tail=st.integers(1, 5),
           max_tokens=st.integers(1, 9), replayed=st.sampled_from((0, 0, 3)), caches=st.booleans())
@@ -330,6 +313,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(target=asked, earlier=asked, cut=st.integers(1, 9), max_tokens=st.integers(1, 9))
     def go_on(self, earlier: Asked | None, cut: int, max_tokens: int) -> object:
         return None if earlier is None else self.try_reserve(earlier.tokens[:-cut] or [1], max_tokens=max_tokens)
+
+    @rule(target=asked, earlier=asked, cut=st.integers(1, 9), max_tokens=st.integers(1, 9))
+    def go_on_here(self, earlier: Asked | None, cut: int, max_tokens: int) -> object:
+        prompt = [] if earlier is None else earlier.tokens[:-cut]
+        if not prompt or len(prompt) + max_tokens > self.rig.scheduler.limits.max_context_tokens:
+            return None
+        try:
+            return self.rig.read_rest(prompt, max_tokens=max_tokens)
+        except CapacityError:
+            return None
 
     def try_reserve(self, prompt: list[int], *, max_tokens: int, replayed: int = 0,
                     caches: bool = True) -> Asked | None:
@@ -353,112 +346,18 @@ class CacheMachine(RuleBasedStateMachine):
             except CapacityError:
                 return
 
-    @rule()
-    def launch(self) -> None:
-        if len(self.in_flight) < self.rig.scheduler.limits.depth and (batch := self.rig.launch()) is not None:
-            self.in_flight.append(batch)
-
-    @rule(fails=st.sampled_from((False, False, False, False, True)))
-    def answer(self, fails: bool) -> None:  # noqa: FBT001
-        if self.in_flight:
-            self.rig.answer(self.in_flight.pop(0), StepFailed("no") if fails else None)
-
     @rule(which=consumes(asked))
     def release(self, which: Asked | None) -> None:
         if which is not None:
             which.has_joined = True  # nothing more may land
             self.rig.scheduler.release(which.reservation.key)
 
-    @rule()
-    def flush(self) -> None:
-        self.rig.scheduler.cache.clear()
-
     @invariant()
-    def holds(self) -> None:
-        self.rig.check()
+    def draws_what_it_is_to_draw(self) -> None:
         for asked in self.rig.asked.values():
             assert asked.drawn == asked.expected[:len(asked.drawn)]
             assert len(asked.drawn) == len(asked.expected) or not asked.is_finished
 
-    def teardown(self) -> None:
-        for batch in self.in_flight:
-            self.rig.answer(batch)
-        for key in self.rig.asked:
-            self.rig.scheduler.release(key)
-        self.rig.check()
-        assert self.rig.scheduler.pages.num_available == self.rig.scheduler.pages.num_total
 
-
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-
-
-@pytest.fixture
-async def pools() -> AsyncIterator[Arrivals]:
-    async with arrivals(caches=True) as made:
-        yield made
-        assert made.complaints == []
-
-
-NUM_PAGES = len(SOURCE_PAGES)
-PAGE_BYTES = sum(spec.record_bytes for spec in specs() if spec.kind.is_paged)
-STATE_BYTES = sum(spec.record_bytes for spec in specs() if not spec.kind.is_paged)
-
-
-async def land(pools: Arrivals, request_key: int) -> tuple[DestinationTerms, int]:
-    """One request, to its commit; the destination's terms and the bytes that crossed."""
-    stream, destination = await pools.open()
-    pools.deliver(destination, request_key=request_key)
-    stream.send(first_token())
-    committed = (await stream.next()).committed
-    await stream.drop()
-    await pools.until(lambda: pools.is_free)
-    return destination, committed.num_bytes
-
-
-async def test_only_missing_pages_and_one_state_cross(pools: Arrivals) -> None:
-    first, whole = await land(pools, 1)
-    assert (first.held_tokens, whole) == (0, NUM_PAGES * PAGE_BYTES + STATE_BYTES)
-    second, rest = await land(pools, 2)
-    assert (second.held_tokens, rest) == (16, PAGE_BYTES + STATE_BYTES), "four pages of five are there"
-    assert second.page_ids[:4] == first.page_ids[:4]
-    moved = sum(pools.metric("baton_kv_transfer_bytes_total", kind=kind) for kind in ("kv", "state"))
-    assert moved == whole + rest
-    assert pools.metric("baton_cache_unsent_bytes_total") == whole - rest
-    assert_read_alike(pools, second)
-
-
-def assert_read_alike(pools: Arrivals, destination: DestinationTerms) -> None:
-    """The request's records are those of the source, wherever they came from."""
-    for kind, theirs, ours in (("kv", SOURCE_PAGES, destination.page_ids), ("state", [1], [destination.slot_id])):
-        sent, landed = pools.source.records({kind}, theirs), pools.dest.records({kind}, ours)  # type: ignore[arg-type]
-        assert len(sent) == NUM_LAYERS
-        assert all((records == landed[key]).all() for key, records in sent.items())
-
-
-async def test_a_source_that_does_not_know_sends_everything_elsewhere(pools: Arrivals) -> None:
-    first, whole = await land(pools, 1)
-    pools.terms = replace(pools.terms, sends_rest=False)
-    second, again = await land(pools, 2)
-    assert (second.held_tokens, again) == (0, whole)
-    assert not set(first.page_ids[:4]) & set(second.page_ids), "what was kept of the first"
-    assert_read_alike(pools, second)
-
-
-async def test_a_source_that_is_replaced_by_one_that_does_not_know(pools: Arrivals) -> None:
-    first, whole = await land(pools, 1)
-    stream, destination = await pools.open()
-    assert destination.held_tokens == 16
-    for stage in pools.source.stages:
-        stage.memory.randomize(99)  # to tell what crosses now from what was there
-    pools.terms = replace(pools.terms, sends_rest=False)
-    stream.send(pb.DecodeRequest(new_source=codec.source_to_proto(pools.terms)))
-    destination = codec.destination_from_proto((await stream.next()).destination)
-    assert (destination.epoch, destination.held_tokens) == (1, 0)
-    assert not set(first.page_ids[:4]) & set(destination.page_ids)
-    pools.deliver(destination, request_key=2)
-    stream.send(first_token())
-    assert (await stream.next()).committed.num_bytes == whole
-    assert_read_alike(pools, destination)
-    await stream.drop()
-    await pools.until(lambda: pools.is_free)
+TestDecodeHistories = DecodeHistories.TestCase
+TestDecodeHistories.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -36,7 +36,7 @@ def make(*, num_pages: int = 20, page_size: int = 4, depth: int = 1, max_running
     return DecodeScheduler(
         pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
         limits=DecodeLimits(page_size=page_size, grid=grid, depth=depth, max_running=max_running, max_context_tokens=64,
-                            chunk_tokens=8, growth_tokens=page_size),
+                            chunk_tokens=8, growth_tokens=page_size, has_states=grid > 1),
         clock=ManualClock())
 
 
@@ -327,7 +327,7 @@ def test_who_has_no_room_for_the_states_of_a_tree_takes_plain_steps_until_anothe
     scheduler = DecodeScheduler(
         pages=PageAllocator(20), slots=SlotAllocator(4), scratch=SlotAllocator(2), clock=ManualClock(),
         limits=DecodeLimits(page_size=4, grid=64, depth=2, max_running=1, max_held=2, max_context_tokens=64,
-                            growth_tokens=4, num_draft_tokens=3))
+                            growth_tokens=4, num_draft_tokens=3, has_states=True))
     keys = []
     for _ in range(2):
         keys.append(scheduler.reserve(request(), lambda event: None, replayed=[106, 107, 108, 109]).key)

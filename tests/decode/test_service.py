@@ -82,9 +82,9 @@ async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(pools: Arri
     await pools.until(lambda: all(COMPLETE in stage.log.states(destination.session_id) for stage in others))
     await asyncio.sleep(0.05)  # for whoever would commit now
     assert pools.next_batch() is None
-    assert stream.responses.empty()
+    assert stream.steps.empty()
     pools.finish_layers(lambda layer_id: layer_id in late_layers)
-    assert (await stream.next()).WhichOneof("event") == "committed"
+    assert (await stream.next_step()).WhichOneof("event") == "committed"
     batch = pools.next_batch()
     assert batch is not None
     assert (batch.mode, batch.slot_ids.tolist()) == (ForwardMode.DECODE, [destination.slot_id])
@@ -111,7 +111,7 @@ async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(p
     again, destination = await pools.open()  # the same memory serves the next request
     pools.deliver(destination)
     again.send(first_token())
-    assert (await again.next()).WhichOneof("event") == "committed"
+    assert (await again.next_step()).WhichOneof("event") == "committed"
     await again.drop()
     await assert_gone(pools, destination.session_id)
 
@@ -139,14 +139,14 @@ async def to_landed(pools: Arrivals) -> tuple[DecodeStream, str]:
 async def to_committed(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, session_id = await to_landed(pools)
     stream.send(first_token())
-    assert (await stream.next()).WhichOneof("event") == "committed"
+    assert (await stream.next_step()).WhichOneof("event") == "committed"
     return stream, session_id
 
 
 async def to_decoding(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, session_id = await to_committed(pools)
     run_step(pools)
-    assert list((await stream.next()).tokens.token_ids) == [9]
+    assert list((await stream.next_step()).tokens.token_ids) == [9]
     return stream, session_id
 
 
@@ -186,8 +186,9 @@ async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(poo
     stream, destination = await pools.open(max_tokens=1) if how == "length" else await pools.open(stop_token_ids=[7])
     pools.deliver(destination)
     stream.send(first_token(7))
-    assert (await stream.next()).WhichOneof("event") == "committed"
-    assert (await stream.next()).WhichOneof("event") == "finished"
+    assert (await stream.next_step()).WhichOneof("event") == "committed"
+    assert (await stream.next_step()).WhichOneof("event") == "finished"
+    stream.half_close()
     await stream.ended()
     assert pools.next_batch() is None
     await assert_gone(pools, destination.session_id)
@@ -198,7 +199,7 @@ async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and
     stream, destination = await pools.open(max_tokens=16)
     pools.deliver(destination)
     stream.send(first_token())
-    assert (await stream.next()).WhichOneof("event") == "committed"
+    assert (await stream.next_step()).WhichOneof("event") == "committed"
     others = pools.scheduler.pages.alloc(pools.scheduler.pages.num_free, owner="others")
     while pools.scheduler.load().queued_requests == 0:
         run_step(pools)
@@ -207,12 +208,16 @@ async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and
     occupancy = await pools.loop.submit(pools.scheduler.occupancy)
     assert occupancy.leases == {"landing": 0, "running": 0}
     assert occupancy.oldest_s > 0
+    assert pools.metric("baton_preemptions_total") == 1, "counted when it happens"
+    assert pools.metric("baton_local_prefill_total", reason="preempted") == 1
     others.end()
     while pools.scheduler.load().running_requests or pools.scheduler.load().queued_requests:
         run_step(pools)
+    while (await stream.next_step()).WhichOneof("event") != "finished":
+        pass
+    stream.half_close()
     await stream.ended()
     assert pools.metric("baton_preemptions_total") == 1
-    assert pools.metric("baton_local_prefill_total", reason="preempted") == 1
     await assert_gone(pools, destination.session_id)
 
 
@@ -251,7 +256,7 @@ async def test_a_source_lost_with_everything_sent_and_nothing_said_is_replaced(p
     assert (destination.session_id, destination.epoch) == (session_id, 1)
     pools.deliver(destination, request_key=2)
     stream.send(first_token())
-    assert (await stream.next()).WhichOneof("event") == "committed"
+    assert (await stream.next_step()).WhichOneof("event") == "committed"
     assert_handed_over(pools.source, pools.dest, SOURCE_PAGES, destination.page_ids, 1, destination.slot_id)
     assert all(stage.log.states(session_id) == [OPEN, COMPLETE, DRAINED] for stage in pools.dest.stages)
     await stream.drop()
@@ -292,7 +297,7 @@ async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
         await asyncio.sleep(0.3)
         pools.deliver(destination)
         stream.send(first_token())
-        assert (await stream.next()).WhichOneof("event") == "committed"
+        assert (await stream.next_step()).WhichOneof("event") == "committed"
         await stream.drop()
     await assert_gone(pools, destination.session_id)
 
@@ -369,7 +374,7 @@ async def test_a_request_whose_time_is_up_takes_no_step(pools: Arrivals) -> None
     stream, destination = await pools.open(remaining_s=600.0)
     pools.deliver(destination)
     stream.send(first_token())
-    assert (await stream.next()).HasField("committed")
+    assert (await stream.next_step()).HasField("committed")
     pools.scheduler.clock = Later()
     assert pools.next_batch() is None
     with pytest.raises(DeadlineError, match="the request's deadline has passed"):

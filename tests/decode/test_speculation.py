@@ -9,13 +9,14 @@ from functools import partial
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 from decode.entry import Event
 from decode.speculation import VerifiedStep
 from engine.core.request import Request, SamplingParams
 from models.loader import ModelDescription
 from tests.support.drafts.drafters import CHAINS, TREES, OracleDrafter, Shape, always
-from tests.support.models.tiny_models import HYBRID, LLAMA, tiny
+from tests.support.models.tiny_models import HYBRID, KIMI_LINEAR, LLAMA, tiny
 from tests.support.pool.local_pool import Answer, LocalPool, Speculation, call, local_pool
 
 SHAPES = {**CHAINS, **TREES}
@@ -50,10 +51,21 @@ def shown(answers: Sequence[Answer]) -> list[object]:
             for answer in answers if answer.finished is not None]
 
 
-@pytest.fixture(scope="module", params=["hybrid-float32", "hybrid-bfloat16", "llama-float32"])
+FAMILIES = ["hybrid-float32", "hybrid-bfloat16", "llama-float32"]
+
+
+def grid(targets: Sequence[str], sizes: Sequence[int]) -> list[ParameterSet]:
+    """Every target with every shape in one of the sizes, so that any two of the three are together; the rest is
+    long."""
+    return [pytest.param(target, shape, size, id=f"{target}-{shape}-{size}",
+                         marks=() if size == sizes[(i + j) % len(sizes)] else pytest.mark.long)
+            for i, target in enumerate(targets) for j, shape in enumerate(SHAPES) for size in sizes]
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("kimi-bfloat16", marks=pytest.mark.long)])
 def description(request: pytest.FixtureRequest) -> ModelDescription:
     family, dtype = request.param.split("-")
-    return tiny({"hybrid": HYBRID, "llama": LLAMA}[family], dtype)
+    return tiny({"hybrid": HYBRID, "llama": LLAMA, "kimi": KIMI_LINEAR}[family], dtype)
 
 
 @pytest.fixture(scope="module")
@@ -82,24 +94,22 @@ def assert_nothing_leaked(pool: LocalPool) -> None:
     scheduler.on_idle()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("description", "shape", "size"), grid(FAMILIES, [1, 2, 3]), indirect=["description"])
 def test_a_draft_that_is_always_right(description: ModelDescription, reference: list[Answer],
-                                      truth: dict[int, list[int]], shape: Shape, size: int) -> None:
-    drafter = OracleDrafter(shape, truth)
+                                      truth: dict[int, list[int]], shape: str, size: int) -> None:
+    drafter = OracleDrafter(SHAPES[shape], truth)
     with local_pool(description, size, speculation=speculating(drafter)) as pool:
         assert shown(pool.generate(requests())) == shown(reference)
         assert_nothing_leaked(pool)
-    if shape.width == 1:  # the last step of a request may be cut short, nothing else
-        assert sum(drafter.accepted) >= sum(len(answer.tokens) - 1 for answer in reference) * shape.depth // (
-            shape.depth + 1) - len(reference) * shape.depth
+    if drafter.shape.width == 1:  # the last step of a request may be cut short, nothing else
+        num_drawn, depth = sum(len(answer.tokens) - 1 for answer in reference), drafter.shape.depth
+        assert sum(drafter.accepted) >= num_drawn * depth // (depth + 1) - len(reference) * depth
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("description", "shape", "size"), grid(FAMILIES, [1, 3]), indirect=["description"])
 def test_a_draft_that_is_sometimes_right(description: ModelDescription, reference: list[Answer],
-                                         truth: dict[int, list[int]], shape: Shape, size: int) -> None:
-    drafter = OracleDrafter(shape, truth, error_rate=0.3)
+                                         truth: dict[int, list[int]], shape: str, size: int) -> None:
+    drafter = OracleDrafter(SHAPES[shape], truth, error_rate=0.3)
     with local_pool(description, size, speculation=speculating(drafter)) as pool:
         assert shown(pool.generate(requests())) == shown(reference)
     assert sum(drafter.accepted) > 0
@@ -156,7 +166,7 @@ def test_preempted_and_replayed(description: ModelDescription, shape: Shape, siz
     assert sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None) > 0
 
 
-def test_300_requests_of_which_a_fifth_is_cancelled_leave_nothing() -> None:
+def test_a_hundred_requests_of_which_a_fifth_is_cancelled_leave_nothing() -> None:
     """Pages of the draft are those of the target: one lease holds both. Half of them have trees at a time."""
     description, rng, num_cancelled = tiny(HYBRID), random.Random(3), 0
     wanted = [Request(f"r{i}", tuple(rng.randrange(3, 256) for _ in range(rng.randrange(1, 40))), 8,
@@ -164,7 +174,7 @@ def test_300_requests_of_which_a_fifth_is_cancelled_leave_nothing() -> None:
     drafter = OracleDrafter(SHAPES["tree 4x4/15"])
     with local_pool(description, 2, num_pages=40, max_running=3, max_held=8, speculation=speculating(drafter)) as pool:
         expected = [shown([answer]) for answer in pool.generate(wanted)]
-        for wave in range(50):
+        for wave in range(17):
             answers = [Canceller(pool, after=rng.randrange(8) if rng.random() < 0.2 else None) for _ in wanted]
             call(pool.loop, partial(start_all, answers, wanted))
             for answer, plain in zip(answers, expected, strict=True):
@@ -175,7 +185,7 @@ def test_300_requests_of_which_a_fifth_is_cancelled_leave_nothing() -> None:
         while pool.scheduler.load().running_requests and time.monotonic() < deadline:
             time.sleep(0.01)  # what was released in flight ends with its step
         assert_nothing_leaked(pool)
-    assert 30 < num_cancelled < 90
+    assert 10 < num_cancelled < 30
 
 
 def start_all(clients: "list[Canceller]", wanted: list[Request]) -> None:

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from models.loader import ModelDescription
-from tests.decode.test_speculation import SHAPES, assert_nothing_leaked, requests, shown, speculating
+from tests.decode.test_speculation import SHAPES, assert_nothing_leaked, grid, requests, shown, speculating
 from tests.support.drafts.drafters import OracleDrafter, Shape
 from tests.support.models.tiny_models import (
     DEEPSEEK_V3,
     DEEPSEEK_V32,
+    GEMMA3,
+    GEMMA4,
     GLM4_MOE,
     GLM_DSA,
     HYBRID_MOE,
@@ -20,8 +22,10 @@ from tests.support.models.tiny_models import (
 from tests.support.pool.local_pool import Answer, local_pool
 
 TARGETS = {"deepseek-v3": DEEPSEEK_V3, "deepseek-v3.2": DEEPSEEK_V32, "glm-5": GLM_DSA, "qwen3-moe": QWEN3_MOE,
-           "glm4-moe": GLM4_MOE, "qwen3.5-moe": HYBRID_MOE}
+           "glm4-moe": GLM4_MOE, "qwen3.5-moe": HYBRID_MOE,
+           "gemma-3": {**GEMMA3, "sliding_window": 33}, "gemma-4": {**GEMMA4, "sliding_window": 33}}
 SELECTING = ("deepseek-v3.2", "glm-5")
+WINDOWED = ("gemma-3", "gemma-4")  # which verify chains only; their windows are whole pages
 WANTED = requests(max_tokens=10)  # greedy and sampled, with penalties, biases, bans and a stop token
 
 
@@ -56,9 +60,7 @@ def assert_changes_nothing(target: str, size: int, drafter: OracleDrafter, tp: i
         assert_nothing_leaked(pool)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", SELECTING)
+@pytest.mark.parametrize(("target", "shape", "size"), grid(SELECTING, [1, 2, 3]))
 def test_a_draft_that_is_always_right_s2_6(target: str, shape: str, size: int) -> None:
     """Of GLM-5's three stages two begin with sharing layers: selections of trees cross the boundaries."""
     drafter = drafter_for(target, SHAPES[shape], error_rate=0)
@@ -71,9 +73,17 @@ def test_a_draft_that_is_always_right_s2_6(target: str, shape: str, size: int) -
 
 @pytest.mark.parametrize(("shape", "size"), [("chain 1", 1), ("chain 3", 2), ("chain 5", 3), ("tree 4x4/15", 3),
                                              ("tree 8x5/31", 2)])
-@pytest.mark.parametrize("target", [*(target for target in TARGETS if target not in SELECTING), "glm-5 bfloat16"])
+@pytest.mark.parametrize("target", [*(target for target in TARGETS if target not in (*SELECTING, *WINDOWED)),
+                                    "glm-5 bfloat16"])
 def test_a_draft_that_is_sometimes_right(target: str, shape: str, size: int) -> None:
     drafter = drafter_for(target, SHAPES[shape], error_rate=0.3)
+    assert_changes_nothing(target, size, drafter)
+    assert sum(drafter.accepted) > 0
+
+
+@pytest.mark.parametrize(("target", "size"), [("gemma-3", 2), ("gemma-4 bfloat16", 3)])
+def test_what_is_rejected_leaves_windows_as_they_were(target: str, size: int) -> None:
+    drafter = drafter_for(target, SHAPES["chain 5"], error_rate=0.5)
     assert_changes_nothing(target, size, drafter)
     assert sum(drafter.accepted) > 0
 

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from pool.check import report
+from pool.stage import pool_size
 from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError
+from runtime.host_memory import HostMemory
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
 from tests.support.models.quantised import write_quantised
 
@@ -34,6 +37,7 @@ def test_stages_and_what_they_take(llama: Path, monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(os, "preadv", never)
+    monkeypatch.setattr(pool_size, "host_memory", lambda: HostMemory(1024, 1024))  # given a size, it is for any machine
     head, _, *stages, size = lines_of(llama, world_size=2, partition="1,3", memory_mb=1)
     assert " ".join(head) == "llama-float32-0: LlamaForCausalLM, 4 layers, runs in float32, stored as F32"
     tensors = load_file(llama / "model.safetensors")
@@ -46,6 +50,23 @@ def test_stages_and_what_they_take(llama: Path, monkeypatch: pytest.MonkeyPatch)
     assert size[:4] == [str(MIB // (3 * 64 * 256) - 1), "pages", "of", "64"], "what the larger stage holds"
 
 
+def test_ranks_of_a_stage_and_data_ranks(llama: Path) -> None:
+    """Each has half the weights and heads; as a data rank of its own, all heads of half the requests."""
+    def sizes(line: list[str]) -> tuple[float, float]:
+        return float(line[2]), float(line[4])
+
+    alone = lines_of(llama, num_pages=9)
+    shared = lines_of(llama, world_size=2, tp=2, num_pages=9)
+    apart = lines_of(llama, world_size=2, tp=2, dp_attention=2, num_pages=9)
+    weights, cache = sizes(alone[2])
+    tensors = load_file(llama / "model.safetensors")
+    attention = sum(tensor.nbytes for name, tensor in tensors.items() if ".self_attn." in name) / 1024
+    assert sizes(shared[2]) == pytest.approx((weights / 2, cache / 2), abs=0.1)
+    assert sizes(apart[2]) == pytest.approx((weights / 2 + attention / 2, cache), abs=0.1)
+    assert " ".join(shared[3]) == " ".join(apart[3]) == "of each of the 2 ranks of a stage"
+    assert [lines[-1][0] for lines in (alone, shared, apart)] == ["8", "8", "16"]
+
+
 def test_a_quantised_model_and_its_draft(tmp_path: Path) -> None:
     plain = add_nextn(make_checkpoint(tmp_path, "deepseek_v32"), tmp_path / "plain")
     model = write_quantised(plain, tmp_path / "model", "fp8 blocks")
@@ -56,9 +77,29 @@ def test_a_quantised_model_and_its_draft(tmp_path: Path) -> None:
     assert (last[3], alone[3]) == ("MiB", "KiB"), "with the draft's weights"
 
 
+def test_eight_bits_a_weight(tmp_path: Path) -> None:
+    """Of a matrix a byte for each and 32 for each row; of the embedding, which is also the head, both forms."""
+    model = make_checkpoint(tmp_path, "llama_tied_bias")
+    weights = [line[2] for line in lines_of(model, memory_mb=64, weights="int8")[2:-1]]
+    kept = 0
+    for name, tensor in load_file(model / "model.safetensors").items():
+        coded = tensor.numel() + 32 * len(tensor)
+        kept += tensor.nbytes if tensor.dim() == 1 else coded
+        kept += tensor.nbytes if name == "model.embed_tokens.weight" else 0
+    assert weights == [f"{kept / 1024:.1f}"]
+    with pytest.raises(ConfigError, match="weights int8 are for device cpu, not cuda"):
+        lines_of(model, memory_mb=64, weights="int8", device="cuda")
+    with pytest.raises(ConfigError, match="models that run in float16 have no products in eight bits"):
+        lines_of(make_checkpoint(tmp_path, "llama", dtype=torch.float16), memory_mb=64, weights="int8")
+
+
 def test_what_would_be_refused_is_what_a_worker_says(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--memory-mb \d+ would do"):
         lines_of(make_checkpoint(tmp_path, "qwen3_5"), memory_mb=1, max_context=512, max_running=4096)
+    with pytest.raises(ConfigError, match="--tp 8 does not divide the 4 heads"):
+        lines_of(llama, world_size=8, tp=8, memory_mb=64)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no experts"):
+        lines_of(llama, world_size=2, tp=2, ep=2, memory_mb=64)
     broken = Path(shutil.copytree(llama, tmp_path / "broken"))
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
@@ -72,7 +113,7 @@ def test_the_command(llama: Path) -> None:
         return subprocess.run([sys.executable, "-m", "baton", "check", str(llama), *arguments], capture_output=True,
                               text=True, timeout=240, check=False)
 
-    done = baton("--pp", "2", "--memory-mb", "8")
+    done = baton("--pp", "2", "--tp", "2", "--dp-attention", "2", "--memory-mb", "8")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].startswith("llama-float32-0: LlamaForCausalLM")
     config = json.loads((llama / "config.json").read_text())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.client import AsyncBatonClient
+from bench.storm.leaks import settled
 from decode import worker
 from decode.speculation import VerifiedStep
 from engine.core.request import Request, SamplingParams
@@ -64,19 +65,21 @@ def seen(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> list[VerifiedSte
 
 
 async def ask(client: AsyncBatonClient, seen: list[VerifiedStep]) -> list[int]:
-    """Its steps alone are in `seen`: pools and router try themselves out first."""
+    """Its steps alone are in `seen`: pools and router try themselves out first, and have done so when nothing runs."""
     await client.complete(as_query(replace(ASKED, max_tokens=6)), timeout_s=60)
+    await settled([client], 60)
     seen.clear()
     return list((await client.complete(as_query(ASKED), timeout_s=60)).token_ids)
 
 
-@pytest.mark.parametrize(("prefill_pp", "decode_pp", "shape"), [(2, 1, CHAIN), (1, 2, TREE)], ids=["chain", "tree"])
+@pytest.mark.parametrize(("prefill_pp", "decode_pp", "data_ranks", "shape"), [(2, 1, 1, CHAIN), (1, 2, 2, TREE)],
+                         ids=["chain", "tree on data ranks"])
 async def test_the_first_decode_step_verifies_a_tree(checkpoint: Path, draft: Path, answer: list[int],
                                                      seen: list[VerifiedStep], prefill_pp: int, decode_pp: int,
-                                                     shape: dict[str, int]) -> None:
-    drafting = {**shape, "draft": draft, "spec_adaptive": False}
-    async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, prefill=drafting,
-                                  decode=drafting) as client:
+                                                     data_ranks: int, shape: dict[str, int]) -> None:
+    drafting = {**shape, "draft": draft, "spec_adaptive": False, "dp_attention": data_ranks}
+    async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, prefill_tp=data_ranks,
+                                  decode_tp=data_ranks, prefill=drafting, decode=drafting) as client:
         assert await ask(client, seen) == answer
     assert seen[0].num_drafted == shape["spec_draft_tokens"]
     assert seen[0].accepted == (shape["spec_steps"],)

@@ -22,7 +22,7 @@ from engine.pipeline.stages import StageExecutor
 from models.loader import ModelDescription
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
-from tests.support.models.tiny_models import GLM_DSA, HYBRID, LLAMA, tiny
+from tests.support.models.tiny_models import GEMMA4, GLM_DSA, HYBRID, KIMI_LINEAR, LLAMA, tiny
 from tests.support.pool.local_pool import build_executor
 from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
@@ -33,7 +33,7 @@ PAGE_SIZE, NUM_PAGES, NUM_SLOTS, CHUNK_TOKENS, NUM_STEPS = 16, 14, 4, 64, 4
 PROMPT = [random.Random(1).randrange(3, 256) for _ in range(70)]
 SOURCE_PAGES, DEST_PAGES = [3, 4, 5, 12, 1], [9, 2, 3, 4, 8, 13]  # the destination's last one is growth
 SOURCE_SLOT, DEST_SLOT = 3, 1
-MODELS = {"plain": LLAMA, "hybrid": HYBRID, "DSA": GLM_DSA}
+MODELS = {"plain": LLAMA, "hybrid": HYBRID, "DSA": GLM_DSA, "windows": GEMMA4, "KDA": KIMI_LINEAR}
 
 
 class Side:
@@ -132,7 +132,8 @@ def hand_over(model: str, source: Side, dest: Side) -> None:
 @pytest.mark.parametrize(("prefill_pp", "decode_pp", "prefill_partition", "decode_partition"), [
     *((*sizes, None, None) for sizes in product(range(1, 5), repeat=2)),
     (2, 3, "4,1", "1,3,1"), (3, 2, "1,3,1", "1,4")])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.long] * (name in ("windows", "KDA")))
+                                   for name in MODELS])
 def test_s4_9_every_split_continues_with_the_same_bits(model: str, prefill_pp: int, decode_pp: int,
                                                        prefill_partition: str | None,
                                                        decode_partition: str | None) -> None:

@@ -10,13 +10,13 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepResult
+from engine.pipeline.ranks import Step
+from engine.pipeline.stages import StepResult, StepResults
 from pool.pipeline.leader import Leader
 from pool.prefix.journal import PointJournal
 from pool.stage.metrics import LeaderMeters, LoadBoard
@@ -36,15 +36,13 @@ class LongForward:
 
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
-        self._batch: ForwardBatch | None = None
 
-    def launch(self, batch: ForwardBatch) -> None:
-        self._batch = batch
+    def launch(self, step: Step) -> None:
         self.began.set()
         assert self.may_end.wait(60)
 
-    def collect(self, timeout_s: float) -> StepResult | None:
-        return StepResult(1, [])
+    def collect(self, timeout_s: float) -> StepResults | None:
+        return (StepResult(1, []),)
 
     def wake(self) -> None: ...
 

@@ -1,18 +1,16 @@
 """What one prompt leaves for the next, on the real scheduler with a memory that remembers tokens."""
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from prometheus_client import CollectorRegistry
+from hypothesis.stateful import Bundle, consumes, initialize, rule
 
 from engine.core.batch import ForwardBatch
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.state_rows import NO_STATES
-from engine.memory.integrity import read_books
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from engine.sampling.sampler import Scores
@@ -22,8 +20,7 @@ from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.errors import PeerLostError
-from runtime.metrics import CacheMetrics
-from tests.support.pool.token_memory import TokenMemory
+from tests.support.pool.cache_rig import CacheMachine, CacheRig
 
 PAGE, CHUNK, GRID = 4, 8, 8
 
@@ -46,28 +43,30 @@ class Prompt:
         return any(isinstance(event, FirstToken) for event in self.events)
 
 
-class Rig:
-    """A scheduler over pages of four tokens. `memory` has the tokens whose entries each page holds: a batch reads and
-    writes there as a model does, and what it reads must be its own prompt. With slots the model has recurrent states,
-    and chunks end on a grid of eight; `states` has the tokens that each slot's state has read."""
+class Rig(CacheRig[PrefillScheduler]):
+    """A scheduler over pages of four tokens. With slots the model has recurrent states, and chunks end on a grid of
+    eight; `states` has the tokens that each slot's state has read."""
 
     def __init__(self, *, num_pages: int = 40, max_running: int = 4, num_slots: int = 0) -> None:
         grid = GRID if num_slots else 1
-        self.scheduler = PrefillScheduler(
+        super().__init__(PrefillScheduler(
             pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots), clock=ManualClock(),
             cache_rule=ResumeRule(PAGE, grid, has_states=bool(num_slots)),
             limits=PrefillLimits(page_size=PAGE, chunk_tokens=2 * GRID if num_slots else CHUNK, grid=grid,
-                                 max_running=max_running, max_queued=64))
+                                 max_running=max_running, max_queued=64)), PAGE)
         self.states: dict[int, tuple[int, ...]] = {}
-        self.registry = CollectorRegistry()
-        self.scheduler.cache.metrics = CacheMetrics.create(self.registry)
-        self.memory = TokenMemory(PAGE)
         self.prompts: dict[int, Prompt] = {}
         self.num_computed = 0
 
-    def count(self, name: str, **labels: str) -> float:
-        """A counter of the cache."""
-        return self.registry.get_sample_value(f"baton_cache_{name}_total", labels) or 0
+    def tokens_of(self, key: int) -> Sequence[int]:
+        return self.prompts[key].token_ids
+
+    def on_row(self, key: int, context: int, count: int, *, draws: bool) -> None:
+        self.num_computed += count
+
+    def end(self) -> None:
+        for key in self.prompts:
+            self.scheduler.release(key)
 
     def submit(self, *token_ids: int, priority: int = 0, caches: bool = True, salt: str = "",
                num_prompt_logprobs: int | None = None) -> Prompt:
@@ -80,18 +79,9 @@ class Rig:
         return prompt
 
     def launch(self) -> ForwardBatch | None:
-        """The next batch, run: it reads what stands before its tokens, and writes these."""
-        batch = self.scheduler.next_batch()
-        if batch is None:
-            return None
-        kept = self.scheduler.pages.ledger.kept_ids()
-        for row, (key, context, count) in enumerate(zip(batch.request_keys, batch.context_lens, batch.query_lens,
-                                                        strict=True)):
-            pages, tokens = batch.page_tables[row].tolist(), self.prompts[key].token_ids
-            self.memory.read(pages, tokens[:context])
-            self.memory.write(pages, context, tokens[context:context + count], kept=kept)
-            self.num_computed += count
-        self.advance_states(batch)
+        batch = super().launch()
+        if batch is not None:
+            self.advance_states(batch)
         return batch
 
     def advance_states(self, batch: ForwardBatch) -> None:
@@ -114,10 +104,10 @@ class Rig:
             assert not written & kept, "what others go on from is written"
 
     def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
-        if error is not None:  # whatever was written is worth nothing
-            for row, (context, count) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
-                self.memory.spoil(batch.page_tables[row].tolist(), context, context + count)
-                for snapshot in batch.states[row].snapshots if batch.states else ():
+        if error is not None:
+            self.spoil(batch)
+            for states in batch.states:
+                for snapshot in states.snapshots:
                     self.states[snapshot.slot_id] = (-1,)
         tokens = [DrawnToken(1) for row in batch.sampling if row is not None]
         scores: list[Scores] = [() for row in batch.scoring if row is not None]
@@ -136,13 +126,6 @@ class Rig:
         self.run(prompt)
         self.scheduler.release(prompt.key)
         return prompt
-
-    def check(self) -> None:
-        for ledger in (self.scheduler.pages.ledger, self.scheduler.slots.ledger):
-            books = read_books(ledger)
-            assert not books.faults, str(books)
-            assert books.num_free + books.num_cached + books.num_leased == books.num_total
-        self.scheduler.on_idle()
 
 
 def test_the_first_repeat_of_a_prompt_computes_its_last_page_only() -> None:
@@ -398,16 +381,15 @@ def test_a_slot_is_never_taken_from_the_state_that_its_request_goes_on_from() ->
     rig.check()
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """Random histories of a small pool: prompts over few tokens come and go, batches fail, up to two are in flight."""
+class PrefillHistories(CacheMachine):
+    """Random histories of a small pool: prompts over few tokens come and go."""
 
+    rig: Rig
     prompts = Bundle("prompts")
 
     @initialize(num_pages=st.integers(6, 30), num_slots=st.sampled_from((0, 0, 5, 7, 10)))
     def begin(self, num_pages: int, num_slots: int) -> None:
         self.rig = Rig(num_pages=num_pages, num_slots=num_slots)
-        self.in_flight: list[ForwardBatch] = []
-        self.numbers = itertools.count(1)
 
     @rule(target=prompts, start=st.lists(st.sampled_from((0, 1)), min_size=1, max_size=4), tail=st.integers(0, 5),
           priority=st.integers(-1, 1), caches=st.booleans())
@@ -417,38 +399,11 @@ class CacheMachine(RuleBasedStateMachine):
             return None
         return self.rig.submit(*tokens, priority=priority, caches=caches)
 
-    @rule()
-    def launch(self) -> None:
-        if len(self.in_flight) < 2 and (batch := self.rig.launch()) is not None:
-            self.in_flight.append(batch)
-
-    @rule(fails=st.sampled_from((False, False, False, True)))
-    def answer(self, *, fails: bool) -> None:
-        if self.in_flight:
-            self.rig.answer(self.in_flight.pop(0), StepFailed("no") if fails else None)
-
     @rule(prompt=consumes(prompts))
     def release(self, prompt: Prompt | None) -> None:
         if prompt is not None:
             self.rig.scheduler.release(prompt.key)
 
-    @rule()
-    def flush(self) -> None:
-        self.rig.scheduler.cache.clear()
 
-    @invariant()
-    def holds(self) -> None:
-        self.rig.check()
-
-    def teardown(self) -> None:
-        for batch in self.in_flight:
-            self.rig.answer(batch)
-        for key in self.rig.prompts:
-            self.rig.scheduler.release(key)
-        self.rig.check()
-        for pool in (self.rig.scheduler.pages, self.rig.scheduler.slots):
-            assert pool.num_available == pool.num_total
-
-
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefillHistories = PrefillHistories.TestCase
+TestPrefillHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

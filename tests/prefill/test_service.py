@@ -10,15 +10,16 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.core.layer_range import get_pp_indices
-from engine.loop import EngineLoop
+from engine.core.layer_range import Placement, get_pp_indices
+from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from models.weights_digest import StageWeights
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
-from pool.request.stay import MemoryReclaimer
+from pool.request.entry import DataRanks
+from pool.request.stay import EventPost, MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
@@ -74,22 +75,24 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
 
     source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs(), listener=on_report)
     dest = Pool("decode", [network.transport(SystemClock())], specs())
-    group = StageGroup(source.stages[0].agent, 2, reports)
+    group = StageGroup(source.stages[0].agent, [Placement(rank, 2) for rank in range(2)], reports)
     second = StageLink(1, source.stages[1].agent.endpoint, b"", StageWeights())
     group.pool_formed([second])
     scheduler = PrefillScheduler(
         pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS), clock=SystemClock(),
         limits=PrefillLimits(page_size=PAGE_SIZE, chunk_tokens=8, grid=1, max_running=4, max_queued=4))
-    loop = EngineLoop(scheduler)
+    post = EventPost(event_loop)
+    loop = EngineLoop(scheduler, observer=LoopObserver(settled=post.flush))
     loop.start()
     ranges = [get_pp_indices(NUM_LAYERS, rank, 2) for rank in range(2)]
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, ranges[0], specs())
     reclaimer = MemoryReclaimer(reports, loop, complaints.append)
     service = PrefillService(PrefillParts(
-        leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
+        leader=cast(Leader, _Leader(loop, group)), ranks=DataRanks((scheduler,)),
         plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, PoolSize(geometry.num_pages, geometry.num_slots, 64),
                        max_held=8),
-        reclaimer=reclaimer, meters=LeaderMeters.create(CollectorRegistry(), geometry), chunk_tokens=8))
+        reclaimer=reclaimer, meters=LeaderMeters.create(CollectorRegistry(), geometry), post=post,
+        chunk_tokens=8))
     try:
         yield SendingPool(service, scheduler, loop, group, second, reclaimer, dest, complaints)
     finally:

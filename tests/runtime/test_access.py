@@ -13,6 +13,7 @@ PROTOS = Path(__file__).resolve().parents[2] / "protos"
 ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
     "/baton.v1.Prefill/Run": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
     "/baton.v1.Decode/Generate": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
+    "/baton.v1.Decode/Steps": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
     "/baton.v1.Worker/Watch": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Worker/FlushCache": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Generation/FlushCaches": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,

@@ -64,7 +64,7 @@ def test_failures_stand_at_zero_before_the_first() -> None:
     assert found["baton_router_retries"] == {(role.value, reason) for role in WorkerRole for reason in FAILURES}
     assert found["baton_migrations"] == {(move.value, end) for move in MoveReason for end in ("resumed", "failed")}
     assert found["baton_discovery_errors"] == {("dns",), ("kubernetes",)}
-    assert found["baton_local_prefill"] == {("preempted",)}
+    assert found["baton_local_prefill"] == {("preempted",), ("short_rest",)}
     assert registry.get_sample_value("baton_e2e_seconds_count", {"outcome": "failed"}) == 0
 
 

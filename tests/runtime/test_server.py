@@ -207,6 +207,42 @@ async def test_drain_lets_calls_finish_and_does_not_wait_for_background_streams(
             await server.drain(grace_s=600)
 
 
+async def test_a_drain_ends_calls_before_streams_without_an_end() -> None:
+    """What a call says last may go through such a stream."""
+    ended: list[str] = []
+
+    class Calls(EchoGeneration):
+        async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any],
+                           ) -> AsyncIterator[pb.GenerateResponse]:
+            try:
+                yield pb.GenerateResponse()
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+                ended.append("call")
+
+    class Stream(Ticker):
+        async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any],
+                        ) -> AsyncIterator[worker_pb2.WatchResponse]:
+            try:
+                async for response in super().Watch(request, context):
+                    yield response
+            finally:
+                ended.append("stream")
+
+    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
+                        metrics=RpcMetrics.create(CollectorRegistry()),
+                        background_methods=frozenset({"/baton.v1.Worker/Watch"}))
+    worker_pb2_grpc.add_WorkerServicer_to_server(Stream(), server.grpc)
+    generation_pb2_grpc.add_GenerationServicer_to_server(Calls(), server.grpc)
+    async with open_channel(await server.start()) as channel:
+        watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest())
+        await asyncio.gather(watch.read(), call.read())
+        await server.drain(grace_s=0)
+    assert ended == ["call", "stream"]
+
+
 async def test_reflection_lists_the_services(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
     def names() -> set[str]:
         with open_sync_channel(echo[2]) as channel:

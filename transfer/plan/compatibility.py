@@ -9,7 +9,7 @@ from engine.memory.layout import CacheSpec, travelling
 from runtime.digests import may_pair, named_difference, pairing_digest
 from runtime.errors import IncompatiblePeerError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Raised whenever the copy plan, the tags, the trailer or the digests change."""
 
 
@@ -22,19 +22,21 @@ class Compatibility:
 
 
 def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, numerics: str = "exact",
-                  arithmetic: str = "any", max_context: str = "the model's", draft_revision: str = "") -> Compatibility:
+                  weights: str = "model", arithmetic: str = "any", max_context: str = "the model's",
+                  draft_revision: str = "") -> Compatibility:
     """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model; caches that
-    do not travel are not compared. `arithmetic` names the kernels and the class of instructions that bits depend
-    on, where bits are promised; `max_context` the limit that an operator set: a request that one pool of a pair admits
-    must have a place to go on in every other."""
+    do not travel are not compared. `weights` says how they are kept (`--weights`); `arithmetic` names the kernels and
+    the class of instructions that bits depend on, where bits are promised; `max_context` the limit that an operator
+    set: a request that one pool of a pair admits must have a place to go on in every other."""
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     model = [spec for spec in ordered if not spec.of_draft]
     draft = [spec for spec in ordered if spec.of_draft]
     header = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"numerics={numerics}", f"arithmetic={arithmetic}",
-              f"page_size={page_size}", f"max_context={max_context}"]
+              f"page_size={page_size}", f"max_context={max_context}", f"kept={weights}"]
     digest = pairing_digest(_digest([*header, *_lines(model)]),
                             _digest([draft_revision, *_lines(draft)]) if draft else "")
-    text = (f"schema {SCHEMA_VERSION}, weights {revision[:12]}, numerics {numerics}, arithmetic {arithmetic}, "
+    text = (f"schema {SCHEMA_VERSION}, weights {revision[:12]}, kept as {weights}, numerics {numerics}, "
+            f"arithmetic {arithmetic}, "
             f"page size {page_size}, max context {max_context}, {_describe(model)}")
     return Compatibility(digest, f"{text}, and of draft {draft_revision[:12]} {_describe(draft)}" if draft else text)
 

@@ -43,6 +43,8 @@ SPECS = hybrid_specs(2)
 class ScriptedChannel:
     """The batch channel of a stage. `step` is what its engine does between two looks at its orders."""
 
+    parts = None
+
     def __init__(self) -> None:
         self.num_formings = 0
         self.step: Callable[[], None] = lambda: None

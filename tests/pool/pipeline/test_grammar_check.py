@@ -5,6 +5,7 @@ from typing import cast
 
 import pytest
 
+from engine.core.layer_range import Placement
 from models.weights_digest import StageWeights
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import StageLink
@@ -19,7 +20,8 @@ WORD = Grammar(GrammarKind.REGEX, "[a-z]+")
 
 def formed() -> tuple[StageGroup, list[StageLink]]:
     """A pool of three."""
-    group = StageGroup(cast(TransferAgent, None), 3, SessionReports(asyncio.get_running_loop()))
+    group = StageGroup(cast(TransferAgent, None), [Placement(rank, 3) for rank in range(3)],
+                       SessionReports(asyncio.get_running_loop()))
     links = [StageLink(rank, cast(StageEndpoint, None), b"", StageWeights("0" * 32)) for rank in (1, 2)]
     group.pool_formed(links)
     return group, links

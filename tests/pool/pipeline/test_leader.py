@@ -65,7 +65,7 @@ class OneBatch:
 class BreakingChannel:
     """A batch channel over which nothing comes back: as UCX that fails while gRPC lives."""
 
-    address = b"channel-0"
+    address, parts = b"channel-0", None
 
     def connect(self, addresses: list[bytes], epoch: int) -> None: ...
 
@@ -116,7 +116,7 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
                   step_limit_s: float = 0.0) -> AsyncIterator[Rig]:
     scheduler, reasons, handed_back = OneBatch(), list[str](), list[BatonError]()
     stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
-                            ranks=StageRanks(),
+                            ranks=StageRanks(), grammars=None,
                             plan=SimpleNamespace(ranges=RANGES[:world_size], settings=SETTINGS,
                                                  compatibility=lambda weights: Compatibility("c", "text")),
                             counted=COUNTED,
@@ -132,9 +132,9 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def hand_back(error: BatonError) -> None:
         handed_back.append(error)
 
-    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, tp=1, step_limit_s=step_limit_s,
+    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, tp=1, dp_attention=1, step_limit_s=step_limit_s,
                                                 frame_timeout_s=10.0, placement=Placement(0, world_size)))
-    leader = Leader(config, cast(Stage, stage), scheduler, GuidedSampler(None), warm_up=warm_up, empty=empty,
+    leader = Leader(config, cast(Stage, stage), [scheduler], GuidedSampler(None), warm_up=warm_up, empty=empty,
                     hand_back=hand_back, reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))
     leader.start()

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from engine.core.layer_range import Placement
 from engine.core.request import Request, SamplingParams
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.request import stay as module
@@ -56,7 +57,7 @@ class Service(prefill_pb2_grpc.PrefillServicer):
 
     async def Run(self, request_iterator: AsyncIterator[pb.RunRequest],
                   context: Context) -> AsyncIterator[pb.RunResponse]:
-        parts = cast(RequestParts, SimpleNamespace(grammars=None, stall_s=STALL_S))
+        parts = cast(RequestParts, SimpleNamespace(grammars=None))
         request = Request("r", (1,), 1, SamplingParams(temperature=0))
         self.inbox = Inbox(request_iterator, Counter("expired", "Waits.", registry=CollectorRegistry()))
 
@@ -71,7 +72,8 @@ class Service(prefill_pb2_grpc.PrefillServicer):
 @asynccontextmanager
 async def serving(stay: Talkative) -> AsyncIterator[tuple[Service, GrpcServer, Any]]:
     service = Service(stay)
-    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(CollectorRegistry()))
+    server = GrpcServer(ServerOptions("127.0.0.1:0", write_s=STALL_S), services=(),
+                        metrics=RpcMetrics.create(CollectorRegistry()))
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
     try:
         async with open_channel(await server.start()) as channel:
@@ -207,7 +209,7 @@ class FakeAgent:
 
 async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drain() -> None:
     reclaimer, reports, told = make_reclaimer()
-    group = StageGroup(FakeAgent(), 1, reports)  # type: ignore[arg-type]
+    group = StageGroup(FakeAgent(), [Placement()], reports)  # type: ignore[arg-type]
     source = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
     released: list[int] = []
     sessions = [SendSession("s", epoch=epoch, num_stages=1, clock=SystemClock()) for epoch in range(2)]

@@ -20,7 +20,7 @@ from runtime.errors import ConfigError
 from runtime.supervision import EXIT_CONFIG
 from tests.support.device.device_stack import MAX_NODES, build_stage, device_backends
 from tests.support.models.checkpoints import make_checkpoint
-from tests.support.models.tiny_models import GLM_DSA, HYBRID, LLAMA, QWEN3_MOE, tiny
+from tests.support.models.tiny_models import GEMMA3, GLM_DSA, HYBRID, KIMI_LINEAR, LLAMA, QWEN3_MOE, tiny
 
 CUDA = torch.device("cuda")
 
@@ -48,10 +48,12 @@ def test_names_of_devices(name: str) -> None:
     assert load(WorkerConfig, section="decode", flags={"model": Path("x"), "device": name}, file=None).device == name
 
 
-def test_what_a_device_does_not_offer() -> None:
+@pytest.mark.parametrize(("config", "numerics", "field"), [
+    (LLAMA, Numerics.EXACT, "numerics"), (GEMMA3, Numerics.FAST, "device"), (KIMI_LINEAR, Numerics.FAST, "device")])
+def test_what_a_device_does_not_offer(config: dict[str, object], numerics: Numerics, field: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_offered(CUDA, Numerics.EXACT, tiny(LLAMA))
-    assert refused.value.field == "numerics"
+        check_offered(CUDA, numerics, tiny(config))
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize("config", [LLAMA, HYBRID, QWEN3_MOE, GLM_DSA])

@@ -56,6 +56,6 @@ def test_nothing_is_captured_on_the_host_when_told_so_or_where_experts_are_count
 def test_backends_of_the_host_offer_nothing_to_capture() -> None:
     geometry = tiny(LLAMA).attention_geometry(16)
     kv = {0: torch.zeros(3, 2, 2, 16, 32)}
-    backends = CpuBackends(Numerics.EXACT).of_stage(StageCaches(kv, {}, {}, {}, {}), geometry, None, max_nodes=0,
+    backends = CpuBackends(Numerics.EXACT).of_stage(StageCaches(kv, {}, {}, {}, {}, {}), geometry, None, max_nodes=0,
                                                        num_scratch=0)
     assert backends.capturable is None

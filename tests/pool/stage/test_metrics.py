@@ -6,13 +6,15 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from engine.contracts.model import ExpertTokens
 from engine.core.batch import ForwardMode
-from engine.core.layer_range import LayerRange
+from engine.core.layer_range import LayerRange, Part
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from pool.stage import metrics as metrics_module
-from pool.stage.metrics import LeaderMeters, PoolOccupancy, StageCounts
+from pool.stage.metrics import EXPERTS_PERIOD_S, ExpertBalance, LeaderMeters, PoolOccupancy, StageCounts
 from protos import worker_pb2 as pb
+from runtime.metrics import StageMetrics
 
 GEOMETRY = PoolGeometry(page_size=4, num_pages=11, num_slots=5, layers=LayerRange(0, 2), specs=(
     CacheSpec(0, CacheKind.KV, (2, 1, 4, 8), "float32", 4), CacheSpec(1, CacheKind.STATE, (2, 4, 4), "float32", 4)))
@@ -86,3 +88,24 @@ def test_steps_and_handoffs_are_counted() -> None:
     assert value(registry, "baton_kv_transfer_bytes_total", kind="kv") == 3 * 2 * 4 * 8 * 4
     assert value(registry, "baton_kv_transfer_bytes_total", kind="state") == 2 * 4 * 4 * 4
     assert value(registry, "baton_kv_transfer_seconds_sum") == 0.5
+
+
+def test_a_process_reports_its_own_experts_and_the_most_uneven_layer() -> None:
+    registry, now = CollectorRegistry(), [0.0]
+    layers = {3: ExpertTokens(torch.zeros(4, dtype=torch.int64), Part(2, 4, 4)),
+              5: ExpertTokens(torch.zeros(4, dtype=torch.int64), Part(2, 4, 4)),
+              6: ExpertTokens(torch.zeros(4, dtype=torch.int64), Part(2, 4, 4))}  # of which no token has come yet
+    balance = ExpertBalance(StageMetrics.create(registry), lambda: layers, clock=lambda: now[0])
+    layers[3].counts.add_(torch.tensor([2, 2, 2, 2]))
+    layers[5].counts.add_(torch.tensor([1, 0, 3, 4]))
+    balance.on_forward()
+    own = {expert: value(registry, "baton_expert_tokens_total", expert=expert) for expert in "0123"}
+    assert own == {"0": None, "1": None, "2": 5, "3": 6}
+    assert value(registry, "baton_expert_busiest_ratio") == 2  # 4 where 2 are the mean
+    layers[5].counts.add_(torch.tensor([4, 0, 0, 0]))
+    balance.on_forward()  # too soon
+    assert value(registry, "baton_expert_busiest_ratio") == 2
+    now[0] += EXPERTS_PERIOD_S
+    balance.on_forward()
+    assert value(registry, "baton_expert_busiest_ratio") == 4  # what came since
+    assert value(registry, "baton_expert_tokens_total", expert="3") == 6

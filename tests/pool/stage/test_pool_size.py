@@ -38,14 +38,14 @@ def machine(total_bytes: int, available_bytes: int | None = None) -> Callable[[s
 
 def size(model: Path, memory: Callable[[str], HostMemory], *, max_held: int = 16, **settings: object) -> PoolSize:
     config = WorkerConfig.model_validate({"model": model, **settings})
-    plan = plan_stage(config.model_copy(update={"num_pages": 2, "max_context": 0}))
+    plan = plan_stage(config.model_copy(update={"num_pages": 2, "max_context": 0}), memory=machine(1024 * GIB))
     return plan_pool_size(config, plan.description, plan.ranges, PoolNeeds(plan.geometry.specs, max_held), memory)
 
 
 def test_published_shapes_have_their_published_parameters(qwen3: Path, llama: Path) -> None:
     for folder, count in ((qwen3, QWEN3_PARAMETERS), (llama, LLAMA_PARAMETERS)):
         description = read_model(folder)
-        plan = plan_stage(WorkerConfig(model=folder, num_pages=2))
+        plan = plan_stage(WorkerConfig(model=folder, num_pages=2), memory=machine(1024 * GIB))
         assert description.weight_bytes(plan.model_layers) == 2 * count
 
 

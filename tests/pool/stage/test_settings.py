@@ -50,7 +50,7 @@ def test_a_stage_of_a_release_with_other_frames_is_refused(tmp_path: Path) -> No
 
 
 def test_stages_that_keep_the_states_of_another_number_of_trees_do_not_join(tmp_path: Path) -> None:
-    """Small pools hold three times what they run, so that both hold 33 requests here."""
+    """Pools of up to 32 hold three times what they run, so that both hold 33 requests here."""
     model, draft = make_checkpoint(tmp_path, "qwen3_5_text"), save_draft(tmp_path / "eagle3", layers=(0, 1, 3))
     here, there = (plan_stage(WorkerConfig(model=model, draft=draft, num_pages=64, max_running=max_running),
                               max_held=decode_requests(max_running), speculates=True) for max_running in (11, 33))

@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from decode.worker import DecodeRole
 from engine.core.layer_range import get_pp_indices
 from engine.memory.layout import CacheKind
 from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
-from pool.stage.stage import plan_stage
+from pool.stage.stage import StagePlan, plan_stage
+from prefill.worker import PrefillRole
+from runtime.errors import ConfigError
 from tests.support.drafts.eagle import save_draft
-from tests.support.models.checkpoints import add_nextn, make_checkpoint
+from tests.support.models.checkpoints import add_assistant, add_nextn, make_checkpoint
 
 NUM_LAYERS = 4
 
@@ -83,3 +86,66 @@ def test_states_of_verification_are_part_of_the_budget(folders: tuple[Path, Path
     draft_page = target_page = 2 * 2 * 64 * 32 * 4  # keys and values, 2 kv heads of 32, fp32
     assert (geometry.num_slots, plan.num_scratch) == (49, 17)
     assert geometry.num_pages == ((7 << 20) - (49 + 17 * 8) * state_bytes) // (target_page + draft_page)
+
+
+@pytest.mark.parametrize(("max_running", "max_landing", "held"), [(8, 0, 24), (33, 0, 33), (33, 7, 40)])
+def test_s4_6_a_decode_pool_has_slots_for_what_lands_and_states_of_trees_for_what_runs(
+        folders: tuple[Path, Path], max_running: int, max_landing: int, held: int) -> None:
+    model, draft = folders
+    config = WorkerConfig(model=model, draft=draft, num_pages=8, max_running=max_running, max_landing=max_landing)
+    plan = plan_stage(config, max_held=DecodeRole().max_held(config), speculates=True)
+    assert (plan.max_held, plan.geometry.num_slots, plan.num_scratch) == (held, held + 1, max_running + 1)
+
+
+@pytest.mark.parametrize("num_copies", [0, 1, 2])
+def test_s4_6_states_kept_aside_have_slots_of_their_own(folders: tuple[Path, Path], num_copies: int) -> None:
+    """Those of a prefix cache: none, as many as run, or (the default) twice as many."""
+    config = WorkerConfig(model=folders[0], num_pages=8, prefix_cache=num_copies > 0,
+                          prefix_snapshots=16 if num_copies == 1 else 0)
+    plan = plan_stage(config, max_held=PrefillRole().max_held(config), keeps_states=True)
+    assert plan.geometry.num_slots == 1 + 16 * (1 + num_copies)
+
+
+def test_experts_are_spread_over_all_ranks_of_a_stage(tmp_path: Path) -> None:
+    experts, dense = make_checkpoint(tmp_path, "qwen3_moe"), make_checkpoint(tmp_path, "llama")
+
+    def planned(model: Path, tp: int, ep: int) -> StagePlan:
+        return plan_stage(WorkerConfig(model=model, world_size=2, tp=tp, ep=ep, num_pages=8))
+
+    assert planned(experts, 2, 2).geometry == planned(experts, 2, 0).geometry
+    with pytest.raises(ConfigError, match="--ep 2: experts are spread over all ranks of a stage, of which --tp gives "
+                                          "it 1"):
+        planned(experts, 1, 2)
+    with pytest.raises(ConfigError, match="--ep 2: LlamaForCausalLM has no experts"):
+        planned(dense, 2, 2)
+
+
+@pytest.mark.parametrize(("shape", "field", "complaint"), [
+    ((2, 3, 5), "spec_topk", "sliding windows verify chains only: spec_topk must be 1"),
+    ((1, 16, 16), "spec_draft_tokens", "less than the page_size 16 for models with sliding windows, is 16"),
+])
+def test_what_windows_do_not_verify_is_refused(tmp_path: Path, shape: tuple[int, int, int], field: str,
+                                               complaint: str) -> None:
+    model, (topk, steps, tokens) = make_checkpoint(tmp_path, "gemma4"), shape
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        plan_stage(WorkerConfig(model=model, draft=model, num_pages=8, page_size=16, spec_topk=topk, spec_steps=steps,
+                                spec_draft_tokens=tokens), speculates=True)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("layout", "field", "complaint"), [
+    ({"world_size": 2, "partition": "3,1"}, "partition", "reads what layers 2 and 3 cache; the last stage has layers"),
+    ({"world_size": 2, "tp": 2}, "tp", "of which a rank has a part only"),
+])
+def test_a_draft_without_a_cache_finds_the_targets_on_the_last_stage(tmp_path: Path, layout: dict[str, object],
+                                                                     field: str, complaint: str) -> None:
+    """And costs a prefill pool nothing."""
+    model = make_checkpoint(tmp_path, "gemma4")
+    config = WorkerConfig(model=model, draft=add_assistant(model, tmp_path / "draft"), num_pages=8)
+    plan = plan_stage(config, speculates=True)
+    assert plan.speculation is not None
+    assert len(plan.geometry.specs) == plan.description.facts.num_layers
+    assert plan_stage(config).speculation is None
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        plan_stage(config.model_copy(update=layout), speculates=True)
+    assert caught.value.field == field

@@ -8,11 +8,11 @@ import pytest
 from decode.entry import DecodeLimits
 from decode.scheduler import DecodeScheduler
 from decode.worker import _outcome
-from engine.core.batch import ForwardBatch
 from engine.core.request import Request, SamplingParams
 from engine.loop import EngineLoop
 from engine.memory.leases import PageAllocator, SlotAllocator
-from engine.pipeline.stages import StepResult
+from engine.pipeline.ranks import Step
+from engine.pipeline.stages import StepResults
 from pool.stage import warmup as warmup_module
 from pool.stage.warmup import run_inside
 from runtime.clock import SystemClock
@@ -24,16 +24,16 @@ class Mute:
 
     depth = 1
 
-    def launch(self, batch: ForwardBatch) -> None: ...
+    def launch(self, step: Step) -> None: ...
 
-    def collect(self, timeout_s: float) -> StepResult | None:
+    def collect(self, timeout_s: float) -> StepResults | None:
         return None
 
     def wake(self) -> None: ...
 
 
 class Dead(Mute):
-    def collect(self, timeout_s: float) -> StepResult | None:
+    def collect(self, timeout_s: float) -> StepResults | None:
         raise PeerLostError("the connection to stage 1 has ended")
 
 

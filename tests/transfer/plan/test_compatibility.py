@@ -71,13 +71,15 @@ def test_a_pool_of_tensor_parallel_shards_is_refused_s4_8(kind: CacheKind, shard
 
 def test_the_text_groups_equal_layers() -> None:
     assert MINE.text == (
-        "schema 5, weights abcdef012345, numerics exact, arithmetic any, page size 4, max context the model's, "
+        "schema 6, weights abcdef012345, kept as model, numerics exact, arithmetic any, page size 4, "
+        "max context the model's, "
         "layers 0,2: conv (3, 24) bfloat16 + state (2, 8, 8) float32; "
         "layers 1,3: kv (2, 2, 4, 8) bfloat16")
 
 
 @pytest.mark.parametrize(("change", "named"), [
     ({"numerics": "fast"}, r"differ in numerics \(exact here, fast there\)"),
+    ({"weights": "int8"}, r"differ in kept as \(model here, int8 there\)"),
     ({"arithmetic": "2-pairs"}, r"differ in arithmetic \(any here, 2-pairs there\)"),
     ({"revision": "fedcba"}, r"differ in weights \(abcdef012345 here, fedcba there\)"),
     ({"max_context": "4096"}, r"differ in max context \(the model's here, 4096 there\)"),

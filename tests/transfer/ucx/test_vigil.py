@@ -92,7 +92,7 @@ def test_it_gives_a_core_up_that_other_processes_want(core: Core) -> None:
     core.wait(0.004)
     core.vigil.begin()
     assert core.vigil.lasts()
-    core.taken(0.001)
+    core.taken(0.003)
     assert not core.vigil.lasts()
     core.now_s += SHARED_FOR_S / 2
     core.vigil.begin()
@@ -100,6 +100,30 @@ def test_it_gives_a_core_up_that_other_processes_want(core: Core) -> None:
     core.now_s += SHARED_FOR_S
     core.vigil.begin()
     assert core.vigil.lasts()
+
+
+def test_a_core_that_is_only_interrupted_now_and_then_is_not_shared(core: Core) -> None:
+    for _ in range(1000):
+        core.run(0.002)
+        core.wait(0.0005)
+        core.vigil.begin()
+        assert core.vigil.lasts()
+        core.taken(0.00015)  # the host, or an interrupt
+        assert core.vigil.lasts()
+        core.vigil.rewarded()
+
+
+def test_a_core_of_which_others_have_a_part_again_and_again_is_shared(core: Core) -> None:
+    core.wait(0.004)
+    lasted = []
+    for _ in range(20):
+        core.vigil.begin()
+        core.vigil.lasts()
+        core.taken(0.0002)
+        lasted.append(core.vigil.lasts())
+        core.run(0.0002)
+    assert lasted[0]
+    assert not lasted[-1]
 
 
 def test_its_own_threads_on_the_same_core_are_no_reason_to_sleep(core: Core) -> None:

@@ -1,0 +1,60 @@
+"""Sessions of a pool with data ranks: only the processes of the request's rank take part."""
+
+import asyncio
+from typing import cast
+
+from engine.core.layer_range import LayerRange, Placement
+from models.weights_digest import StageWeights
+from pool.pipeline.group import SessionReports, StageGroup
+from pool.pipeline.membership import StageLink
+from protos import pipeline_pb2 as pb
+from runtime.clock import SystemClock
+from transfer.agent.agent import TransferAgent
+from transfer.plan.handoff_terms import (
+    DestinationTerms,
+    SourceTerms,
+    StageEndpoint,
+    StageSessionEvent,
+    StageSessionState,
+)
+from transfer.session import ReceiveSession, ReceiveState
+
+PLACES = [Placement.of(rank, 8, 4, 2) for rank in range(8)]
+SOURCE = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
+
+
+def endpoint(rank: int) -> StageEndpoint:
+    place = PLACES[rank]
+    return StageEndpoint(LayerRange(place.pipeline_rank, place.pipeline_rank + 1), b"%d" % rank, f"i{rank}",
+                         place.tensor.attention)
+
+
+class NotingAgent:
+    def __init__(self) -> None:
+        self.endpoint = endpoint(0)
+        self.calls: list[str] = []
+
+    def open_receive(self, source: SourceTerms, destination: DestinationTerms) -> None:
+        self.calls.append(destination.session_id)
+
+
+async def test_only_the_processes_of_its_data_rank_take_part_in_a_session() -> None:
+    agent, reports = NotingAgent(), SessionReports(asyncio.get_running_loop())
+    group = StageGroup(cast(TransferAgent, agent), PLACES, reports)
+    links = [StageLink(rank, endpoint(rank), b"", StageWeights("0" * 32)) for rank in range(1, 8)]
+    group.pool_formed(links)
+    assert group.session_size == 4
+    assert [each.address for each in group.endpoints(1)] == [b"2", b"3", b"6", b"7"]
+    session = ReceiveSession("s", num_stages=group.session_size, clock=SystemClock())
+    destination = DestinationTerms("s", 0, 0, (1,), 0, group.endpoints(1), "")
+    group.open_receive(SOURCE, destination, session, lambda: None, 1)
+    assert agent.calls == []
+    opened = [link.rank for link in links if not link.window.empty()]
+    assert opened == [2, 3, 6, 7]
+    assert all(isinstance(links[rank - 1].window.get_nowait(), pb.JoinResponse) for rank in opened)
+    for rank in range(8):
+        reports.deliver(rank, StageSessionEvent("s", 0, StageSessionState.OPEN))
+    assert session.state is ReceiveState.RECEIVING
+    group.open_receive(SOURCE, DestinationTerms("t", 0, 0, (1,), 0, group.endpoints(0), ""),
+                       ReceiveSession("t", num_stages=4, clock=SystemClock()), lambda: None, 0)
+    assert agent.calls == ["t"]
