@@ -18,7 +18,7 @@ import grpc
 from protos import generation_pb2, generation_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.api.load import RequestCounts, load_of
 from router.request.admission import PriorityLimits
-from router.request.answer import Emit, Output, ResponseQueue, feed
+from router.request.answer import Answer, Output, ResponseQueue, feed
 from router.request.flow import RequestFlow, Services
 from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest, admissible
@@ -164,8 +164,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
         self.counts.accepted += 1
         self._running[key] = tuple(
-            RequestFlow(choice_of(checked, index), output, emit_into(responses, engine.request_id, index),
-                        timeline.sibling() if index else timeline, self._services, limit_s)
+            RequestFlow(choice_of(checked, index),
+                        Answer(engine.request_id, index, output, responses, timeline.sibling() if index else timeline,
+                               checked.resumed_of(index)), self._services, limit_s)
             for index, output in enumerate(outputs))
         return key
 
@@ -220,16 +221,6 @@ def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
     engine.ClearField("num_prompt_logprobs")
     return replace(request, engine=engine, resumed=request.resumed[index:index + 1],
                    resumed_from=request.resumed_from[index:index + 1])
-
-
-def emit_into(responses: ResponseQueue, request_id: str, index: int) -> Emit:
-    """Where a choice's flow puts its messages: under the client's id and the choice's index."""
-
-    async def emit(response: generation_pb2.GenerateResponse) -> None:
-        response.request_id, response.index = request_id, index
-        await responses.put(response)
-
-    return emit
 
 
 async def run_together(flows: Sequence[RequestFlow]) -> None:

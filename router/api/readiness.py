@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from protos import generation_pb2, types_pb2
-from router.request.answer import Output
+from protos import types_pb2
+from router.request.answer import Answer, Output, ResponseQueue
 from router.request.flow import RequestFlow, Services
 from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest
@@ -60,16 +60,11 @@ class Readiness:
         engine = types_pb2.EngineRequest(
             request_id=f"warm-up-{uuid.uuid4().hex}", prompt_token_ids=WARM_UP_PROMPT, max_tokens=WARM_UP_TOKENS,
             sampling=types_pb2.SamplingParams(temperature=0, seed=0, top_p=1, repetition_penalty=1))
-        finishes: list[generation_pb2.GenerateResponse] = []
-
-        async def emit(response: generation_pb2.GenerateResponse) -> None:
-            if response.HasField("finish"):
-                finishes.append(response)
-
-        flow = RequestFlow(AdmissibleRequest(engine, (), wants_text=False), Output(engine, (), None), emit,
-                           Timeline(SystemClock(), self._services.metrics), self._services, self._warm_up_s)
+        answer = Answer(engine.request_id, 0, Output(engine, (), None), ResponseQueue(self._warm_up_s),
+                        Timeline(SystemClock(), self._services.metrics))
+        flow = RequestFlow(AdmissibleRequest(engine, (), wants_text=False), answer, self._services, self._warm_up_s)
         try:
             await flow.run()
         except BatonError as error:
             logger.warning("the warm-up failed", extra={"reason": str(error)})
-        return bool(finishes)
+        return answer.has_ended

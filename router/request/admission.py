@@ -18,7 +18,8 @@ from router.request.service_times import Outlook, Rates, TokenWork
 from router.request.validate import MAX_PRIORITY, AdmissibleRequest
 from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair
-from router.workers.worker import SHORT_RATIO, WorkerRole
+from router.workers.policy import SHORT_RATIO
+from router.workers.worker import WorkerRole
 from runtime.errors import BatonError, CapacityError, ConfigError, DeadlineError, UnavailableError
 from runtime.metrics import RouterMetrics
 from runtime.security import Caller
@@ -58,7 +59,7 @@ class Admission:
         self._outlook = outlook
         self._clock = outlook.clock
         self._line: WaitingLine[_Held] = WaitingLine(WaitingLimits(limits.max_waiting, limits.max_wait_s), outlook)
-        self._pairless_since_s = self._clock.now()
+        self._entered = asyncio.Event()  # somebody waits
         self._swept_s = self._clock.now()
         for cause in Cause:  # shown before the first one
             metrics.refused.labels(cause)
@@ -93,7 +94,7 @@ class Admission:
     def retry_after_s(self, error: CapacityError | UnavailableError, request: AdmissibleRequest) -> float | None:
         """When a request that workers gave up may come again; None where nobody knows. They know nothing of those that
         wait here, nor when one that is gone will be back."""
-        if self._directory.pair_problem():
+        if not self._directory.is_paired:
             return self._away_s()
         if isinstance(error, CapacityError):
             service_s = self.service_s(request, self._directory.num_missing(request.prompt))
@@ -102,17 +103,19 @@ class Admission:
         return error.retry_after_s
 
     async def run(self) -> None:
-        """Place waiters whenever something changed; fail them when there has been no pair for too long."""
+        """Place waiters whenever something changed; fail them when there has been no pair for too long. Reports
+        are many and mostly nobody waits: then none of them matters here."""
         while True:
+            self._entered.clear()
+            if not len(self._line):
+                await self._entered.wait()
             self._pump()
             timeout_s = None
-            if self._directory.pair_problem():
-                timeout_s = max(0.0, self._pairless_since_s + self._grace_s - self._clock.now())
-                if timeout_s == 0:
+            if not self._directory.is_paired:
+                timeout_s = self._grace_s - self._directory.pairless_s
+                if timeout_s <= 0:
                     self._fail_all()
-                    timeout_s = self._grace_s
-            else:
-                self._pairless_since_s = self._clock.now()
+                    continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._directory.changed()
@@ -136,6 +139,8 @@ class Admission:
         waiter = self._enter(request, ends_at_s)
         placed = waiter.item.placed
         self._pump()
+        if not placed.done():
+            self._entered.set()  # `run` looks after it
         pair: WorkerPair | None = None
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
@@ -158,7 +163,7 @@ class Admission:
 
     def _enter(self, request: AdmissibleRequest, ends_at_s: float) -> Waiter[_Held]:
         problem = self._directory.refusal()
-        if problem and self._clock.now() - self._pairless_since_s >= self._grace_s:
+        if problem and self._directory.pairless_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise UnavailableError(problem, retry_after_s=self._away_s())
         if self._is_orphan(request):
@@ -204,7 +209,7 @@ class Admission:
 
     def _is_orphan(self, request: AdmissibleRequest) -> bool:
         """Whether it resumes an answer of workers such as there are none now, though there are others."""
-        return bool(request.compatibility) and not self._directory.pair_problem() \
+        return bool(request.compatibility) and self._directory.is_paired \
             and not self._directory.has_pair(request.compatibility)
 
     def _no_heirs(self) -> UnavailableError:
@@ -213,7 +218,7 @@ class Admission:
     def _away_s(self) -> float:
         """When there may be workers again: when they have taken as long as starts take; what has been away for longer
         may be away for as long again."""
-        away_s = self._clock.now() - self._pairless_since_s
+        away_s = self._directory.pairless_s
         left_s = self._directory.comeback_s - away_s
         return min(left_s if left_s > 0 else away_s, MAX_AWAY_S)
 
@@ -221,7 +226,7 @@ class Admission:
         if not len(self._line):
             return
         self._sweep()
-        rates = self._rates()
+        rates: Rates | None = None  # reckoned anew after each that is placed
         # The tokens of a prompt for which prefill has no room, but for much shorter ones; and those of a request whose
         # workers are away, but not those of smaller ones.
         passed_by, too_large = math.inf, math.inf
@@ -233,13 +238,15 @@ class Admission:
                 self._metrics.dropped.labels(Cause.WORKERS).inc()
                 self._fail(waiter, self._no_heirs())
                 continue
-            if num_tokens * SHORT_RATIO > passed_by or request.context_tokens >= too_large \
-                    or self._drop_if_hopeless(waiter, rates):
+            if num_tokens * SHORT_RATIO > passed_by or request.context_tokens >= too_large:
+                continue
+            rates = rates or self._rates()
+            if self._drop_if_hopeless(waiter, rates):
                 continue
             pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
             if pair is not None:
                 self._place(waiter, pair)
-                rates = self._rates()
+                rates = None
             elif not self._directory.can_hold(request.context_tokens):
                 too_large = request.context_tokens
             elif passed_by == math.inf and self._directory.awaits_prefill(num_tokens, request.context_tokens):

@@ -1,14 +1,14 @@
 """What a client gets of one request: the output made of tokens, the messages that carry it, and the queue they wait in.
 
 `Output` turns tokens into ids, text up to a stop string, logprobs and usage; `Answer` sends them as chunks and one
-finish; `ResponseQueue` is bounded and ends the request of a client that does not read. Of an answer that another router
-began, the tokens that the client has are checked before any work and fed to the output, so that what follows is what
-would have followed.
+finish; `ResponseQueue` joins the chunks of a client that is slower than its pool, and ends the request of one that does
+not read. Of an answer that another router began, the tokens that the client has are checked before any work and fed to
+the output, so that what follows is what would have followed.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from protos import generation_pb2, types_pb2
@@ -17,11 +17,10 @@ from router.text.detokenise import Detokeniser, StopMatcher
 from router.text.model_facts import ModelLimits
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 
-MAX_UNREAD = 64
+MAX_UNREAD = 64  # messages
+MAX_JOINED = 256  # tokens of one message
 MAX_COMPATIBILITY_CHARS = 256
 FED_AT_ONCE = 256  # tokens; other requests go on between two lots
-
-Emit = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
 
 
 class Output:
@@ -40,7 +39,7 @@ class Output:
         self.num_cached_tokens = 0  # of the prompt, as the latest prefill worker counted them
         self.stop_string: str | None = None  # the one that ended the request
 
-    def add(self, tokens: types_pb2.TokenChunk) -> generation_pb2.GenerateChunk:
+    def add(self, tokens: types_pb2.TokenChunk) -> generation_pb2.GenerateResponse:
         """The chunk to send. If a stop string matched, it ends with the token that completed it."""
         text, used = "", 0
         for token_id in tokens.token_ids:
@@ -49,8 +48,14 @@ class Output:
             text += self._text_of(token_id)
             if self.stop_string is not None:
                 break
-        return generation_pb2.GenerateChunk(token_ids=tokens.token_ids[:used], text=text,
-                                            logprobs=tokens.logprobs[:used], usage=self.usage())
+        response = generation_pb2.GenerateResponse()
+        chunk = response.chunk  # filled in place: a message that is put into another one is copied
+        chunk.token_ids.extend(tokens.token_ids[:used])
+        chunk.text = text
+        if tokens.logprobs:
+            chunk.logprobs.extend(tokens.logprobs[:used])
+        self._count_into(chunk.usage)
+        return response
 
     def unseen(self, scores: types_pb2.PromptLogprobs) -> types_pb2.PromptLogprobs | None:
         """What of `scores` follows the positions that came before; None if nothing does."""
@@ -69,8 +74,13 @@ class Output:
         return text if self.stop_string is not None else text + self._stops.finish()
 
     def usage(self) -> generation_pb2.Usage:
-        return generation_pb2.Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=self.num_tokens,
-                                    cached_tokens=self.num_cached_tokens)
+        usage = generation_pb2.Usage()
+        self._count_into(usage)
+        return usage
+
+    def _count_into(self, usage: generation_pb2.Usage) -> None:
+        usage.prompt_tokens, usage.completion_tokens = self._num_prompt_tokens, self.num_tokens
+        usage.cached_tokens = self.num_cached_tokens
 
     def _text_of(self, token_id: int) -> str:
         # A stop token can only be drawn as the last one; like a stop string, it is not part of the text.
@@ -84,15 +94,17 @@ class Output:
 
 
 class Answer:
-    """Chunks, then exactly one finish. `emit` may wait for chunks; it must take a finish at once."""
+    """Chunks, then exactly one finish, of one choice of a request."""
 
-    def __init__(self, request_id: str, output: Output, emit: Emit, timeline: Timeline,
+    def __init__(self, request_id: str, index: int, output: Output, responses: "ResponseQueue", timeline: Timeline,
                  resumed: Sequence[int] = ()) -> None:
-        """`resumed`: what the client has already, and `output` was fed."""
+        """`request_id` is the client's, `index` that of the choice. `resumed`: what the client has already, and
+        `output` was fed."""
         self._request_id = request_id
+        self._index = index
         self._output = output
-        self._emit = emit
-        self._timeline = timeline
+        self._responses = responses
+        self.timeline = timeline
         self.token_ids = list(resumed)  # all that the client has
         self.compatibility = ""  # of the workers; the client gets it with the first tokens
         self._is_named = False
@@ -109,68 +121,90 @@ class Answer:
             return None
         return generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_STOP, stop_string=self._output.stop_string)
 
-    async def tokens(self, tokens: types_pb2.TokenChunk) -> None:
+    def tokens(self, tokens: types_pb2.TokenChunk) -> None:
         """What the workers drew, in order."""
-        chunk = self._output.add(tokens)
+        response = self._output.add(tokens)
+        chunk = response.chunk
         self.token_ids.extend(chunk.token_ids)
-        self._timeline.tokens(len(chunk.token_ids))
+        self.timeline.tokens(len(chunk.token_ids))
         if not self._is_named and chunk.token_ids:
             chunk.compatibility, self._is_named = self.compatibility, True
-        await self._emit(generation_pb2.GenerateResponse(request_id=self._request_id, chunk=chunk))
+        self._send(response)
 
     async def scores(self, scores: types_pb2.PromptLogprobs) -> None:
         """A prefill worker that takes over begins with what the client has already: the same bits, so they are left
         out."""
         if unseen := self._output.unseen(scores):
+            await self._responses.room()
             chunk = generation_pb2.GenerateChunk(prompt_logprobs=unseen, usage=self._output.usage())
-            await self._emit(generation_pb2.GenerateResponse(request_id=self._request_id, chunk=chunk))
+            self._send(generation_pb2.GenerateResponse(chunk=chunk))
 
-    async def rest(self) -> None:
+    def rest(self) -> None:
         """Text that was held back, now that no token follows."""
         if text := self._output.finish():
             chunk = generation_pb2.GenerateChunk(text=text, usage=self._output.usage())
-            await self._emit(generation_pb2.GenerateResponse(request_id=self._request_id, chunk=chunk))
+            self._send(generation_pb2.GenerateResponse(chunk=chunk))
 
-    async def finish(self, finish: generation_pb2.GenerateFinish) -> None:
+    def finish(self, finish: generation_pb2.GenerateFinish) -> None:
         """The end, with what the answer came to and how long its parts took."""
-        self._timeline.ended(types_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower())
+        self.timeline.ended(types_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower())
         finish.usage.CopyFrom(self._output.usage())
-        finish.timings.CopyFrom(self._timeline.timings)
+        finish.timings.CopyFrom(self.timeline.timings)
         self.has_ended = True
-        await self._emit(generation_pb2.GenerateResponse(request_id=self._request_id, finish=finish))
+        self._send(generation_pb2.GenerateResponse(finish=finish))
+
+    def _send(self, response: generation_pb2.GenerateResponse) -> None:
+        response.request_id, response.index = self._request_id, self._index
+        self._responses.put(response)
 
 
 class ResponseQueue:
-    """Messages of one stream. `put` waits while `MAX_UNREAD` chunks are unread; a finish is always taken at once. What
-    is unread when the queue closes has the stall limit to be read: all of it, so that a trickle does not go on."""
+    """Messages of one stream. Tokens that come while earlier ones of their choice are unread join these in one message,
+    so that a slow client gets fewer and longer ones, and what waits is bounded by what its requests may draw. A client
+    that reads nothing for the stall limit has left. What is unread when the queue closes has that limit to be read: all
+    of it, so that a trickle does not go on."""
 
     def __init__(self, stall_limit_s: float) -> None:
         self._stall_limit_s = stall_limit_s
         self._unread: deque[generation_pb2.GenerateResponse] = deque()
-        self._changed = asyncio.Event()
+        self._open_chunks: dict[int, generation_pb2.GenerateResponse] = {}  # by choice: unread, and more may join
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Future[None] | None = None  # that waits for a message
+        self._was_read = asyncio.Event()
+        self._read_at = 0.0  # loop time of the last reading, or of the first message after all were read
         self._ends_at: float | None = None  # loop time, of a queue that is closed
 
-    async def put(self, response: generation_pb2.GenerateResponse) -> None:
-        """Raises RequestAborted if the client has read nothing for the stall limit."""
-        if len(self._unread) >= MAX_UNREAD and not response.HasField("finish"):
-            await self._place()
+    def put(self, response: generation_pb2.GenerateResponse) -> None:
+        """Never waits. Raises RequestAborted if the client has read nothing for the stall limit."""
+        index, is_tokens = response.index, bool(response.chunk.token_ids)
+        if not self._unread:
+            self._read_at = self._loop.time()
+        elif self._is_stalled and not response.HasField("finish"):
+            raise RequestAborted(f"the client has read nothing for {self._stall_limit_s:g} s")
+        elif is_tokens and index in self._open_chunks and _join(self._open_chunks[index].chunk, response.chunk):
+            return
         self._unread.append(response)
-        self._changed.set()
+        if is_tokens:
+            self._open_chunks[index] = response
+        else:  # text or scores of their own, or the finish
+            self._open_chunks.pop(index, None)
+        self._wake()
 
-    async def _place(self) -> None:
+    async def room(self) -> None:
+        """Until fewer than `MAX_UNREAD` messages are unread. Raises RequestAborted as `put` does."""
         try:
             async with asyncio.timeout(self._stall_limit_s):
                 while len(self._unread) >= MAX_UNREAD:
-                    self._changed.clear()
-                    await self._changed.wait()
+                    self._was_read.clear()
+                    await self._was_read.wait()
         except TimeoutError:
             raise RequestAborted(f"the client has read nothing for {self._stall_limit_s:g} s") from None
 
     def close(self) -> None:
         """Nothing more will be put."""
         if self._ends_at is None:
-            self._ends_at = asyncio.get_running_loop().time() + self._stall_limit_s
-        self._changed.set()
+            self._ends_at = self._loop.time() + self._stall_limit_s
+        self._wake()
 
     def __aiter__(self) -> Self:
         return self
@@ -178,15 +212,39 @@ class ResponseQueue:
     async def __anext__(self) -> generation_pb2.GenerateResponse:
         """The next message, until the queue is closed and empty. Raises RequestAborted for messages that were not read
         within the stall limit from the closing."""
-        if self._unread and self._ends_at is not None and asyncio.get_running_loop().time() > self._ends_at:
-            raise RequestAborted(f"the client has not read the end of its stream for {self._stall_limit_s:g} s")
         while not self._unread:
             if self._ends_at is not None:
                 raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        self._changed.set()
-        return self._unread.popleft()
+            self._reader = self._loop.create_future()
+            await self._reader
+        if self._ends_at is not None and self._loop.time() > self._ends_at:
+            raise RequestAborted(f"the client has not read the end of its stream for {self._stall_limit_s:g} s")
+        response = self._unread.popleft()
+        if self._open_chunks.get(response.index) is response:
+            del self._open_chunks[response.index]
+        if self._unread:
+            self._read_at = self._loop.time()
+        self._was_read.set()
+        return response
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self._loop.time() - self._read_at > self._stall_limit_s
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def _join(chunk: generation_pb2.GenerateChunk, more: generation_pb2.GenerateChunk) -> bool:
+    """Whether it has room for more tokens of the same choice."""
+    if len(chunk.token_ids) + len(more.token_ids) > MAX_JOINED:
+        return False
+    chunk.token_ids.extend(more.token_ids)
+    chunk.logprobs.extend(more.logprobs)
+    chunk.text += more.text
+    chunk.usage.CopyFrom(more.usage)
+    return True
 
 
 def resumed_violations(request: generation_pb2.GenerateRequest, facts: ModelLimits) -> Iterable[FieldViolation]:

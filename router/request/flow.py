@@ -9,10 +9,12 @@ Life of a request:
     refuses and the next pool gets the offer; when all refuse, they get it again while prefill computes.
  4. The destination terms go to prefill, which starts to send.
  5. `first_token` comes from prefill and goes to the client at once, and to decode.
- 6. `committed` comes from decode when everything landed and was checked: the prefill stream is half-closed and its
-    worker releases its memory.
- 7. Tokens come from decode and go to the client, until `finished`, or until the text contains a stop string: then
-    closing the streams is the abort.
+ 6. `committed` comes by the steps of decode, which are those of all requests there, when everything landed and was
+    checked: the prefill stream is half-closed and its worker releases its memory.
+ 7. Tokens come by the steps and go to the client, until `finished`: the decode stream is half-closed and ends. Or until
+    the text contains a stop string: then closing the streams is the abort.
+
+A pool that has nearly all of the prompt is asked first to compute the rest itself: then 2 to 6 fall away.
 
 An answer that another router began goes the same way: decode computes again what its client has, as after a move.
 
@@ -24,8 +26,8 @@ starts over at 2, the tokens already sent are computed again over there without 
 stream goes on. Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through
 `_serve`'s end, where both streams are closed and both bookings released.
 
-One task owns the state; each stream has a reader task, and a search for another worker has one. Their task group ends
-with the request.
+One task owns the state, but for what comes by the steps, which is handled as it arrives; each stream has a reader task,
+and a search for another worker has one. Their task group ends with the request.
 """
 
 import asyncio
@@ -34,11 +36,20 @@ from dataclasses import dataclass
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
-from router.request.answer import Answer, Emit, Output, finish_of
-from router.request.service_times import Outlook, ServiceRecord, Timeline
+from router.request.answer import Answer, finish_of
+from router.request.service_times import Outlook, ServiceRecord
 from router.request.streams import DecodeStream, PrefillStream
 from router.request.validate import AdmissibleRequest
-from router.request.worker_stream import Ended, Event, FlowLimits, FlowParts, Migrations, task_group
+from router.request.worker_stream import (
+    Ended,
+    Event,
+    FlowInbox,
+    FlowLimits,
+    FlowParts,
+    Migrations,
+    StepsOver,
+    task_group,
+)
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.errors import (
@@ -55,7 +66,6 @@ from runtime.errors import (
 from runtime.metrics import RouterMetrics
 from runtime.tracing import begin
 
-INBOX_EVENTS = 64
 CLOCKS_DIFFER_S = 0.05  # a client's idea of its deadline and this router's
 
 
@@ -71,26 +81,22 @@ class Services:
 
 
 class RequestFlow:
-    """Drives one request. `run` may be called once.
+    """Drives one request. `run` may be called once."""
 
-    `emit` may wait for chunks, so that a slow client slows its workers; it must take a finish at once.
-    """
-
-    def __init__(self, request: AdmissibleRequest, output: Output, emit: Emit, timeline: Timeline,
-                 services: Services, time_limit_s: float) -> None:
+    def __init__(self, request: AdmissibleRequest, answer: Answer, services: Services, time_limit_s: float) -> None:
         self._request = request
+        self._answer = answer
+        self._timeline = answer.timeline
         resumed = request.resumed_of(0)
-        self._answer = Answer(self.request_id, output, emit, timeline, resumed)
-        self._timeline = timeline
         if resumed:
-            timeline.resumed()
+            self._timeline.resumed()
         self._services = services
         self._time_limit_s = time_limit_s
         self._ends_at = asyncio.get_running_loop().time() + time_limit_s
         self._time_scope = asyncio.timeout_at(self._ends_at)
         self._is_running = False
         self._is_aborted = False
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue(INBOX_EVENTS)
+        self._inbox = FlowInbox()
         self._first_token = types_pb2.TokenChunk(token_ids=resumed[:1]) if resumed else None
         self._migrations = Migrations(services.directory, services.limits, services.metrics)
         self._is_committed = False
@@ -117,9 +123,12 @@ class RequestFlow:
         finish = self._answer.stopped or finish_of(token_ids, self._request.engine)
         try:
             async with self._time_scope:
-                await (self._run() if finish is None else self._conclude(finish))
+                if finish is None:
+                    await self._run()
+                else:
+                    self._conclude(finish)
         except TimeoutError:
-            await self._out_of_time()
+            self._out_of_time()
         except asyncio.CancelledError:
             self._timeline.ended("cancelled")
             raise
@@ -153,12 +162,12 @@ class RequestFlow:
         """Whether the deadline ends it, be it that the client's end of the call noticed first."""
         return not self._is_aborted and asyncio.get_running_loop().time() >= self._ends_at - CLOCKS_DIFFER_S
 
-    async def _out_of_time(self) -> None:
+    def _out_of_time(self) -> None:
         if self._answer.has_ended:
             return
         if not self._is_aborted:
             raise DeadlineError(f"the request did not end within its {self._time_limit_s:g} s") from None
-        await self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
+        self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
 
     async def _serve(self, pair: WorkerPair) -> None:
         async with task_group() as group:
@@ -168,7 +177,7 @@ class RequestFlow:
             try:
                 while self._finish is None:
                     await self._handle(await self._next_event())
-                await self._end(self._finish)
+                self._end(self._finish)
                 if self._answer.stopped is None:
                     await self._linger()
             finally:
@@ -182,12 +191,18 @@ class RequestFlow:
         """Give the request to this pair, with what its client has already."""
         self._is_committed = False
         self._answer.compatibility = pair.decode.compatibility
-        self._prefill = PrefillStream.open(self._parts, pair.prefill)
-        self._decode = DecodeStream(self._parts, pair.decode, self._answer.token_ids[1:])
+        self._prefill = PrefillStream(self._parts, pair.prefill)
+        self._decode = DecodeStream(self._parts, pair.decode, self._stepped, self._answer.token_ids[1:])
+        if self._first_token is None and self._decode.may_compute_rest:
+            self._decode.ask_alone()
+        else:
+            self._prefill.run()
 
     async def _next_event(self) -> Event:
         """A message of a worker, or its silence where an answer is due."""
-        while self._inbox.empty():
+        while True:
+            if self._decode.due_at is None:
+                return await self._inbox.get()
             try:
                 async with asyncio.timeout_at(self._decode.due_at):
                     return await self._inbox.get()
@@ -197,10 +212,12 @@ class RequestFlow:
                 if self._decode.lacks_first_token:
                     return Ended(self._prefill.stream, self._prefill.overdue())
                 return Ended(self._decode.stream, self._decode.overdue())
-        return self._inbox.get_nowait()
 
     async def _handle(self, event: Event) -> None:
-        if event.stream is self._prefill.stream:
+        if isinstance(event, StepsOver):
+            if event.error is not None:
+                raise event.error
+        elif event.stream is self._prefill.stream:
             if isinstance(event, Ended):
                 await self._prefill_ended(event.error)
             elif isinstance(event.message, prefill_pb2.RunResponse):
@@ -209,7 +226,7 @@ class RequestFlow:
             if isinstance(event, Ended):
                 await self._decode_ended(event.error)
             elif isinstance(event.message, decode_pb2.DecodeResponse):
-                await self._decode_said(event.message)
+                self._decode_said(event.message)
         # Otherwise a stream that was given up: its events are dropped.
 
     async def _prefill_said(self, response: prefill_pb2.RunResponse) -> None:
@@ -230,7 +247,7 @@ class RequestFlow:
                 self._prefill.computed()
                 num_computed = len(self._request.engine.prompt_token_ids) - self._num_cached
                 self._record.prefilled(num_computed, timings.prefill_s)
-                await self._take_first_token(response.first_token.token)
+                self._take_first_token(response.first_token.token)
                 self._let_prefill_go()
             case "scored":
                 await self._answer.scores(response.scored)
@@ -238,11 +255,11 @@ class RequestFlow:
                 if not self._is_committed:
                     self._decode.expect_commit()
 
-    async def _take_first_token(self, token: types_pb2.TokenChunk) -> None:
+    def _take_first_token(self, token: types_pb2.TokenChunk) -> None:
         if self._first_token is None:
             self._first_token = token
             self._decode.first_token(token)
-            await self._tell(token)
+            self._tell(token)
         elif list(token.token_ids) == list(self._first_token.token_ids):
             self._decode.first_token(token)
         elif self._request.resumed_of(0):
@@ -273,32 +290,55 @@ class RequestFlow:
         directory.severed(self._prefill.booking, self._decode.booking)
         return not directory.is_fed(self._decode.booking, self._request.context_tokens)
 
-    async def _decode_said(self, response: decode_pb2.DecodeResponse) -> None:
-        match response.WhichOneof("event"):
-            case "destination":
-                if self._decode.reserved(response.destination):
-                    self._timeline.reserved()
-                    self._prefill.deliver_to(response.destination)
-            case "committed":
-                self._is_committed = True
-                self._services.directory.linked(self._prefill.booking, self._decode.booking)
-                self._decode.committed()
-                self._record.committed(self._decode.booking)
-                self._migrations.resumed()
-                self._timeline.committed()
-                self._timeline.timings.transfer_exposed_s = response.committed.transfer_exposed_s
-                self._let_prefill_go()
+    def _decode_said(self, response: decode_pb2.DecodeResponse) -> None:
+        if response.HasField("destination") and self._decode.reserved(response.destination):
+            self._timeline.reserved()
+            self._prefill.deliver_to(response.destination)
+
+    def _stepped(self, event: decode_pb2.StepEvent) -> None:
+        """What the decode pool drew goes to the client where it arrives, without a turn of this request's task."""
+        if event.position != len(self._answer.token_ids):
+            self._decode.steps_lost(f"its next token is number {event.position}, the client has "
+                                    f"{len(self._answer.token_ids)}")
+            return
+        match event.WhichOneof("event"):
             case "tokens":
+                if self._first_token is None:  # the pool has computed the prompt
+                    self._first_token = types_pb2.TokenChunk(token_ids=event.tokens.token_ids[:1])
                 self._timeline.decoded()
-                self._record.drew(len(response.tokens.token_ids))
-                await self._tell(response.tokens)
+                self._record.drew(len(event.tokens.token_ids))
+                self._tell(event.tokens)
+            case "committed":
+                exposed_s = self._timeline.timings.transfer_exposed_s = event.committed.transfer_exposed_s
+                self._services.directory.linked(self._prefill.booking, self._decode.booking, exposed_s)
+                self._decode.committed()
+                self._joined()
+                self._let_prefill_go()
+            case "local":
+                self._decode.took_alone()
+                self._prefill.close()
+                self._answer.cached(event.local.cached_tokens)
+                self._joined()
             case "finished":
-                self._finished(response.finished)
+                self._finished(event.finished)
+        if self._finish is not None:
+            self._decode.steps_over()
+
+    def _joined(self) -> None:
+        """The pool has all of the prompt."""
+        self._is_committed = True
+        self._record.committed(self._decode.booking)
+        self._migrations.resumed()
+        self._timeline.committed()
 
     async def _decode_ended(self, error: BatonError | None) -> None:
         error = error or PeerLostError("the decode worker ended its stream too early")
         if self._decode.has_reserved:
             await self._decode_lost(error)
+        elif self._decode.asks_alone:
+            self._decode.refused_alone(error)
+            self._prefill.run()
+            return
         else:
             self._decode.move_on(error)
         self._timeline.retried(WorkerRole.DECODE, error.reason)
@@ -320,7 +360,7 @@ class RequestFlow:
         if not self._is_committed or self._first_token is None:
             return
         if self._prefill.has_first_token:
-            self._prefill.stream.half_close()
+            self._prefill.let_go()
         else:
             self._prefill.close()  # it replaces a worker that died with everything delivered
 
@@ -332,26 +372,28 @@ class RequestFlow:
             reason=finished.reason,
             stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None)
 
-    async def _tell(self, tokens: types_pb2.TokenChunk) -> None:
-        await self._answer.tokens(tokens)
+    def _tell(self, tokens: types_pb2.TokenChunk) -> None:
+        self._answer.tokens(tokens)
         self._finish = self._answer.stopped or self._finish
 
-    async def _end(self, finish: generation_pb2.GenerateFinish) -> None:
+    def _end(self, finish: generation_pb2.GenerateFinish) -> None:
         """Text that was held back, and the finish."""
         self._record.ended(len(self._answer.token_ids))
         if self._answer.stopped is not None:
             # The workers would go on: closing is the abort.
             self._prefill.close()
             self._decode.close()
-        await self._conclude(finish)
+        self._conclude(finish)
 
-    async def _conclude(self, finish: generation_pb2.GenerateFinish) -> None:
-        await self._answer.rest()
-        await self._answer.finish(self._answer.stopped or finish)
+    def _conclude(self, finish: generation_pb2.GenerateFinish) -> None:
+        self._answer.rest()
+        self._answer.finish(self._answer.stopped or finish)
 
     async def _linger(self) -> None:
         """Let both workers end their streams with OK, as they are about to; the client has its finish already."""
         streams = [stream for stream in (self._prefill.stream, self._decode.stream) if stream is not None]
+        if self._decode.stream is not None:
+            self._decode.stream.half_close()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._services.limits.linger_s):
                 while not all(stream.has_ended for stream in streams):

@@ -33,6 +33,7 @@ REMEMBERED_ERRORS = 32
 CAUTIOUS_QUANTILE = 0.9
 START_CAUTION, MAX_CAUTION = 1.25, 4.0
 FACTOR_S = 1.0
+MOST_ASKED = 32  # workers of a role, of a larger fleet spread over it: estimates are made for every request
 
 
 @dataclass
@@ -139,20 +140,21 @@ class Rates:
            num_tokens: int = 1) -> "Rates":
         """While `num_waiting` requests wait, whose prompts have about so many tokens. No request waits for prefill
         while a worker has room for a prompt; a decode pool that could take more of them draws for more. A pool that was
-        not measured counts as the mean of the others."""
-        prefill = [rate for worker in sources if (rate := worker.prefill_pace.tokens_per_s)]
-        has_room = any(worker.standing.has_room(num_tokens) for worker in sources)
-        sharing = [(worker, worker.num_sharing(num_waiting, num_tokens)) for worker in pools]
+        not measured counts as the mean of the others, and of many pools some stand for all."""
+        some_sources, some_pools = (workers[::-(-len(workers) // MOST_ASKED) or 1] for workers in (sources, pools))
+        prefill = [rate for worker in some_sources if (rate := worker.prefill_pace.tokens_per_s)]
+        has_room = any(worker.standing.has_room(num_tokens) for worker in some_sources)
+        sharing = [(worker, worker.num_sharing(num_waiting, num_tokens)) for worker in some_pools]
         paced = [(count, token_s) for worker, count in sharing
                  if (token_s := worker.decode_pace.token_s(count)) is not None]
-        ahead = float(sum(worker.tokens_ahead for worker in sources))
-        idle = all(any(not worker.num_booked for worker in workers) for workers in (sources, pools))
+        ahead = float(sum([worker.tokens_ahead for worker in some_sources]))
+        idle = all(any(not worker.num_booked for worker in workers) for workers in (some_sources, some_pools))
         mean = sum(prefill) / len(prefill) if prefill else math.inf
         drawn = sum(count / token_s for count, token_s in paced) / len(paced) if paced else 0.0
         return cls(prompt_tokens_per_s=math.inf if has_room or not prefill else mean * len(sources),
                    output_tokens_per_s=drawn * len(pools) or math.inf, prompt_token_s=1 / mean,
                    output_token_s=sum(token_s for _, token_s in paced) / len(paced) if paced else 0.0,
-                   tokens_ahead=ahead / max(len(sources), 1), is_idle=idle)
+                   tokens_ahead=ahead / max(len(some_sources), 1), is_idle=idle)
 
     def wait_s(self, ahead: TokenWork) -> float:
         """Until so much work has been given to workers: as long as the slower of the two kinds takes."""

@@ -2,14 +2,24 @@
 in a decode pool, from the offer of its prompt to its last token."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Self
 
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, transfer_pb2, types_pb2
-from router.request.worker_stream import RETRY_PAUSE_S, FlowParts, WorkerStream, cancel, may_retry, search, suspect
-from router.workers.worker import Booking
+from router.request.worker_stream import (
+    RETRY_PAUSE_S,
+    Ended,
+    FlowParts,
+    StepsOver,
+    WorkerStream,
+    cancel,
+    lost,
+    may_retry,
+    search,
+    suspect,
+)
+from router.workers.worker import Booking, StepStream
 from runtime.clock import HELD_UP_S
 from runtime.errors import BatonError, CapacityError, PeerLostError
 
@@ -17,22 +27,23 @@ PrefillCall = WorkerStream[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
 
 
 class PrefillStream:
-    """Attempts to run the prompt; the first one is opened by the flow."""
+    """Attempts to run the prompt; the first one begins with `run`."""
 
-    def __init__(self, parts: FlowParts, booking: Booking, stream: PrefillCall) -> None:
-        """`open` makes one."""
+    def __init__(self, parts: FlowParts, booking: Booking) -> None:
         self._parts = parts
         self._booking = booking
         self._tried: frozenset[str] = frozenset()
         self._attempts = 1
         self._search: asyncio.Task[None] | None = None
         self.has_first_token = False  # drawn by the present attempt
-        self.stream = stream
+        self.stream: PrefillCall | None = None
 
-    @classmethod
-    def open(cls, parts: FlowParts, booking: Booking) -> Self:
+    def run(self) -> None:
         """Run the prompt on the worker that is booked."""
-        return cls(parts, booking, _run(parts, booking))
+        stub = prefill_pb2_grpc.PrefillStub(self._booking.worker.channel)
+        self.stream = WorkerStream.open(stub.Run, self._booking.worker, self._parts.inbox.deliver, self._parts.group,
+                                        self._parts.time_left_s())
+        self.stream.send(prefill_pb2.RunRequest(request=self._parts.request))
 
     @property
     def address(self) -> str:
@@ -43,7 +54,13 @@ class PrefillStream:
         return self._booking
 
     def deliver_to(self, destination: transfer_pb2.DestinationTerms) -> None:
-        self.stream.send(prefill_pb2.RunRequest(destination=destination))
+        if self.stream is not None:
+            self.stream.send(prefill_pb2.RunRequest(destination=destination))
+
+    def let_go(self) -> None:
+        """The pool has what it sent."""
+        if self.stream is not None:
+            self.stream.half_close()
 
     def computed(self) -> None:
         """The prompt waits for nothing on that worker any more."""
@@ -70,7 +87,8 @@ class PrefillStream:
     def close(self) -> None:
         """Idempotent."""
         cancel(self._search)
-        self.stream.close()
+        if self.stream is not None:
+            self.stream.close()
         self._booking.release()
 
     async def _reopen(self, error: BatonError, pool: Booking) -> None:
@@ -82,14 +100,7 @@ class PrefillStream:
             self._parts.limits.comeback_s(directory), error)
         self._attempts += 1
         self.has_first_token = False
-        self.stream = _run(self._parts, self._booking)
-
-
-def _run(parts: FlowParts, booking: Booking) -> PrefillCall:
-    stub = prefill_pb2_grpc.PrefillStub(booking.worker.channel)
-    stream = WorkerStream.open(stub.Run, booking.worker, parts.inbox.put, parts.group, parts.time_left_s())
-    stream.send(prefill_pb2.RunRequest(request=parts.request))
-    return stream
+        self.run()
 
 
 DecodeCall = WorkerStream[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
@@ -98,16 +109,22 @@ MAX_RETRY_PAUSE_S = 0.5
 
 
 class DecodeStream:
-    """One reservation in a decode pool, offered to pool after pool until one takes it.
+    """One reservation in a decode pool, offered to pool after pool until one takes it. What the pool draws comes by the
+    steps of its worker. Satisfies `router.workers.worker.StepReceiver`.
 
     `due_at` is the loop time by which the pool's answer is due, None while none is.
     """
 
-    def __init__(self, parts: FlowParts, booking: Booking, replayed: Sequence[int] = ()) -> None:
-        """`replayed`: output tokens after the first that the client has, of a request that moves here."""
+    def __init__(self, parts: FlowParts, booking: Booking, on_step: Callable[[decode_pb2.StepEvent], None],
+                 replayed: Sequence[int] = ()) -> None:
+        """`on_step` is called as the steps arrive. `replayed`: output tokens after the first that the client has, of a
+        request that moves here."""
         self._parts = parts
         self._booking = booking
+        self._on_step = on_step
         self._replayed = tuple(replayed)
+        self._steps: StepStream | None = None
+        self._steps_key = 0
         self._search: asyncio.Task[None] | None = None
         self._tried: frozenset[str] = frozenset()
         self._refused_since: float | None = None
@@ -115,6 +132,7 @@ class DecodeStream:
         self._first_token: types_pb2.TokenChunk | None = None
         self._num_offers = 0  # on the present stream; the epoch of destination terms is that of the offer they answer
         self._is_destination_due = False
+        self.asks_alone = False  # whether the pool was asked to compute the rest itself, and has not answered
         self.stream: DecodeCall | None = None
         self.has_reserved = False
         self.due_at: float | None = None
@@ -130,6 +148,31 @@ class DecodeStream:
     @property
     def compatibility(self) -> str:
         return self._booking.compatibility
+
+    @property
+    def may_compute_rest(self) -> bool:
+        """Whether nearly all of the prompt is there, by what the pool has reported, and nothing was drawn elsewhere."""
+        num_held = self._booking.num_held
+        return num_held > 0 and not self._replayed and self._booking.worker.may_compute(
+            self._parts.prompt.num_tokens - num_held)
+
+    def ask_alone(self) -> None:
+        """Let the pool compute what it lacks of the prompt; it may refuse."""
+        self.asks_alone = True
+        self._open(None)
+
+    def took_alone(self) -> None:
+        """It does so."""
+        self.asks_alone, self.has_reserved = False, True
+        self._is_destination_due, self.due_at = False, None
+        self._booking.reserved()
+
+    def refused_alone(self, error: BatonError) -> None:
+        """It does not: it waits for a source's offer. Raises `error` if nobody could do better."""
+        if not may_retry(error):
+            raise error
+        self.asks_alone = self._is_destination_due = False
+        self._close_stream()
 
     def offer(self, source: transfer_pb2.SourceTerms) -> None:
         """Reserve for what this prefill worker will send; a later source takes over the same reservation.
@@ -190,10 +233,12 @@ class DecodeStream:
         self.due_at = None
 
     def excused(self) -> bool:
-        """Whether `due_at` has passed while this router did not run, as when its process was held up: what the pool
-        sent is read first."""
+        """Whether nothing is due any more, or `due_at` has passed while this router did not run, as when its process
+        was held up: what the pool sent is read first."""
+        if self.due_at is None:
+            return True
         now = asyncio.get_running_loop().time()
-        if self.due_at is None or now - self.due_at < HELD_UP_S:
+        if now - self.due_at < HELD_UP_S:
             return False
         self.due_at = now + HELD_UP_S
         return True
@@ -211,22 +256,44 @@ class DecodeStream:
         """
         if not may_retry(error):
             raise error
-        if self.stream is not None:
-            self.stream.close()
-        self.stream, self.due_at = None, None
+        self._close_stream()
         suspect(self._booking, error)
         self._tried |= {self.address}
         # What the prompt's source sends must fit, which is more than what fits the pool that is left.
         wanted = self.compatibility if self._source is None else self._source.compatibility
         self._search = self._parts.group.create_task(self._reopen(error, wanted))
 
+    def stepped(self, event: decode_pb2.StepEvent) -> None:
+        try:
+            self._on_step(event)
+        except Exception as error:  # noqa: BLE001 - it ends this request, and no other one
+            self.steps_over(error)
+
+    def steps_lost(self, reason: str) -> None:
+        self._leave_steps()
+        if self.stream is not None:
+            self._parts.inbox.post(Ended(self.stream, lost(self._booking.worker, reason)))
+
+    def steps_over(self, error: Exception | None = None) -> None:
+        """The request has all that it needs, or cannot go on for this error."""
+        self._leave_steps()
+        self._parts.inbox.post(StepsOver(error))
+
     def close(self) -> None:
         """Idempotent."""
         cancel(self._search)
+        self._close_stream()
+        self._booking.release()
+
+    def _close_stream(self) -> None:
+        self._leave_steps()
         if self.stream is not None:
             self.stream.close()
-        self.due_at = None
-        self._booking.release()
+        self.stream, self.due_at = None, None
+
+    def _leave_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.leave(self._steps_key)
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
@@ -252,13 +319,17 @@ class DecodeStream:
             async with asyncio.timeout(MAX_RETRY_PAUSE_S):
                 await self._parts.directory.changed()
 
-    def _open(self, source: transfer_pb2.SourceTerms) -> None:
-        stub = decode_pb2_grpc.DecodeStub(self._booking.worker.channel)
-        self.stream = WorkerStream.open(stub.Generate, self._booking.worker, self._parts.inbox.put, self._parts.group,
+    def _open(self, source: transfer_pb2.SourceTerms | None) -> None:
+        worker = self._booking.worker
+        stub = decode_pb2_grpc.DecodeStub(worker.channel)
+        self._steps = worker.steps()
+        self._steps_key = self._steps.join(self)
+        self.stream = WorkerStream.open(stub.Generate, worker, self._parts.inbox.deliver, self._parts.group,
                                         self._parts.time_left_s())
         self._num_offers = 0
         self.stream.send(decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(
-            request=self._parts.request, source=source, replayed_token_ids=self._replayed)))
+            request=self._parts.request, source=source, replayed_token_ids=self._replayed,
+            steps_id=self._steps.steps_id, steps_key=self._steps_key)))
         self._expect_destination()
 
     def _send_first_token(self, token: types_pb2.TokenChunk) -> None:

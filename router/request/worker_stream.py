@@ -45,6 +45,7 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 RETRY_PAUSE_S = 0.05
+MAX_MESSAGES = 64
 
 
 @dataclass(frozen=True)
@@ -117,19 +118,19 @@ class WorkerStream(Generic[Request, Response]):
         except grpc.aio.AioRpcError as rpc_error:
             error = _error_of(rpc_error, self._worker)
         except grpc.aio.UsageError as closed:  # the channel of a worker that is gone for good
-            error = _lost(self._worker, str(closed))
+            error = lost(self._worker, str(closed))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # gRPC cancels a call itself when sending on it fails before its status is known.
-            error = _lost(self._worker, "a message could not be sent")
+            error = lost(self._worker, "a message could not be sent")
         finally:
             self.has_ended = True
         await self._deliver(Ended(self, error))
 
 
-def _lost(worker: Worker, reason: str) -> PeerLostError:
+def lost(worker: Worker, reason: str) -> PeerLostError:
     """For the client, who has no use for addresses of this cluster's inside; the log has them."""
     logger.info("stream lost", extra={"worker": worker.address, "reason": reason})
     return PeerLostError(f"the {worker.role} worker was lost")
@@ -138,12 +139,43 @@ def _lost(worker: Worker, reason: str) -> PeerLostError:
 def _error_of(error: grpc.aio.AioRpcError, worker: Worker) -> BatonError:
     """The worker's own error, or PeerLostError if it died before it sent one."""
     if is_lost(error):
-        return _lost(worker, error.details() or error.code().name)
+        return lost(worker, error.details() or error.code().name)
     return error_from_rpc(error)
 
 
-Event = Received[prefill_pb2.RunResponse] | Received[decode_pb2.DecodeResponse] | Ended
-Inbox = asyncio.Queue[Event]
+@dataclass(frozen=True)
+class StepsOver:
+    """Nothing more is to come by the steps of a pool: the request has finished, or handling what came went wrong."""
+
+    error: Exception | None = None
+
+
+Event = Received[prefill_pb2.RunResponse] | Received[decode_pb2.DecodeResponse] | Ended | StepsOver
+
+
+class FlowInbox:
+    """What happened to a request, in order, but for what comes by the steps of its pool."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MAX_MESSAGES)
+
+    async def deliver(self, event: Event) -> None:
+        """Of a worker's stream. A message waits while `MAX_MESSAGES` are not handled: a flow that waits for its client
+        slows its workers down."""
+        if isinstance(event, Received):
+            await self._room.acquire()
+        self._events.put_nowait(event)
+
+    def post(self, event: Event) -> None:
+        """Anything but a message. Never waits."""
+        self._events.put_nowait(event)
+
+    async def get(self) -> Event:
+        event = await self._events.get()
+        if isinstance(event, Received):
+            self._room.release()
+        return event
 
 
 @dataclass(frozen=True)
@@ -172,7 +204,7 @@ class FlowParts:
     prompt: RoutedPrompt
     directory: Directory
     limits: FlowLimits
-    inbox: Inbox
+    inbox: FlowInbox
     group: asyncio.TaskGroup
     ends_at: float
 

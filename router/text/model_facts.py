@@ -10,6 +10,8 @@ from runtime.grammar import Grammars, load_grammars
 from runtime.model_folder import check_model_folder
 from runtime.tokenizer_files import tokenizer_digest
 
+_CONTEXT = ("max_position_embeddings", "model_max_length")  # the latter in Kimi-Linear's files
+
 
 @dataclass(frozen=True)
 class ModelLimits:
@@ -48,11 +50,12 @@ def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
               if source.get("eos_token_id") is not None]
     eos = stated[0] if stated else []
     architectures = config.get("architectures") or [""]
+    context = next((name for name in _CONTEXT if name in text_config), _CONTEXT[0])
     facts = ModelLimits(
         name=name or model_dir.resolve().name,
         architecture=str(architectures[0]),
         vocab_size=_positive(text_config, "vocab_size"),
-        max_context_tokens=_positive(text_config, "max_position_embeddings"),
+        max_context_tokens=_positive(text_config, context),
         num_layers=_positive(text_config, "num_hidden_layers"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
         tokenizer_digest=tokenizer_digest(model_dir),

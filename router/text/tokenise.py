@@ -128,7 +128,7 @@ def load_tokeniser(model_dir: Path) -> Tokeniser | None:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
+    except Exception as error:  # what the library raises has no narrower type
         raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
     # Served prompts are neither cut nor padded, whatever the file was saved with.
     tokenizer.no_truncation()

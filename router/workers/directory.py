@@ -8,9 +8,11 @@ is another. Choosing a worker books the request on it; the caller must release i
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import grpc
@@ -18,9 +20,9 @@ import grpc
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.discovery import DiscoveryOptions
-from router.workers.policy import Draw, Policy, SeveredPairs, choose
+from router.workers.policy import Candidate, Draw, LinkedWorkers, Policy, SeveredPairs, choose, choose_pair
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
-from router.workers.watch import MAX_BACKOFF_S, watch_worker
+from router.workers.watch import MAX_BACKOFF_S, Follow, follow_stream, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.client import ChannelOptions, open_channel
@@ -32,6 +34,7 @@ from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 T = TypeVar("T")
 Connect = Callable[[WorkerRole, str], grpc.aio.Channel]
 
+MOST_COMPARED = 64  # workers of a role that a choice looks at, and as many of those that have some of the prompt
 START_MARGIN = 1.5  # a start takes longer under load, and its end is noticed later
 
 
@@ -45,6 +48,13 @@ class WorkerPair:
     def release(self) -> None:
         self.prefill.release()
         self.decode.release()
+
+
+class _Linked(NamedTuple):
+    """Prefill workers that are alike, each of which may feed each of these decode pools."""
+
+    sources: list[Worker]
+    pools: list[Worker]
 
 
 class _Chosen(NamedTuple):
@@ -71,11 +81,14 @@ class Directory:
     """Workers of one model. Build inside a running event loop; `run` watches until it is cancelled."""
 
     def __init__(self, options: DirectoryOptions, facts: ModelLimits, metrics: RouterMetrics,
-                 rng: random.Random, clock: Clock | None = None, connect: Connect | None = None) -> None:
-        """`connect` opens the channels to workers; by default over the network, as `options` say."""
+                 rng: random.Random, clock: Clock | None = None, connect: Connect | None = None,
+                 follow: Follow = follow_stream) -> None:
+        """`connect` opens the channels to workers; by default over the network, as `options` say. `follow` brings their
+        reports."""
         self._options = options
         self._clock = clock or SystemClock()
         self._connect = connect or self._open_channel
+        self._follow = follow
         self._facts = facts
         self._metrics = metrics
         self._rng = rng
@@ -83,14 +96,12 @@ class Directory:
         self.index = PrefixIndex()  # of what prefill workers have
         self._pool_index = PrefixIndex()  # of what need not be sent to decode pools
         self._changed = asyncio.Event()
+        self._pairless_since_s: float | None = self._clock.now()
         self._severed = SeveredPairs(self._clock)
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
                    for role, targets in ((WorkerRole.PREFILL, options.prefill), (WorkerRole.DECODE, options.decode))}
         self._worker_set = WorkerSet(sources, self._worker, self._watch)
-        # Affinity says where prompts are computed, and no more.
-        is_affine = options.policy is Policy.PREFIX_AFFINITY
-        self._policies = {WorkerRole.PREFILL: options.policy,
-                          WorkerRole.DECODE: Policy.LEAST_LOAD if is_affine else options.policy}
+        self._policies = {WorkerRole.PREFILL: options.policy, WorkerRole.DECODE: options.policy.of_pools}
         for role in WorkerRole:
             metrics.workers.labels(role.value, "usable").set_function(partial(self._num_workers, role, is_usable=True))
             metrics.workers.labels(role.value, "unusable").set_function(
@@ -105,7 +116,9 @@ class Directory:
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
-        return Worker(role, address, self._connect(role, address), self._on_change, self._clock, self._index_of(role))
+        worker = Worker(role, address, self._connect(role, address), lambda: self._on_change(worker), self._clock,
+                        self._index_of(role))
+        return worker
 
     def _index_of(self, role: WorkerRole) -> PrefixIndex:
         return self.index if role is WorkerRole.PREFILL else self._pool_index
@@ -115,7 +128,7 @@ class Directory:
                             security=self._options.security.to(PeerRole(role.value)))
 
     def _watch(self, worker: Worker) -> Coroutine[None, None, None]:
-        return watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng)
+        return watch_worker(worker, self._facts, self._options.watch_interval_s, self._rng, self._follow)
 
     async def changed(self) -> None:
         """Return at the next change of any worker or booking."""
@@ -145,14 +158,13 @@ class Directory:
     @property
     def comeback_s(self) -> float:
         """How long a worker that is lost may take to be back, by the slowest of the last starts."""
-        slowest_s = max((worker.start_s for worker in self.workers), default=0.0)
-        return min(START_MARGIN * slowest_s, self._options.longest_comeback_s)
+        return min(START_MARGIN * self._worker_set.tally.slowest_start_s, self._options.longest_comeback_s)
 
     @property
     def revision(self) -> str:
         """Digest of the weights, as the workers of a pair state it; empty while there is none."""
-        pair = self.pair_problem() == ""
-        return next((w.info.revision for w in self._usable(WorkerRole.DECODE) if pair and w.info is not None), "")
+        usable = self._usable(WorkerRole.DECODE) if self.is_paired else ()
+        return next((worker.info.revision for worker in usable if worker.info is not None), "")
 
     def refusal(self) -> str:
         """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
@@ -164,19 +176,25 @@ class Directory:
                 return f"no {role} worker is usable ({'; '.join(filter(None, reasons)) or 'none found'})"
         return problem
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether some prefill and decode worker can serve together."""
+        return any(self._fits(digest, WorkerRole.DECODE) for digest in self._digests(WorkerRole.PREFILL))
+
+    @property
+    def pairless_s(self) -> float:
+        """For how long none could; 0 while some can."""
+        return 0.0 if self._pairless_since_s is None else self._clock.now() - self._pairless_since_s
+
     def pair_problem(self) -> str:
         """Why no prefill and decode worker can serve together, for operators; empty if some can."""
-        source, pool = (next((worker for worker in self._worker_set.of(role) if worker.is_usable), None)
-                        for role in WorkerRole)
-        if source is not None and pool is not None and may_pair(source.compatibility, pool.compatibility):
-            return ""  # as a rule all fit; this is asked after each of their reports
+        if self.is_paired:
+            return ""
         for role in WorkerRole:
             if not self._usable(role):
                 reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
                 return f"no {role} worker is usable ({'; '.join(reasons) or 'none found'})"
-        if any(self._fits(digest, WorkerRole.DECODE) for digest in self._digests(WorkerRole.PREFILL)):
-            return ""
-        prefill, decode = (next(iter(self._usable(role))).info for role in WorkerRole)
+        prefill, decode = (self._usable(role)[0].info for role in WorkerRole)
         assert prefill is not None
         assert decode is not None
         here, there = (info.compatibility_text or info.compatibility for info in (prefill, decode))
@@ -188,15 +206,44 @@ class Directory:
         """Book a compatible pair that could take the request now or soon; None if there is none. `context_tokens`, here
         and below, is what the request may come to, prompt plus completion: smaller workers are passed over.
         `compatibility`: what both must fit; "" for any."""
-        num_tokens = prompt.num_tokens
         sources, pools = (self._fitting(role, compatibility, context_tokens) if compatibility
                           else self._usable(role, context_tokens) for role in WorkerRole)
+        if max(len(sources), len(pools)) > MOST_COMPARED:
 
-        def has_room(worker: Worker) -> bool:
-            return worker.standing.has_room(num_tokens, context_tokens)
+            def fits(worker: Worker) -> bool:
+                return worker.standing.longest >= context_tokens and (
+                    not compatibility or may_pair(worker.standing.compatibility, compatibility))
 
-        links = self._links(sources, pools, may_take=has_room)
-        return self._book_pair(list(filter(has_room, sources)), links, prompt, context_tokens)
+            pair = self._place_among(self._some(sources, prompt, fits), self._some(pools, prompt, fits), prompt,
+                                     context_tokens)
+            if pair is not None:
+                return pair
+        return self._place_among(sources, pools, prompt, context_tokens)
+
+    def _some(self, workers: Sequence[Worker], prompt: RoutedPrompt,
+              fits: Callable[[Worker], bool]) -> Sequence[Worker]:
+        """Those that a choice looks at. To look at all of many would be most of what a router does, and the least
+        loaded of some drawn at random is hardly busier than the least loaded of all; but whoever has a part of the
+        prompt is not left to chance."""
+        if len(workers) <= MOST_COMPARED or not self._policies[workers[0].role].goes_by_load:
+            return workers
+        role = workers[0].role
+        some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}
+        for address in islice(self._num_held(role, prompt), MOST_COMPARED):
+            holder = self._worker_set.find(role, address)
+            if holder is not None and fits(holder):
+                some[address] = holder
+        return list(some.values())
+
+    def _place_among(self, sources: Sequence[Worker], pools: Sequence[Worker], prompt: RoutedPrompt,
+                     context_tokens: int) -> WorkerPair | None:
+        num_tokens = prompt.num_tokens
+
+        def with_room(workers: Sequence[Worker]) -> list[Worker]:
+            return [worker for worker in workers if worker.standing.has_room(num_tokens, context_tokens)]
+
+        groups = [_Linked(with_room(group.sources), with_room(group.pools)) for group in self._linked(sources, pools)]
+        return self._book_pair(groups, prompt, context_tokens)
 
     def awaits_prefill(self, num_tokens: int, context_tokens: int) -> bool:
         """Whether decode pools have room for such a request, and all that it waits for is prefill."""
@@ -208,8 +255,8 @@ class Directory:
         """A prefill worker for a request that lost its own and has its place in `pool`; it goes before those held back.
         One that was tried only if there is no other."""
         sources = self._fitting(WorkerRole.PREFILL, pool.compatibility, context_tokens)
-        links = self._links(sources, [pool.worker])
-        fitting = [worker for worker in sources if worker.has_queue_place and links[worker.address]]
+        fitting = [worker for group in self._linked(sources, [pool.worker]) if group.pools
+                   for worker in group.sources if worker.has_queue_place]
         others = [worker for worker in fitting if worker.address not in tried]
         chosen = self._choose(others or fitting, prompt)
         return None if chosen is None else self._book(chosen, prompt, context_tokens)
@@ -229,21 +276,23 @@ class Directory:
                    if worker.has_queue_place]
         pools = self._usable(WorkerRole.DECODE, context_tokens)
         others = [worker for worker in pools if worker.address != lost]
-        return (self._book_pair(sources, self._links(sources, others), prompt, context_tokens)
-                or self._book_pair(sources, self._links(sources, pools), prompt, context_tokens))
+        return (self._book_pair(self._linked(sources, others), prompt, context_tokens)
+                or self._book_pair(self._linked(sources, pools), prompt, context_tokens))
 
     def severed(self, source: Booking, pool: Booking) -> None:
         """A handoff failed though both live: until one succeeds, or for a while, other pairs go first."""
         self._severed.add(source.incarnation, pool.incarnation)
 
-    def linked(self, source: Booking, pool: Booking) -> None:
-        """A handoff succeeded."""
+    def linked(self, source: Booking, pool: Booking, waited_s: float) -> None:
+        """A handoff succeeded; the first token was there for so long before everything else was."""
         self._severed.remove(source.incarnation, pool.incarnation)
+        pool.landed(waited_s)
 
     def is_fed(self, pool: Booking, context_tokens: int = 0) -> bool:
         """Whether a prompt for this pool has a source to come from; also where no pool has."""
-        links = self._links(*(self._fitting(role, pool.compatibility, context_tokens) for role in WorkerRole))
-        return not any(links.values()) or any(worker is pool.worker for pools in links.values() for worker in pools)
+        groups = self._linked(*(self._fitting(role, pool.compatibility, context_tokens) for role in WorkerRole))
+        fed = [worker for group in groups for worker in group.pools]
+        return not fed or pool.worker in fed
 
     def has_pair(self, compatibility: str, context_tokens: int = 0) -> bool:
         """Whether workers of both roles that fit are alive, with room or without."""
@@ -260,11 +309,12 @@ class Directory:
 
     def num_missing(self, prompt: RoutedPrompt) -> int:
         """Tokens of the prompt that have to be computed where most of it is, by what prefill workers reported."""
-        sources = self._usable(WorkerRole.PREFILL)
-        held = self._num_held(sources, prompt)
-        return prompt.num_tokens - max((held.get(worker.address, 0) for worker in sources), default=0)
+        found = ((self._worker_set.find(WorkerRole.PREFILL, address), num_held)
+                 for address, num_held in self._num_held(WorkerRole.PREFILL, prompt).items())
+        return prompt.num_tokens - max((num_held for worker, num_held in found
+                                        if worker is not None and worker.is_usable), default=0)
 
-    def usable(self, role: WorkerRole) -> list[Worker]:
+    def usable(self, role: WorkerRole) -> Sequence[Worker]:
         """Workers of this role that requests can be given to, with room or without."""
         return self._usable(role)
 
@@ -272,35 +322,43 @@ class Directory:
         """Every worker, for people."""
         return [self._status_of(worker) for worker in self.workers]
 
-    def _links(self, sources: Sequence[Worker], pools: Sequence[Worker], *,
-               may_take: Callable[[Worker], bool] = lambda pool: True) -> dict[str, list[Worker]]:
-        """By a source's address, the pools that it may feed and that `may_take` more: severed ones only where no source
-        has another, taking more or not."""
-        digests = {pool.standing.compatibility for pool in pools}
-        fitting = {digest: {other for other in digests if may_pair(digest, other)}
-                   for digest in {source.standing.compatibility for source in sources}}
-        alike = {digest: [pool for pool in pools if pool.standing.compatibility in others]
-                 for digest, others in fitting.items()}
-        if len(self._severed):
-            sound = {source.address: [pool for pool in alike[source.standing.compatibility]
-                                      if not self._severed.has(source.incarnation, pool.incarnation)]
-                     for source in sources}
-            if any(sound.values()):
-                return {address: list(filter(may_take, linked)) for address, linked in sound.items()}
-        alike = {digest: list(filter(may_take, linked)) for digest, linked in alike.items()}
-        return {source.address: alike[source.standing.compatibility] for source in sources}
+    def _linked(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> list[_Linked]:
+        """Which sources may feed which pools: severed pairs only where no source has another pool."""
+        pools_alike = _by_compatibility(pools)
+        groups = [_Linked(alike, [pool for other, found in pools_alike.items() if may_pair(digest, other)
+                                  for pool in found])
+                  for digest, alike in _by_compatibility(sources).items()]
+        if not len(self._severed):
+            return groups
+        sound = [part for group in groups for part in self._sound(group)]
+        return sound if any(part.pools for part in sound) else groups
 
-    def _book_pair(self, sources: Sequence[Worker], pools: Mapping[str, Sequence[Worker]],
-                   prompt: RoutedPrompt, context_tokens: int) -> WorkerPair | None:
+    def _sound(self, group: _Linked) -> list[_Linked]:
+        """Without severed pairs: a source that is part of one has pools of its own."""
+        severed = self._severed.by_source()
+        whole = [source for source in group.sources if source.incarnation not in severed]
+        parts = [_Linked([source], [pool for pool in group.pools
+                                    if pool.incarnation not in severed[source.incarnation]])
+                 for source in group.sources if source.incarnation in severed]
+        return [_Linked(whole, group.pools), *parts] if whole else parts
+
+    def _book_pair(self, linked: Sequence[_Linked], prompt: RoutedPrompt, context_tokens: int) -> WorkerPair | None:
         """One of the sources and one of its pools, full or not. Both are chosen before either is booked: a booking that
         is given back wakes those that wait for room, and two of those would wake each other for ever."""
-        prefill = self._choose([worker for worker in sources if pools[worker.address]], prompt)
-        if prefill is None:
+        groups = [group for group in linked if group.sources and group.pools]
+        if not groups:
             return None
-        decode = self._choose(pools[prefill.worker.address], prompt, source=prefill.worker.compatibility)
-        if decode is None:
-            return None
-        return WorkerPair(*(self._book(chosen, prompt, context_tokens) for chosen in (prefill, decode)))
+        with self._metrics.pick_s.time():
+            sources = [source for group in groups for source in group.sources]
+            draw = self._draw(sources, prompt)
+            seen = [LinkedWorkers(_candidates(group.sources), _candidates(group.pools),
+                                  self._draw(group.pools, prompt, source=group.sources[0].compatibility))
+                    for group in groups]
+            source, pool = choose_pair(self._policies[WorkerRole.PREFILL], seen, draw)
+        group, linked_seen = next((group, each) for group, each in zip(groups, seen, strict=True)
+                                  if source in each.sources)
+        return WorkerPair(self._book(_named(sources, source, draw), prompt, context_tokens),
+                          self._book(_named(group.pools, pool, linked_seen.draw), prompt, context_tokens))
 
     def _book(self, chosen: _Chosen, prompt: RoutedPrompt, context_tokens: int) -> Booking:
         role = chosen.worker.role
@@ -317,26 +375,26 @@ class Directory:
         worker that a decode pool is to be sent the prompt by."""
         if not workers:
             return None
-        role = workers[0].role
-        policy, draw = self._policies[role], Draw(self._turns[role], self._rng, prompt.token_ids)
+        policy = self._policies[workers[0].role]
         with self._metrics.pick_s.time():
-            held = self._num_held(workers, prompt, source)
-            candidates = [worker.standing.candidate for worker in workers]
-            if held:
-                candidates = [each._replace(num_held=held.get(each.address, 0)) for each in candidates]
-            chosen = choose(policy, candidates, draw, tried=tried)
+            draw = self._draw(workers, prompt, source)
+            chosen = choose(policy, _candidates(workers), draw, tried=tried)
         if chosen is None:
             self._metrics.decisions.labels(policy.value, "full").inc()
             return None
-        return _Chosen(next(worker for worker in workers if worker.address == chosen.address), chosen.num_held)
+        return _named(workers, chosen, draw)
 
-    def _num_held(self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
-        """Tokens of the prompt that workers have in their prefix caches, by address."""
-        if not workers:
-            return {}
-        index = self._index_of(workers[0].role)
-        kinds = {(worker.standing.page_size, in_common(worker.standing.compatibility,
-                                                       source or worker.standing.compatibility)) for worker in workers}
+    def _draw(self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = "") -> Draw:
+        """For a choice among workers of one role."""
+        role = workers[0].role
+        return Draw(self._turns[role], self._rng, prompt.token_ids, self._num_held(role, prompt, source))
+
+    def _num_held(self, role: WorkerRole, prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
+        """Tokens of the prompt that workers have in their prefix caches, by address; of those that are alike, who
+        has most comes first."""
+        index = self._index_of(role)
+        kinds = {(page_size, in_common(compatibility, source or compatibility))
+                 for page_size, compatibility in self._worker_set.usable(role).block_kinds}
         return {address: depth * page_size for page_size, compatibility in kinds
                 for address, depth in index.depths(prompt.block_names(page_size, compatibility)).items()}
 
@@ -344,17 +402,21 @@ class Directory:
         return [worker for worker in self._usable(role, context_tokens)
                 if may_pair(worker.standing.compatibility, compatibility)]
 
-    def _usable(self, role: WorkerRole, context_tokens: int = 0) -> list[Worker]:
-        return [worker for worker in self._worker_set.of(role) if worker.standing.longest >= context_tokens]
+    def _usable(self, role: WorkerRole, context_tokens: int = 0) -> Sequence[Worker]:
+        usable = self._worker_set.usable(role)
+        if context_tokens <= usable.shortest:
+            return usable.workers
+        return [worker for worker in usable.workers if worker.standing.longest >= context_tokens]
 
-    def _digests(self, role: WorkerRole) -> set[str]:
-        return {worker.compatibility for worker in self._usable(role)}
+    def _digests(self, role: WorkerRole) -> Collection[str]:
+        return self._worker_set.tally.compatibilities(role)
 
     def _fits(self, digest: str, role: WorkerRole) -> bool:
         return any(may_pair(digest, other) for other in self._digests(role))
 
-    def _on_change(self) -> None:
-        self._worker_set.sweep()
+    def _on_change(self, worker: Worker) -> None:
+        if self._worker_set.changed(worker) and self.is_paired != (self._pairless_since_s is None):
+            self._pairless_since_s = None if self.is_paired else self._clock.now()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -369,7 +431,8 @@ class Directory:
             queued_requests=worker.load.queued_requests, running_requests=worker.load.running_requests,
             pages_free=worker.load.pages_free, slots_free=worker.load.slots_free,
             open_sessions=worker.load.open_sessions, busy_s=worker.load.busy_s,
-            prompt_tokens=worker.load.prompt_tokens, output_tokens=worker.load.output_tokens)
+            prompt_tokens=worker.load.prompt_tokens, output_tokens=worker.load.output_tokens,
+            data_ranks=worker.load.data_ranks)
         if worker.info is not None:
             status.incarnation = worker.info.incarnation
             status.stages.extend(worker.info.stages)
@@ -385,3 +448,26 @@ class Directory:
         others = [peer.info.compatibility_text for peer in self.workers if peer.role is other and peer.info is not None]
         mine = "" if worker.info is None else f": it has {worker.info.compatibility_text}"
         return f"no usable {other} worker fits it{mine}" + "".join(f"; there {text}" for text in others)
+
+
+# All workers are looked at for every choice.
+_compatibility = attrgetter("standing.compatibility")
+_candidate = attrgetter("standing.candidate")
+
+
+def _by_compatibility(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
+    """In the order of their first workers."""
+    digests = dict.fromkeys(map(_compatibility, workers))
+    if len(digests) == 1:
+        return {digest: list(workers) for digest in digests}
+    return {digest: [worker for worker in workers if worker.standing.compatibility == digest] for digest in digests}
+
+
+def _candidates(workers: Iterable[Worker]) -> list[Candidate]:
+    return list(map(_candidate, workers))
+
+
+def _named(workers: Iterable[Worker], chosen: Candidate, draw: Draw) -> _Chosen:
+    """The worker that was chosen."""
+    return _Chosen(next(worker for worker in workers if worker.address == chosen.address),
+                   draw.num_held.get(chosen.address, 0))

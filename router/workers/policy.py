@@ -1,8 +1,9 @@
-"""Which worker gets a request, which pairs cannot hand over, and how fast workers are. Pure: what varies (turn, random
-source, prompt, time) is an argument.
+"""Which worker gets a request, which has room, which pairs cannot hand over, and how fast workers are. Pure: what
+varies (turn, random source, prompt, time) is an argument.
 
-Every policy sees only workers that have room and were not tried for this request yet, and breaks ties by address, so
-that the same snapshot always gives the same answer.
+Every policy sees only workers that have room and were not tried for this request yet. Of equals it draws one: routers
+that know the same of the same workers would otherwise all take the same one. The same snapshot and random source always
+give the same answer, whatever the order of the workers.
 
 Speed is measured from what the router sees. It is weighed the less the older it is, and what was not confirmed for
 a while is dropped: a pool that was slow once would otherwise get nothing by which it could show that it is not any
@@ -10,8 +11,9 @@ more.
 """
 
 import hashlib
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -25,7 +27,17 @@ class Policy(StrEnum):
     POWER_OF_TWO = "power_of_two"  # the less loaded of two drawn at random
     LEAST_LOAD = "least_load"  # the least loaded of all
     PREFIX_AFFINITY = "prefix_affinity"  # prompts that begin alike meet, unless their worker is overloaded
-    PREFIX_CACHE = "prefix_cache"  # the least load once the prompt is there, of which it may have a part already
+    PREFIX_CACHE = "prefix_cache"  # the pair with the least to compute, to send and to wait for
+
+    @property
+    def of_pools(self) -> "Policy":
+        """How decode pools are chosen: affinity says where prompts are computed, and no more."""
+        return Policy.LEAST_LOAD if self is Policy.PREFIX_AFFINITY else self
+
+    @property
+    def goes_by_load(self) -> bool:
+        """Whether some workers drawn at random can stand for all."""
+        return self not in (Policy.ROUND_ROBIN, Policy.PREFIX_AFFINITY)
 
 
 # A prompt's first tokens decide where it belongs: enough to distinguish system prompts.
@@ -33,72 +45,163 @@ AFFINITY_TOKENS = 256
 # An affine worker may be this much busier than the least loaded one before affinity gives way.
 AFFINITY_FACTOR = 1.5
 AFFINITY_SLACK = 8192.0
+UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = 1e-4, 5.0  # to compute a token, to draw an answer: until some were seen
 HALF_LIFE_S = 5.0  # of busy time
 MIN_PROMPTS = 3  # one alone may have met a cold start
 MEMORY_S = 30.0
 KEPT_SHARE = 0.9  # of what came before, per answer
 SEVERED_MEMORY_S = 30.0
 MAX_SEVERED_PAIRS = 4096
+SHORT_RATIO = 4  # a prompt beside one that is so many times as long does not wait for all of it
 
 
 class Candidate(NamedTuple):
     """One worker as a policy sees it. Loads compare within one role only: prompt tokens ahead for prefill workers,
-    the used share of a pool for decode workers. `num_held`: tokens of the prompt that it need not compute, or be sent,
-    by what it reported of its prefix cache; `token_load`: what a token adds to its load."""
+    the used share of a pool for decode workers. `token_load`: what a token that it lacks adds to its load, its way
+    there included. `load_s`: the seconds that one more of load takes a request, 0 before any were seen."""
 
     address: str
     load: float
     has_room: bool = True
-    num_held: int = 0
     token_load: float = 1.0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a sequence that it can hold,
+    below 0 while it cannot be used. `candidate`: itself, with room. `has_place`: a prefill worker would queue one more
+    prompt, a decode pool is given one more request. `tokens_left`: of a request that it would take; those in free pages
+    of a decode pool, -1 without a place. `prompts_ahead`: tokens of each prompt of a prefill worker that is busy, of
+    which `busy_tokens` are enough."""
+
+    longest: float
+    compatibility: str
+    page_size: int
+    candidate: Candidate
+    has_place: bool
+    tokens_left: float
+    prompts_ahead: tuple[int, ...] = ()
+    busy_tokens: float = math.inf
+
+    def has_room(self, num_tokens: int, context_tokens: int = 0) -> bool:
+        """For a prompt of so many tokens; `context_tokens` as for `Worker.book`."""
+        if self.prompts_ahead:
+            return self.has_place and self.busy_tokens > sum(
+                min(ahead, SHORT_RATIO * num_tokens) for ahead in self.prompts_ahead)
+        # The most that is reserved, first: this is asked of every worker for every choice.
+        return (num_tokens + self.page_size <= self.tokens_left
+                or reserved_tokens(num_tokens, context_tokens, self.page_size) <= self.tokens_left)
+
+
+def reserved_tokens(num_tokens: int, context_tokens: int, page_size: int) -> int:
+    """What a decode pool reserves pages for: the prompt and a page's growth, but no more than the request may come
+    to."""
+    grown = num_tokens + page_size
+    return grown if not context_tokens or grown <= context_tokens else max(num_tokens, context_tokens)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a choice may depend on besides the workers."""
+    """What a choice may depend on besides the workers. `num_held`: tokens of the prompt that a worker need not compute,
+    or be sent, by its address, as it reported of its prefix cache."""
 
     turn: int  # counts choices, for round robin
     rng: random.Random
     prompt_token_ids: Sequence[int] = ()
+    num_held: Mapping[str, int] = field(default_factory=dict)
+
+
+class LinkedWorkers(NamedTuple):
+    """Prefill workers, each of which may feed each of these decode pools; some of both. `draw` is for the pools."""
+
+    sources: Sequence[Candidate]
+    pools: Sequence[Candidate]
+    draw: Draw
+
+
+def choose_pair(policy: Policy, groups: Sequence[LinkedWorkers], draw: Draw) -> tuple[Candidate, Candidate]:
+    """A prefill worker and one of the pools that it may feed; `draw` is for the former.
+
+    With `PREFIX_CACHE` the pair on which the request waits least: for tokens ahead of it and those that the worker
+    lacks, for bytes that the pool lacks, and for the others there. Any other policy chooses one after the other.
+    """
+    sources = [candidate for group in groups for candidate in group.sources]
+    if policy is not Policy.PREFIX_CACHE:
+        source = _pick(policy, sources, draw)
+        pools, pool_draw = next((group.pools, group.draw) for group in groups if source in group.sources)
+        return source, _pick(policy.of_pools, pools, pool_draw)
+    loads, pool_loads = _loads_with(sources, draw), [_loads_with(group.pools, group.draw) for group in groups]
+    if len(groups) == 1:  # what is best of either is best of both
+        return _least(sources, loads, draw), _least(groups[0].pools, pool_loads[0], draw)
+    source_s = _mean_load_s(sources) or UNSEEN_TOKEN_S
+    pool_s = _mean_load_s([pool for group in groups for pool in group.pools]) or UNSEEN_ANSWER_S
+    best_pool_s = [min(of_group) * pool_s for group, of_group in zip(groups, pool_loads, strict=True)
+                   for _ in group.sources]
+    source = _least(sources, [load * source_s + pool for load, pool in zip(loads, best_pool_s, strict=True)], draw)
+    group, of_group = next(each for each in zip(groups, pool_loads, strict=True) if source in each[0].sources)
+    return source, _least(group.pools, of_group, draw)
 
 
 def choose(policy: Policy, candidates: Sequence[Candidate], draw: Draw, *,
            tried: frozenset[str] = frozenset()) -> Candidate | None:
     """The worker `policy` picks among those with room that are not in `tried`; None if there is none."""
     eligible = [c for c in candidates if c.has_room and c.address not in tried]
-    if not eligible:
-        return None
+    return _pick(policy, eligible, draw) if eligible else None
+
+
+def _pick(policy: Policy, eligible: Sequence[Candidate], draw: Draw) -> Candidate:
     match policy:
         case Policy.ROUND_ROBIN:
             return _in_order(eligible)[draw.turn % len(eligible)]
         case Policy.POWER_OF_TWO:
-            return least_loaded(draw.rng.sample(_in_order(eligible), min(2, len(eligible))))
+            return _least_loaded(draw.rng.sample(_in_order(eligible), min(2, len(eligible))), draw)
         case Policy.LEAST_LOAD:
-            return least_loaded(eligible)
+            return _least_loaded(eligible, draw)
         case Policy.PREFIX_AFFINITY:
-            return _affine(eligible, draw.prompt_token_ids)
+            return _affine(eligible, draw)
         case Policy.PREFIX_CACHE:
-            # All lack the rest of the prompt.
-            return min(eligible, key=lambda c: (c.load - c.num_held * c.token_load, c.address))
+            return _least(eligible, _loads_with(eligible, draw), draw)
+
+
+def _loads_with(candidates: Sequence[Candidate], draw: Draw) -> list[float]:
+    """Once the prompt is there."""
+    num_tokens, num_held = len(draw.prompt_token_ids), draw.num_held.get
+    return [load + (num_tokens - num_held(address, 0)) * token_load
+            for address, load, _, token_load, _ in candidates]
+
+
+def _mean_load_s(candidates: Sequence[Candidate]) -> float:
+    """Of those where it was seen."""
+    seen_s = [candidate.load_s for candidate in candidates if candidate.load_s]
+    return sum(seen_s) / len(seen_s) if seen_s else 0.0
 
 
 def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda c: c.address)
 
 
-def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
-    """The one with the least load, the lowest address among equals."""
-    return min(candidates, key=lambda c: (c.load, c.address))
+def _least_loaded(candidates: Sequence[Candidate], draw: Draw) -> Candidate:
+    return _least(candidates, [candidate.load for candidate in candidates], draw)
 
 
-def _affine(candidates: Sequence[Candidate], prompt_token_ids: Sequence[int]) -> Candidate:
+def _least(candidates: Sequence[Candidate], loads: Sequence[float], draw: Draw) -> Candidate:
+    """The one with the least of these loads, any of them among equals."""
+    least = min(loads)
+    if loads.count(least) == 1:
+        return candidates[loads.index(least)]
+    equals = [candidate for candidate, load in zip(candidates, loads, strict=True) if load == least]
+    return draw.rng.choice(_in_order(equals))
+
+
+def _affine(candidates: Sequence[Candidate], draw: Draw) -> Candidate:
     """Rendezvous hashing: every worker scores the prompt's head and the highest score wins.
 
     It needs no memory, so several routers agree, and a worker that comes or goes moves only its own prompts.
     """
-    head = b"".join(token_id.to_bytes(4, "little") for token_id in prompt_token_ids[:AFFINITY_TOKENS])
+    head = b"".join(token_id.to_bytes(4, "little") for token_id in draw.prompt_token_ids[:AFFINITY_TOKENS])
     affine = max(candidates, key=lambda c: hashlib.blake2b(head, key=c.address.encode()[:64], digest_size=8).digest())
-    least = least_loaded(candidates)
+    least = _least_loaded(candidates, draw)
     overloaded = affine.load > AFFINITY_FACTOR * least.load + AFFINITY_SLACK
     return least if overloaded else affine
 
@@ -128,9 +231,13 @@ class SeveredPairs:
         """One succeeded."""
         self._until_s.pop((source, pool), None)
 
-    def has(self, source: str, pool: str) -> bool:
-        """Whether this pair is one of them."""
-        return self._clock.now() < self._until_s.get((source, pool), 0.0)
+    def by_source(self) -> dict[str, set[str]]:
+        """The pools of each source that has some."""
+        now_s, found = self._clock.now(), dict[str, set[str]]()
+        for (source, pool), until_s in self._until_s.items():
+            if now_s < until_s:
+                found.setdefault(source, set()).add(pool)
+        return found
 
 
 @dataclass
@@ -187,6 +294,11 @@ class _Sample:
     seconds: float = 0.0
     seen_s: float = 0.0
 
+    def add(self, num_tokens: int, seconds: float, now_s: float) -> None:
+        self.tokens = self.tokens * KEPT_SHARE + num_tokens
+        self.seconds = self.seconds * KEPT_SHARE + seconds
+        self.seen_s = now_s
+
 
 @dataclass
 class DecodePace:
@@ -200,17 +312,46 @@ class DecodePace:
         if num_tokens < 1 or seconds <= 0:
             return
         sample = self._by_load.setdefault(max(1, num_requests).bit_length(), _Sample())
-        sample.tokens = sample.tokens * KEPT_SHARE + num_tokens
-        sample.seconds = sample.seconds * KEPT_SHARE + seconds
-        sample.seen_s = self.clock.now()
+        sample.add(num_tokens, seconds, self.clock.now())
 
     def token_s(self, num_requests: int) -> float | None:
         """At this load, or at the nearest lower one that was seen lately, which promises rather too much; without any
         at the nearest higher one. None when nothing was seen."""
         oldest_s = self.clock.now() - MEMORY_S
-        known = sorted(load for load, sample in self._by_load.items() if sample.seen_s >= oldest_s)
+        known = [load for load, sample in self._by_load.items() if sample.seen_s >= oldest_s]
         if not known:
             return None
         wanted = max(1, num_requests).bit_length()
-        sample = self._by_load[max((load for load in known if load <= wanted), default=known[0])]
+        lower = [load for load in known if load <= wanted]
+        sample = self._by_load[max(lower) if lower else min(known)]
         return sample.seconds / sample.tokens
+
+
+@dataclass
+class AnswerPace:
+    """How long answers of a decode pool take, and how much longer for bytes of their prompts: those that came before
+    their prompt was computed cost nothing."""
+
+    clock: Clock
+    _answers: _Sample = field(default_factory=_Sample)
+    _landed: _Sample = field(default_factory=_Sample)
+
+    def answered(self, seconds: float) -> None:
+        """An answer took so long."""
+        self._answers.add(1, seconds, self.clock.now())
+
+    def landed(self, num_tokens: int, waited_s: float) -> None:
+        """What was missing of a prompt, so many tokens, came so long after its first token. Few count as `MIN_TOKENS`:
+        most of their time is none of theirs."""
+        self._landed.add(max(num_tokens, MIN_TOKENS), waited_s, self.clock.now())
+
+    @property
+    def answer_s(self) -> float:
+        """0 before the first."""
+        return self._answers.seconds / self._answers.tokens if self._answers.tokens else 0.0
+
+    @property
+    def token_share(self) -> float:
+        """Of an answer's time, what one more token that has to be sent adds to it; by what landed lately."""
+        is_known = self._answers.seconds > 0 and self._landed.seen_s >= self.clock.now() - MEMORY_S
+        return self._landed.seconds / self._landed.tokens / self.answer_s if is_known and self._landed.tokens else 0.0

@@ -4,9 +4,9 @@ Pure. A worker numbers its reports. One that does not follow the last, and begin
 worker must be watched anew.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import repeat
 from typing import Protocol
 
 from protos import types_pb2, worker_pb2
@@ -66,8 +66,10 @@ class PrefixIndex:
         self.listener: IndexListener | None = None
         self._holders: dict[bytes, int] = {}  # per name a bit for each worker
         self._held: dict[str, set[bytes]] = {}
-        self._bits: dict[str, int] = {}
-        self._workers: dict[int, str] = {}  # by their bits
+        self._bits: dict[str, int] = {}  # of those that have something
+        self._everyone = 0  # all of these bits
+        self._workers: list[str] = []  # by the place of their bit
+        self._free: list[int] = []  # places of those that were forgotten
         self._num_reports: dict[str, int] = {}
 
     def report(self, worker: str, report: worker_pb2.CacheReport) -> bool:
@@ -81,16 +83,12 @@ class PrefixIndex:
         elif report.number > expected:
             return False
         self._num_reports[worker] = report.number + 1
-        held, bit = self._held.setdefault(worker, set()), self._bit(worker)
-        for name in _names(report.stored):
-            held.add(name)
-            before = self._holders.get(name, 0)
-            self._holders[name] = before | bit
-            if not before and self.listener is not None:
-                self.listener.stored(name)
+        held = self._held.setdefault(worker, set())
+        if report.stored:
+            self._store(_names(report.stored), held, self._bit(worker))
         for name in _names(report.removed):
             held.discard(name)
-            self._remove(name, bit)
+            self._remove(name, self._bits.get(worker, 0))
         return True
 
     def has_all(self, worker: str, num_reports: int) -> bool:
@@ -100,7 +98,9 @@ class PrefixIndex:
     def forget(self, worker: str) -> None:
         """It has nothing, or nothing is known of it. Idempotent."""
         bit = self._bits.pop(worker, 0)
-        self._workers.pop(bit, None)
+        if bit:
+            self._everyone ^= bit
+            self._free.append(bit.bit_length() - 1)
         for name in self._held.pop(worker, ()):
             self._remove(name, bit)
         self._num_reports.pop(worker, None)
@@ -113,23 +113,42 @@ class PrefixIndex:
         """How many of these blocks, in order from a prompt's first, each worker need not compute: those up to its
         deepest resume point among them. Workers that have none are left out."""
         found: dict[str, int] = {}
-        others = -1  # a bit for each worker that was not found yet
-        for depth in range(len(names), 0, -1):
-            here = self._holders.get(names[depth - 1], 0) & others
+        others = self._everyone  # but those that were found
+        depth = len(names) + 1
+        for holders in map(self._holders.get, reversed(names), repeat(0)):
+            depth -= 1
+            here = holders & others
+            if not here:
+                continue
             others ^= here
             while here:
-                bit = here & -here
-                found[self._workers[bit]] = depth
-                here ^= bit
-            if len(found) == len(self._workers):
+                place = here.bit_length() - 1
+                found[self._workers[place]] = depth
+                here ^= 1 << place
+            if not others:
                 break
         return found
 
     def _bit(self, worker: str) -> int:
+        """Of those that have something."""
         if worker not in self._bits:
-            self._bits[worker] = next(1 << place for place in count() if 1 << place not in self._workers)
-            self._workers[self._bits[worker]] = worker
+            if not self._free:
+                self._free.append(len(self._workers))
+                self._workers.append("")
+            place = self._free.pop()
+            self._workers[place] = worker
+            self._bits[worker] = 1 << place
+            self._everyone |= 1 << place
         return self._bits[worker]
+
+    def _store(self, names: list[bytes], held: set[bytes], bit: int) -> None:
+        held.update(names)
+        holders = self._holders
+        for name in names:
+            before = holders.get(name, 0)
+            holders[name] = before | bit if before else bit  # the worker's own number: of many workers it is long
+            if not before and self.listener is not None:
+                self.listener.stored(name)
 
     def _remove(self, name: bytes, bit: int) -> None:
         rest = self._holders.get(name, 0) & ~bit
@@ -139,5 +158,5 @@ class PrefixIndex:
             self.listener.removed(name)
 
 
-def _names(joined: bytes) -> Iterator[bytes]:
-    return (joined[start:start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES))
+def _names(joined: bytes) -> list[bytes]:
+    return [joined[start:start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)]

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,11 +21,16 @@ SILENT_INTERVALS = 5
 _LOOKS = 8  # how often a silence is looked at before it is over
 
 
-async def watch_worker(worker: Worker, facts: ModelLimits, interval_s: float, rng: random.Random) -> None:
+Follow = Callable[[Worker, ModelLimits, float], Awaitable[str]]
+"""Applies a worker's reports, one every so many seconds, until they end; returns why they did."""
+
+
+async def watch_worker(worker: Worker, facts: ModelLimits, interval_s: float, rng: random.Random,
+                       follow: Follow) -> None:
     """Keep `worker` up to date until cancelled."""
     backoff_s = FIRST_BACKOFF_S
     while True:
-        reason = await _follow(worker, facts, interval_s)
+        reason = await follow(worker, facts, interval_s)
         if worker.is_usable:
             logger.warning("worker lost", extra={"worker": worker.address, "reason": reason})
             backoff_s = FIRST_BACKOFF_S
@@ -55,9 +60,14 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
 
 
-async def _follow(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
-    """Apply reports until they end; the reason why they did."""
-    silence_s = max(MIN_SILENCE_S, SILENT_INTERVALS * interval_s)
+def silence_s_of(interval_s: float) -> float:
+    """Without a report for so long, a worker is lost."""
+    return max(MIN_SILENCE_S, SILENT_INTERVALS * interval_s)
+
+
+async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
+    """Over the worker's channel."""
+    silence_s = silence_s_of(interval_s)
     worker.index.forget(worker.address)  # the stream begins with a whole account
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(worker_pb2.WatchRequest(interval_s=interval_s))
     reported = asyncio.Event()
@@ -65,7 +75,7 @@ async def _follow(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
         async with asyncio.timeout(None) as patience, _background(_run_out(patience, reported, silence_s)):
             async for response in call:
                 reported.set()
-                if (problem := _apply(worker, facts, response)):
+                if (problem := apply_report(worker, facts, response)):
                     return problem
     except TimeoutError:
         return f"no report for {silence_s:g} s"
@@ -76,7 +86,7 @@ async def _follow(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
     return "it ended its reports"
 
 
-def _apply(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> str:
+def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> str:
     """Why the stream is of no use any more; empty if it is."""
     has_all = True
     if response.HasField("info"):

@@ -1,4 +1,5 @@
-"""One worker as the router sees it: what it reported of itself, and what the router has given it since.
+"""One worker as the router sees it: what it reported of itself, what the router has given it since, and the stream by
+which a decode pool sends what it draws.
 
 Reports are always a little old. A `Booking` is the router's own count of what it gave away; estimates add the bookings
 made since the last report to what that report has, so that a burst does not all land on one worker. What a report shows
@@ -6,16 +7,22 @@ as free, less what was sent there since, is what can be booked: with one router 
 refuse, with several it may.
 """
 
+import asyncio
+import contextvars
+import itertools
 import math
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
+from typing import Protocol
 
 import grpc
 
-from protos import worker_pb2
+from protos import decode_pb2, decode_pb2_grpc, worker_pb2
 from router.text.model_facts import ModelLimits
-from router.workers.policy import Candidate, DecodePace, PrefillPace
+from router.workers.policy import AnswerPace, Candidate, DecodePace, PrefillPace, Standing, reserved_tokens
 from router.workers.prefix_index import PrefixIndex
 from runtime.clock import Clock, SystemClock
 
@@ -25,7 +32,6 @@ PREFILL_LOOKAHEAD_S = 0.5
 PREFILL_LOOKAHEAD = 3  # prompts, however long they are
 DECODE_LOOKAHEAD = 3  # requests on their way to a decode pool that is busy, or half as many as it computes at a time
 GROWTH_S = 0.5  # from a report to the reservation of a request that is placed by it
-SHORT_RATIO = 4  # a prompt beside one that is so many times as long does not wait for all of it
 
 
 class WorkerRole(StrEnum):
@@ -72,6 +78,12 @@ class Booking:
         """A decode pool drew so many tokens in so many seconds."""
         if not self.is_outlived:
             self.worker.decode_pace.observe((self.num_beside + self.worker.num_booked) // 2, num_tokens, seconds)
+            self.worker.answer_pace.answered(seconds)
+
+    def landed(self, waited_s: float) -> None:
+        """What a decode pool lacked of the prompt is there, so long after the first token."""
+        if not self.is_outlived:
+            self.worker.answer_pace.landed(self.num_tokens, waited_s)
 
     def finished(self) -> None:
         """A decode pool has given the request's memory back."""
@@ -93,42 +105,58 @@ class _Claims:
     requests: int = 0
     tokens: int = 0
 
-    def ahead_of(self, report: "_Claims", reported: "_Claims") -> "_Claims":
-        """An estimate of what is there now: the report, plus what changed here since; never less than our own."""
-        return _Claims(max(self.requests, reported.requests + self.requests - report.requests),
-                       max(self.tokens, reported.tokens + self.tokens - report.tokens))
+
+class StepReceiver(Protocol):
+    """A request in a pool. Both methods return at once and raise nothing. Event loop's thread."""
+
+    def stepped(self, event: decode_pb2.StepEvent) -> None:
+        """What the pool did for it, in order."""
+        ...
+
+    def steps_lost(self, reason: str) -> None:
+        """Some of it will not come any more."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a sequence that it can hold,
-    below 0 while it cannot be used. `candidate`: itself, with room. `has_place`: a prefill worker would queue one more
-    prompt, a decode pool is given one more request. `pages_left`: of a decode pool. `prompts_ahead`: tokens of each
-    prompt of a prefill worker that is busy, of which `busy_tokens` are enough."""
+class StepStream:
+    """What a decode pool draws for all requests of this router: one call to `Decode.Steps`, from its start to its end.
+    Whoever joins gets the events of its own request as they arrive and never waits: a request whose client is slow
+    holds up no other one. Build inside a running event loop."""
 
-    longest: float
-    compatibility: str
-    page_size: int
-    candidate: Candidate
-    has_place: bool
-    pages_left: int | None = None
-    prompts_ahead: tuple[int, ...] = ()
-    busy_tokens: float = math.inf
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.steps_id = secrets.token_hex(16)
+        self.has_ended = False
+        self._keys = itertools.count(1)
+        self._receivers: dict[int, StepReceiver] = {}
+        # In a context of its own: it outlives the request that makes it, whose id and span are not those of the others.
+        self._reader = asyncio.create_task(self._read(channel), context=contextvars.Context())
 
-    def has_room(self, num_tokens: int, context_tokens: int = 0) -> bool:
-        """For a prompt of so many tokens; `context_tokens` as for `Worker.book`."""
-        if not self.has_place:
-            return False
-        if self.pages_left is not None:
-            return reserved_pages(num_tokens, context_tokens, self.page_size) <= self.pages_left
-        return not self.prompts_ahead or self.busy_tokens > sum(
-            min(ahead, SHORT_RATIO * num_tokens) for ahead in self.prompts_ahead)
+    def join(self, receiver: StepReceiver) -> int:
+        """The key under which the pool is to name the receiver's request."""
+        key = next(self._keys)
+        self._receivers[key] = receiver
+        return key
 
+    def leave(self, key: int) -> None:
+        """What still comes for it is dropped. Idempotent."""
+        self._receivers.pop(key, None)
 
-def reserved_pages(num_tokens: int, context_tokens: int, page_size: int) -> int:
-    """What a decode pool reserves: the prompt and a page's growth, but no more than the request may come to."""
-    most = max(num_tokens, context_tokens or num_tokens + page_size)
-    return -(-min(num_tokens + page_size, most) // page_size)
+    async def _read(self, channel: grpc.aio.Channel) -> None:
+        reason = "the pool ended its steps"
+        try:
+            async for message in decode_pb2_grpc.DecodeStub(channel).Steps(
+                    decode_pb2.StepsRequest(steps_id=self.steps_id)):
+                for event in message.events:
+                    if (receiver := self._receivers.get(event.steps_key)) is not None:
+                        receiver.stepped(event)
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or error.code().name
+        except grpc.aio.UsageError as closed:  # the channel of a worker that is gone for good
+            reason = str(closed)
+        finally:
+            self.has_ended = True
+            for receiver in list(self._receivers.values()):
+                receiver.steps_lost(reason)
 
 
 @dataclass
@@ -152,14 +180,15 @@ class Worker:
     _streams: list[object] = field(default_factory=list)
     _claims_at_report: _Claims = field(default_factory=_Claims)
     _finished: list[Booking] = field(default_factory=list)  # whose memory the last report does not show as free
-    _standing: Standing | None = None  # None: something has changed since
+    _steps: StepStream | None = None
 
     def __post_init__(self) -> None:
         self.prefill_pace, self.decode_pace = PrefillPace(self.clock), DecodePace(self.clock)
+        self.answer_pace = AnswerPace(self.clock)
 
     def changed(self) -> None:
         """What choices go by may be another."""
-        self._standing = None
+        self._forget_standing()
         self.on_change()
 
     @property
@@ -176,7 +205,7 @@ class Worker:
     @property
     def tokens_ahead(self) -> int:
         """Prompt tokens of this router's requests there that are not computed yet."""
-        return sum(booking.num_tokens for booking in self._bookings)
+        return sum([booking.num_tokens for booking in self._bookings])
 
     @property
     def is_usable(self) -> bool:
@@ -214,6 +243,13 @@ class Worker:
             self._streams.remove(stream)
             self.changed()
 
+    def steps(self) -> StepStream:
+        """Of a decode pool: by which its requests get what it draws. The first request makes the call, and the first
+        one after its end makes it again."""
+        if self._steps is None or self._steps.has_ended:
+            self._steps = StepStream(self.channel)
+        return self._steps
+
     @property
     def incarnation(self) -> str:
         return self.info.incarnation if self.info is not None else ""
@@ -228,6 +264,10 @@ class Worker:
         if self.info is None or self.mismatch:
             return None
         return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
+
+    def may_compute(self, num_rest: int) -> bool:
+        """Whether a decode pool that has the others computes so many tokens of a prompt itself."""
+        return num_rest <= self.load.local_rest_tokens
 
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
         """Its facts arrived. Claims on an earlier incarnation died with it."""
@@ -248,7 +288,7 @@ class Worker:
         """A load report arrived; `introduced` came before."""
         self.load = load
         self.start_s = load.start_s or self.start_s
-        self._claims_at_report = self._claims()
+        self._claims_at_report = _Claims(len(self._bookings), self.tokens_ahead)
         self._finished.clear()
         for booking in self._bookings:
             booking.is_reported = booking.has_reserved
@@ -264,10 +304,11 @@ class Worker:
     def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
         """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its completion, 0: any.
         `num_held` of the prompt's tokens it need not compute, or be sent."""
+        page_size = self.standing.page_size
         booking = Booking(self, self.incarnation, self.compatibility, num_tokens - num_held,
-                          reserved_pages(num_tokens, context_tokens, self.standing.page_size), num_held)
+                          -(-reserved_tokens(num_tokens, context_tokens, page_size) // page_size), num_held)
         self._bookings.append(booking)
-        self._standing = None
+        self._forget_standing()
         if self.role is WorkerRole.PREFILL:
             self.prefill_pace.began()
         return booking
@@ -277,7 +318,7 @@ class Worker:
         if booking in self._bookings and booking.is_reported:
             booking.is_reported = False
             self._finished.append(booking)
-            self._standing = None
+            self._forget_standing()
 
     def release(self, booking: Booking, num_computed: int = 0) -> None:
         """`num_computed`: tokens of a prompt that it computed."""
@@ -294,14 +335,15 @@ class Worker:
         """This worker for a policy that places a prompt of `num_tokens`; `context_tokens` as for `book`."""
         return self.standing.candidate._replace(has_room=self.standing.has_room(num_tokens, context_tokens))
 
-    @property
+    @cached_property
     def standing(self) -> Standing:
-        if self._standing is None:
-            stands = self._prefill_standing if self.role is WorkerRole.PREFILL else self._decode_standing
-            longest = self.max_context_tokens if self.is_usable else -1
-            self._standing = stands(math.inf if longest is None else longest,
-                                    1 if self.info is None else max(self.info.page_size, 1))
-        return self._standing
+        """Made anew when something has changed. As an attribute, because every choice looks at all workers."""
+        stands = self._prefill_standing if self.role is WorkerRole.PREFILL else self._decode_standing
+        longest = self.max_context_tokens if self.is_usable else -1
+        return stands(math.inf if longest is None else longest, 1 if self.info is None else max(self.info.page_size, 1))
+
+    def _forget_standing(self) -> None:
+        vars(self).pop("standing", None)
 
     @property
     def has_queue_place(self) -> bool:
@@ -309,32 +351,34 @@ class Worker:
         return self.standing.has_place
 
     def _prefill_standing(self, longest: float, page_size: int) -> Standing:
-        now = self._estimate(self.load.queued_requests, self.load.queued_tokens)
+        num_tokens = _estimate(self.load.queued_tokens, self.tokens_ahead, self._claims_at_report.tokens)
         limit = self.info.max_queued_requests if self.info is not None else 0
         rate = self.prefill_pace.tokens_per_s
         is_busy = rate is not None and len(self._bookings) >= PREFILL_LOOKAHEAD
-        return Standing(longest, self.compatibility, page_size, Candidate(self.address, now.tokens),
-                        has_place=not limit or now.requests < limit,
+        has_place = not limit or self._num_requests(self.load.queued_requests) < limit
+        candidate = Candidate(self.address, num_tokens, load_s=1 / rate if rate else 0.0)
+        return Standing(longest, self.compatibility, page_size, candidate, has_place,
+                        tokens_left=math.inf if has_place else -1,
                         prompts_ahead=tuple(booking.num_tokens for booking in self._bookings) if is_busy else (),
                         busy_tokens=math.inf if rate is None else rate * PREFILL_LOOKAHEAD_S)
 
     def _decode_standing(self, longest: float, page_size: int) -> Standing:
-        now = self._estimate(self.load.running_requests + self.load.queued_requests, 0)
+        num_requests = self._num_requests(self.load.running_requests + self.load.queued_requests)
         if self.info is None:
-            return Standing(longest, "", page_size, Candidate(self.address, 0.0), has_place=True)
+            return Standing(longest, "", page_size, Candidate(self.address, 0.0), has_place=True, tokens_left=math.inf)
         sent = self._unreported
         pages_sent = sum(booking.num_pages for booking in sent)
         pages_free = self.load.pages_free + sum(booking.num_pages for booking in self._finished)
         slots_fit = not self.info.slots_total or len(sent) < self.load.slots_free + len(self._finished)
         pages_used = self.info.pages_total - self.load.pages_free + pages_sent
-        used_share = max(now.requests / max(self.info.max_running_requests, 1),
+        used_share = max(num_requests / max(self.info.max_running_requests, 1),
                          pages_used / max(self.info.pages_total, 1))
         # Requests that were set back for want of pages go first.
-        has_place = not self.load.queued_requests and now.requests < self._most_running and slots_fit
-        token_load = 1 / max(self.info.pages_total * page_size, 1)
-        return Standing(longest, self.compatibility, page_size,
-                        Candidate(self.address, used_share, token_load=token_load), has_place,
-                        pages_left=pages_free - pages_sent - self._growth_pages)
+        has_place = not self.load.queued_requests and num_requests < self._most_running and slots_fit
+        token_load = 1 / max(self.info.pages_total * page_size, 1) + self.answer_pace.token_share
+        candidate = Candidate(self.address, used_share, token_load=token_load, load_s=self.answer_pace.answer_s)
+        return Standing(longest, self.compatibility, page_size, candidate, has_place,
+                        (pages_free - pages_sent - self._growth_pages) * page_size if has_place else -1)
 
     @property
     def _growth_pages(self) -> int:
@@ -358,11 +402,13 @@ class Worker:
         """What holds memory, or will, that the last report did not count."""
         return [booking for booking in self._bookings if not booking.is_reported and booking not in self._finished]
 
-    def _claims(self) -> _Claims:
-        return _Claims(len(self._bookings), sum(booking.num_tokens for booking in self._bookings))
+    def _num_requests(self, num_reported: int) -> int:
+        return _estimate(num_reported, len(self._bookings), self._claims_at_report.requests)
 
-    def _estimate(self, reported_requests: int, reported_tokens: int) -> _Claims:
-        return self._claims().ahead_of(self._claims_at_report, _Claims(reported_requests, reported_tokens))
+
+def _estimate(reported: int, booked: int, booked_at_report: int) -> int:
+    """Of what is there now: the report, plus what changed here since; never less than our own."""
+    return max(booked, reported + booked - booked_at_report)
 
 
 def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits) -> str:

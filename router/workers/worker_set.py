@@ -6,8 +6,10 @@ until the last request on it has ended, so nothing is cut. Listed again before t
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +44,72 @@ def open_source(target: str, options: DiscoveryOptions, errors: Counter, rng: ra
     return DnsSource(place, options.interval_s, errors) if target.startswith(DNS) else StaticSource(str(place))
 
 
+class Tally:
+    """What routers ask after every report, kept as workers change: to count all of them anew each time would take them
+    the square of their number."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[WorkerRole, str], str] = {}  # compatibility of usable workers
+        self._num_usable: dict[WorkerRole, dict[str, int]] = {role: {} for role in WorkerRole}
+        self._starts_s: dict[tuple[WorkerRole, str], float] = {}
+        self._slowest_s: float | None = 0.0  # None: to be looked for
+
+    def count(self, worker: Worker) -> bool:
+        """It has changed, perhaps. Returns whether it is usable as it was not before, or not any more."""
+        key, num_usable = (worker.role, worker.address), self._num_usable[worker.role]
+        before, after = self._kinds.get(key), worker.compatibility if worker.is_usable else None
+        if before != after:
+            if before is not None:
+                del self._kinds[key]
+                num_usable[before] -= 1
+                if not num_usable[before]:
+                    del num_usable[before]
+            if after is not None:
+                self._kinds[key] = after
+                num_usable[after] = num_usable.get(after, 0) + 1
+        if self._starts_s.get(key) != worker.start_s:
+            self._started(key, worker.start_s)
+        return before != after
+
+    def forget(self, role: WorkerRole, address: str) -> None:
+        """It is gone; it was not usable."""
+        self._started((role, address), 0.0)
+        del self._starts_s[role, address]
+
+    def compatibilities(self, role: WorkerRole) -> Collection[str]:
+        """Of usable workers."""
+        return self._num_usable[role].keys()
+
+    @property
+    def slowest_start_s(self) -> float:
+        """Of the last starts; 0 without any."""
+        if self._slowest_s is None:
+            self._slowest_s = max(self._starts_s.values(), default=0.0)
+        return self._slowest_s
+
+    def _started(self, key: tuple[WorkerRole, str], start_s: float) -> None:
+        before, self._starts_s[key] = self._starts_s.get(key, 0.0), start_s
+        if self._slowest_s is not None:
+            self._slowest_s = max(start_s, self._slowest_s) if before < self._slowest_s or start_s >= before else None
+
+
+@dataclass(frozen=True)
+class UsableWorkers:
+    """Of one role, in order of appearance. `shortest`: what the smallest of them can hold, in tokens. `block_kinds`:
+    their page sizes and digests."""
+
+    workers: tuple[Worker, ...] = ()
+    shortest: float = math.inf
+    block_kinds: frozenset[tuple[int, str]] = frozenset()
+
+    @classmethod
+    def of(cls, workers: Iterable[Worker]) -> "UsableWorkers":
+        usable = tuple(worker for worker in workers if worker.is_usable)
+        standings = [worker.standing for worker in usable]
+        return cls(usable, min((standing.longest for standing in standings), default=math.inf),
+                   frozenset((standing.page_size, standing.compatibility) for standing in standings))
+
+
 class WorkerSet:
     """Build inside a running event loop. Addresses given outright are there from the start, others while `run` runs."""
 
@@ -54,23 +122,36 @@ class WorkerSet:
         self._unlisted: dict[tuple[WorkerRole, str], Worker] = {}  # of these, those that none lists any more
         self._watches: dict[tuple[WorkerRole, str], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._sort()
+        self.tally = Tally()
+        self._usable: dict[WorkerRole, UsableWorkers] = {}
         for index, (_, source) in enumerate(self._sources):
             if isinstance(source, StaticSource):
-                self._found(index, frozenset({source.address}))
+                self._list(index, frozenset({source.address}))
+        self._sort()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         """Prefill first, then by address in order of appearance."""
-        return tuple(worker for role in WorkerRole for worker in self.of(role))
+        return self._all
 
     def of(self, role: WorkerRole) -> tuple[Worker, ...]:
         """In order of appearance."""
         return self._by_role[role]
 
+    def usable(self, role: WorkerRole) -> UsableWorkers:
+        """Looked for when some worker came to be usable, or ceased to be: not for every request."""
+        if role not in self._usable:
+            self._usable[role] = UsableWorkers.of(self.of(role))
+        return self._usable[role]
+
+    def find(self, role: WorkerRole, address: str) -> Worker | None:
+        return self._workers.get((role, address))
+
     def _sort(self) -> None:
         self._by_role = {role: tuple(worker for (kind, _), worker in self._workers.items() if kind is role)
                          for role in WorkerRole}
+        self._all = tuple(worker for role in WorkerRole for worker in self._by_role[role])
+        self._usable.clear()
 
     async def run(self) -> None:
         """Follow every source and watch every worker, until cancelled."""
@@ -81,38 +162,48 @@ class WorkerSet:
             for index, (_, source) in enumerate(self._sources):
                 group.create_task(source.run(partial(self._found, index)))
 
-    def sweep(self) -> None:
-        """Drop workers that are neither listed nor in use. Called at every change of any worker, so listed ones are not
-        looked at."""
+    def changed(self, worker: Worker) -> bool:
+        """It has, or its requests. Of others only those are looked at that are not listed any more. Returns whether
+        other workers are usable than before."""
+        is_other = self.tally.count(worker)
+        if is_other:
+            self._usable.pop(worker.role, None)
+        self._sweep()
+        return is_other
+
+    def _sweep(self) -> None:
+        """Drop workers that are neither listed nor in use."""
         for key, worker in list(self._unlisted.items()):
             if not worker.is_in_use:
                 del self._workers[key], self._unlisted[key]
+                self.tally.forget(*key)
                 self._sort()
                 if key in self._watches:
                     self._watches.pop(key).cancel()
                 logger.info("worker forgotten", extra={"worker": worker.address})
 
     def _found(self, index: int, addresses: frozenset[str]) -> None:
-        role, _ = self._sources[index]
-        if self._listed[index] == addresses:
-            return
+        if self._listed[index] != addresses:
+            self._list(index, addresses)
+            self._sort()
+            self._sweep()
+
+    def _list(self, index: int, addresses: frozenset[str]) -> None:
+        """Only at what a source lists more or less than before is looked."""
+        (role, _), before = self._sources[index], self._listed[index]
         self._listed[index] = addresses
-        listed = frozenset[str]().union(*(known for known, (other, _) in zip(self._listed, self._sources, strict=True)
-                                          if other is role))
-        for address in sorted(listed - {known for kind, known in self._workers if kind is role}):
-            self._workers[role, address] = worker = self._make(role, address)
-            self._attend(worker)
-        self._sort()
-        for (kind, address), worker in list(self._workers.items()):
-            if kind is not role:
-                continue
-            if address in listed:
-                self._unlisted.pop((kind, address), None)
-                worker.listed()
-            else:
-                self._unlisted[kind, address] = worker
-                worker.delisted()
-        self.sweep()
+        for address in sorted(addresses - before):
+            worker = self._workers.get((role, address))
+            if worker is None:
+                self._workers[role, address] = worker = self._make(role, address)
+                self._attend(worker)
+            self._unlisted.pop((role, address), None)
+            worker.listed()
+        for address in sorted(before - addresses):
+            others = (known for known, (other, _) in zip(self._listed, self._sources, strict=True) if other is role)
+            if not any(address in known for known in others):
+                self._unlisted[role, address] = self._workers[role, address]
+                self._workers[role, address].delisted()
 
     def _attend(self, worker: Worker) -> None:
         if self._group is not None:

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from protos import generation_pb2, types_pb2
-from router.request.answer import MAX_UNREAD, Output, ResponseQueue
+from router.request.answer import MAX_JOINED, MAX_UNREAD, Output, ResponseQueue
 from router.text.detokenise import Detokenisers
 from runtime.errors import RequestAborted
 from tests.router.harness import byte_level_tokenizer
@@ -27,7 +27,7 @@ def run(text: str, *, stops: tuple[str, ...] = (), chunk: int = 1, **engine: obj
     given_text, tokens = "", ids(text)
     given_ids: list[int] = []
     for start in range(0, len(tokens), chunk):
-        part = output.add(types_pb2.TokenChunk(token_ids=tokens[start:start + chunk]))
+        part = output.add(types_pb2.TokenChunk(token_ids=tokens[start:start + chunk])).chunk
         given_text += part.text
         given_ids += part.token_ids
         if output.stop_string is not None:
@@ -57,21 +57,27 @@ def test_a_stop_token_is_sent_but_is_no_text() -> None:
 def test_a_stop_string_can_end_in_a_broken_character() -> None:
     """What is left of a character when the tokens end is text too."""
     output = Output(types_pb2.EngineRequest(), ("\ufffd",), DETOKENISERS.new())
-    assert output.add(types_pb2.TokenChunk(token_ids=ids("é")[:1])).text == ""
+    assert output.add(types_pb2.TokenChunk(token_ids=ids("é")[:1])).chunk.text == ""
     assert output.finish() == ""
     assert output.stop_string == "\ufffd"
 
 
-def chunk(i: int) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(token_ids=[i]))
+def chunk(*token_ids: int, index: int = 0) -> generation_pb2.GenerateResponse:
+    usage = generation_pb2.Usage(completion_tokens=token_ids[-1] + 1)
+    return generation_pb2.GenerateResponse(index=index, chunk=generation_pb2.GenerateChunk(
+        token_ids=token_ids, text="".join(f"<{i}>" for i in token_ids), usage=usage,
+        logprobs=[types_pb2.TokenLogprobs(logprob=-i) for i in token_ids]))
 
-async def test_everything_comes_out_in_order() -> None:
-    responses, count = ResponseQueue(stall_limit_s=5), 5 * MAX_UNREAD
+
+async def test_a_client_that_keeps_up_gets_a_message_for_each_chunk_in_order() -> None:
+    responses, count = ResponseQueue(stall_limit_s=5), 200
 
     async def fill() -> None:
         for i in range(count):
-            await responses.put(chunk(i))
-        await responses.put(FINISH)
+            responses.put(chunk(i))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        responses.put(FINISH)
         responses.close()
 
     async with asyncio.TaskGroup() as group:
@@ -80,21 +86,64 @@ async def test_everything_comes_out_in_order() -> None:
     assert out == [*(chunk(i) for i in range(count)), FINISH]
 
 
+async def test_tokens_that_come_while_others_are_unread_join_them() -> None:
+    """Each choice by itself; text without tokens, which comes right before a finish, stays by itself, too."""
+    responses = ResponseQueue(stall_limit_s=5)
+    text = generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(text="rest"))
+    for i in range(3):
+        responses.put(chunk(i))
+        responses.put(chunk(10 + i, index=1))
+    responses.put(text)
+    responses.put(FINISH)
+    responses.close()
+    out = [response async for response in responses]
+    assert out == [chunk(0, 1, 2), chunk(10, 11, 12, index=1), text, FINISH]
+
+
+async def test_a_joined_message_has_a_bound() -> None:
+    responses, count = ResponseQueue(stall_limit_s=5), 3 * MAX_JOINED + 1
+    for i in range(count):
+        responses.put(chunk(i))
+    responses.close()
+    out = [response async for response in responses]
+    assert [len(response.chunk.token_ids) for response in out] == [MAX_JOINED] * 3 + [1]
+    assert [i for response in out for i in response.chunk.token_ids] == list(range(count))
+
+
+async def test_nothing_joins_a_message_that_was_read() -> None:
+    responses = ResponseQueue(stall_limit_s=5)
+    responses.put(chunk(0))
+    read = await anext(responses)
+    responses.put(chunk(1))
+    assert (read, await anext(responses)) == (chunk(0), chunk(1))
+
+
 async def test_a_client_that_does_not_read_is_noticed_and_a_finish_still_fits() -> None:
     responses = ResponseQueue(stall_limit_s=0.05)
-    for i in range(MAX_UNREAD):
-        await responses.put(chunk(i))
+    responses.put(chunk(0))
+    await asyncio.sleep(0.1)
     with pytest.raises(RequestAborted, match=r"read nothing for 0\.05 s"):
-        await responses.put(chunk(0))
-    await responses.put(FINISH)
+        responses.put(chunk(1))
+    responses.put(FINISH)
     responses.close()
     assert [response async for response in responses][-1] == FINISH
+
+
+async def test_what_may_wait_waits_for_a_client_that_does_not_read_and_no_longer() -> None:
+    responses = ResponseQueue(stall_limit_s=0.05)
+    for i in range(MAX_UNREAD):
+        await responses.room()
+        responses.put(chunk(i, index=i))
+    with pytest.raises(RequestAborted, match=r"read nothing for 0\.05 s"):
+        await responses.room()
+    await anext(responses)
+    await responses.room()
 
 
 async def test_a_client_that_trickles_has_the_stall_limit_for_the_end_of_its_stream() -> None:
     responses = ResponseQueue(stall_limit_s=0.2)
     for i in range(MAX_UNREAD):
-        await responses.put(chunk(i))
+        responses.put(chunk(i, index=i))
     responses.close()
     read: list[generation_pb2.GenerateResponse] = []
 

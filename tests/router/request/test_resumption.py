@@ -1,13 +1,15 @@
 """An answer that another router began goes on here, wherever it was cut, as if nothing had happened."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from protos import generation_pb2, types_pb2
+from router.request.answer import Output
 from runtime.errors import InvalidRequestError, UnavailableError
-from tests.router.harness import FACTS, RouterHarness, running_router, token_request
+from tests.router.harness import FACTS, RouterHarness, running_router, served_model, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PROMPT = [1, 2, 3]
@@ -52,11 +54,12 @@ async def said(router: RouterHarness, request: generation_pb2.GenerateRequest) -
     return told
 
 
-async def chunk_texts(router: RouterHarness, request: generation_pb2.GenerateRequest) -> list[str]:
-    """The text that came with the first token, with the second, and so on."""
-    answer = await router.ask(request)
-    assert all(len(chunk.token_ids) == 1 for chunk in answer.chunks[:NUM_TOKENS])
-    return [chunk.text for chunk in answer.chunks if chunk.token_ids]
+def texts_of(token_ids: list[int], stop_strings: Sequence[str]) -> list[str]:
+    """The text that comes with the first token, with the second, and so on."""
+    tokeniser = served_model().tokeniser
+    assert tokeniser is not None
+    output = Output(types_pb2.EngineRequest(), stop_strings, tokeniser.detokenisers.new())
+    return [output.add(types_pb2.TokenChunk(token_ids=[token_id])).chunk.text for token_id in token_ids]
 
 
 @pytest.mark.parametrize("stops", ["", "in the middle", "at the end", "never"])
@@ -69,7 +72,8 @@ async def test_what_follows_is_what_would_have_followed(stops: str) -> None:
         # The last token of the string ends it; that it might still come is why text is held back before.
         string = {"": "", "in the middle": text[3:6], "at the end": text[-3:], "never": text[-2:] + "never"}[stops]
         request.stop.stop_strings.extend(filter(None, [string]))
-        whole, texts = (await said(router, request))[0], await chunk_texts(router, request)
+        whole = (await said(router, request))[0]
+        texts = texts_of(whole.token_ids, request.stop.stop_strings)
         assert whole.end[0] == ("FINISH_REASON_STOP" if "the" in stops else "FINISH_REASON_LENGTH")
         for count in range(len(whole.token_ids) + 1):
             request.ClearField("resumed")
@@ -163,7 +167,7 @@ async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
         for name in ("old", "new", "old", "new"):
             answer = await router.ask(a_question(tokens[:4], resumed_from=[name]))
             assert answer.token_ids == tokens[4:]
-            assert [chunk.compatibility for chunk in answer.chunks] == [name] + [""] * 4
+            assert [chunk.compatibility for chunk in answer.chunks] == [name] + [""] * (len(answer.chunks) - 1)
         both = await said(router, a_question(tokens[:4], tokens[:2], n=2, resumed_from=["old", "new"]))
         assert {index: choice.token_ids for index, choice in both.items()} == {0: tokens[4:], 1: tokens[2:]}
         for worker in old:

@@ -1,6 +1,7 @@
 """What a directory knows and chooses, without a worker anywhere: they are told to it by hand."""
 
 import asyncio
+import gc
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +14,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos import worker_pb2
-from router.workers.directory import Directory, DirectoryOptions
+from router.request.admission import Admission, AdmissionLimits
+from router.request.service_times import MOST_ASKED, Outlook, Rates
+from router.workers.directory import MOST_COMPARED, START_MARGIN, Directory, DirectoryOptions
+from router.workers.policy import DecodePace
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
+from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.metrics import RouterMetrics
 from tests.router.harness import FACTS, worker_info
@@ -76,7 +81,7 @@ async def test_workers_are_counted_by_state() -> None:
 
 
 def num_lines(work: Callable[[], object]) -> int:
-    """Of Python that it runs."""
+    """Of Python that it runs; not of what a collection of garbage ends meanwhile."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:  # noqa: ANN401 (itself)
@@ -85,11 +90,13 @@ def num_lines(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
@@ -105,6 +112,103 @@ async def test_a_report_takes_as_much_of_a_router_however_many_workers_there_are
         return num_lines(lambda: (report(), known.directory.pair_problem()))
 
     assert steps(100) == steps(2)
+
+
+async def test_a_report_takes_as_much_while_no_pair_is_there() -> None:
+    """A router that starts gets one of each worker before it has a pair, and reckons after each how long to wait."""
+
+    def steps(num_decode: int) -> int:
+        known = Known(num_decode)
+        for worker in known.decode:
+            serves(worker)
+        load = worker_pb2.WorkerLoad(serving=True, pages_free=9, slots_free=4, start_s=3.0)
+        known.decode[0].reported(load)
+        report = partial(known.decode[-1].reported, load)
+        return num_lines(lambda: (report(), known.directory.is_paired, known.directory.comeback_s))
+
+    assert steps(100) == steps(2)
+
+
+async def test_a_worker_more_takes_an_index_as_much_however_many_there_are() -> None:
+    def reported(num_decode: int) -> None:
+        for worker in Known(num_decode).decode:
+            keeps(worker, range(40))
+
+    assert num_lines(lambda: reported(400)) < 15 * num_lines(lambda: reported(40))
+
+
+async def test_who_is_lost_is_awaited_as_long_as_the_slowest_of_the_last_starts_took() -> None:
+    registry = CollectorRegistry()
+    directory = Directory(DirectoryOptions(("h:1",), ("h:2", "h:3"), longest_comeback_s=100.0), FACTS,
+                          RouterMetrics.create(registry), random.Random(0))
+    assert directory.comeback_s == 0.0
+    _, first, second = directory.workers
+    for worker, start_s, slowest_s in ((first, 8.0, 8.0), (second, 20.0, 20.0), (second, 4.0, 8.0), (first, 0.0, 8.0),
+                                       (first, 2.0, 4.0)):
+        serves(worker)
+        worker.reported(worker_pb2.WorkerLoad(serving=True, start_s=start_s))
+        assert directory.comeback_s == START_MARGIN * slowest_s
+
+
+async def test_a_start_takes_as_much_for_each_worker_however_many_there_are() -> None:
+    assert num_lines(lambda: Known(num_decode=400)) < 15 * num_lines(lambda: Known(num_decode=40))
+
+
+async def test_estimates_take_as_much_of_a_router_however_many_workers_there_are() -> None:
+    """They are made several times for every request. In a fleet of workers that are alike some stand for all."""
+    clock = ManualClock()
+
+    def fleet(num_decode: int) -> tuple[Sequence[Worker], Sequence[Worker]]:
+        known = Known(num_decode)
+        for worker in known.directory.workers:
+            serves(worker)
+            worker.decode_pace = DecodePace(clock)
+            worker.decode_pace.observe(1, 10, 0.5)
+            worker.book(100)
+        return known.directory.usable(WorkerRole.PREFILL), known.directory.usable(WorkerRole.DECODE)
+
+    small, large = fleet(MOST_ASKED), fleet(10 * MOST_ASKED)
+    assert num_lines(lambda: Rates.of(*large, 1)) < 1.5 * num_lines(lambda: Rates.of(*small, 1))
+    assert Rates.of(*large, 1).output_tokens_per_s == pytest.approx(10 * Rates.of(*small, 1).output_tokens_per_s)
+
+
+async def test_a_choice_takes_as_much_of_a_router_however_many_workers_there_are() -> None:
+    """Those that it looks at are some of many. The worker that has the prompt is among them, and so is the only one
+    that has room."""
+
+    def fleet(num_decode: int) -> Known:
+        known = Known(num_decode)
+        for worker in known.directory.workers:
+            serves(worker, compatibility="m")
+        keeps(known.decode[-1], range(40))
+        known.directory.place(RoutedPrompt([1]))  # some things are reckoned once
+        return known
+
+    prompt = RoutedPrompt(list(range(40)))
+    small, large = fleet(2 * MOST_COMPARED), fleet(8 * MOST_COMPARED)
+    lines = [num_lines(lambda: known.directory.place(prompt)) for known in (small, large)]  # noqa: B023 (at once)
+    assert lines[1] < 1.2 * lines[0]
+    (booking,) = large.decode[-1]._bookings
+    assert booking.num_held == 32
+    for worker in large.decode[:-2]:
+        worker.reported(worker_pb2.WorkerLoad(serving=True, queued_requests=1))
+    large.decode[-1].lost("gone")
+    pair = large.directory.place(prompt)
+    assert pair is not None
+    assert pair.decode.worker is large.decode[-2]
+
+
+async def test_reports_are_nothing_to_admission_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, looks = Known(), []
+    monkeypatch.setattr(Admission, "_pump", lambda admission: looks.append(admission))
+    outlook = Outlook(ManualClock())
+    admission = Admission(known.directory, AdmissionLimits(), RouterMetrics.create(CollectorRegistry()), outlook)
+    task = asyncio.create_task(admission.run())
+    for worker in known.directory.workers:
+        serves(worker)
+        await asyncio.sleep(0.001)
+    task.cancel()
+    assert not looks
 
 
 async def test_a_rejected_worker_limits_no_request() -> None:
@@ -240,14 +344,15 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
                           random.Random(0))
     for worker in directory.workers:
         serves(worker, compatibility="m")
-    first, second, _ = directory.workers
+    _, second, _ = directory.workers
     keeps(second, range(40))
-    for token_ids, salt, uses_cache, chosen, num_held in (
-            (range(40), "", True, second, 32), (range(32), "", True, second, 16), (range(1, 41), "", True, first, 0),
-            (range(40), "other", True, first, 0), (range(40), "", False, first, 0)):
+    for token_ids, salt, uses_cache, num_held in (
+            (range(40), "", True, 32), (range(32), "", True, 16), (range(1, 41), "", True, 0),
+            (range(40), "other", True, 0), (range(40), "", False, 0)):
         pair = directory.place(RoutedPrompt(list(token_ids), salt, uses_cache), 50)
         assert pair is not None
-        assert (pair.prefill.worker, pair.prefill.num_held) == (chosen, num_held)
+        assert pair.prefill.worker is second or not num_held
+        assert pair.prefill.num_held == num_held
         assert pair.prefill.num_tokens == len(token_ids) - num_held
         assert directory.num_missing(RoutedPrompt(list(token_ids), salt, uses_cache)) == pair.prefill.num_tokens
         assert pair.decode.num_tokens == len(token_ids)
@@ -255,14 +360,14 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
     serves(second, compatibility="m", incarnation="after a restart")
     pair = directory.place(RoutedPrompt(list(range(40))), 50)
     assert pair is not None
-    assert (pair.prefill.worker, pair.prefill.num_held) == (first, 0)
+    assert pair.prefill.num_held == 0
 
 
-@pytest.mark.parametrize(("source", "pool", "kept_as", "chosen", "num_held"), [
-    ("m", "m", "m", 1, 32), ("m", "m+d", "m", 1, 32), ("m+d", "m+d", "m+d", 1, 32), ("m+d", "m+d", "m", 0, 0),
-    ("m", "m+d", "m+d", 0, 0)])
+@pytest.mark.parametrize(("source", "pool", "kept_as", "num_held"), [
+    ("m", "m", "m", 32), ("m", "m+d", "m", 32), ("m+d", "m+d", "m+d", 32), ("m+d", "m+d", "m", 0),
+    ("m", "m+d", "m+d", 0)])
 async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the_rest(
-        source: str, pool: str, kept_as: str, chosen: int, num_held: int) -> None:
+        source: str, pool: str, kept_as: str, num_held: int) -> None:
     """As it would have landed: with the draft only where both have it."""
     directory = Directory(DirectoryOptions(("h:1",), ("h:2", "h:3")), FACTS, RouterMetrics.create(CollectorRegistry()),
                           random.Random(0))
@@ -273,8 +378,19 @@ async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the
     keeps(pools[1], range(40), compatibility=kept_as)
     pair = directory.place(RoutedPrompt(list(range(40))), 50)
     assert pair is not None
-    assert (pair.decode.worker, pair.decode.num_held) == (pools[chosen], num_held)
-    pools[1].book(1000)
+    assert pair.decode.worker is pools[1] or not num_held
+    assert pair.decode.num_held == num_held
+    pair.release()
+    pools[1].book(64)
     again = directory.place(RoutedPrompt(list(range(40))), 50)
     assert again is not None
     assert again.decode.worker is pools[0], "load counts more than bytes"
+    again.release()
+    for worker in pools:
+        lately = worker.book(1)
+        lately.answered(10, 1.0)
+        directory.linked(again.prefill, lately, 100.0)
+        lately.release()
+    slow = directory.place(RoutedPrompt(list(range(40))), 50)
+    assert slow is not None
+    assert slow.decode.worker is pools[1] or not num_held, "bytes on a slow link count more than load"

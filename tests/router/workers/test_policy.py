@@ -7,7 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.workers.policy import AFFINITY_FACTOR, AFFINITY_SLACK, Candidate, Draw, Policy, choose
+from router.workers.policy import (
+    AFFINITY_FACTOR,
+    AFFINITY_SLACK,
+    MEMORY_S,
+    AnswerPace,
+    Candidate,
+    Draw,
+    LinkedWorkers,
+    Policy,
+    choose,
+    choose_pair,
+)
+from runtime.clock import ManualClock
+from runtime.pace import MIN_TOKENS
 
 addresses = st.integers(0, 9).map(lambda i: f"10.0.0.{i}:7000")
 candidates = st.lists(st.builds(Candidate, addresses, st.floats(0, 1e6), st.booleans()),
@@ -49,21 +62,76 @@ def test_round_robin_gives_everyone_the_same_number(workers: list[Candidate], fi
 
 
 @given(candidates)
-def test_least_load_is_the_minimum_and_ties_go_to_the_lowest_address(workers: list[Candidate]) -> None:
-    able = [worker for worker in workers if worker.has_room]
+def test_least_load_is_the_minimum(workers: list[Candidate]) -> None:
     chosen = choose(Policy.LEAST_LOAD, workers, draw())
-    assert chosen == min(able, key=lambda w: (w.load, w.address), default=None)
+    loads = [worker.load for worker in workers if worker.has_room]
+    assert chosen is None if not loads else chosen is not None and chosen.load == min(loads)
+
+
+@pytest.mark.parametrize("policy", [Policy.POWER_OF_TWO, Policy.LEAST_LOAD, Policy.PREFIX_CACHE])
+def test_routers_that_know_the_same_spread_over_equal_workers(policy: Policy) -> None:
+    """Each draws for itself; a busy worker is none of the equals."""
+    busy = Candidate("10.0.0.0:6000", 1e6)
+    chosen = Counter(choose(policy, [busy, *idle(5)], draw(seed=router)) for router in range(500))
+    assert set(chosen) == set(idle(5))
+    assert min(chosen.values()) >= 60
 
 
 @pytest.mark.parametrize(("loads", "held", "chosen"), [
-    ((0, 0), (0, 64), 1), ((100, 0), (96, 0), 1), ((96, 0), (100, 0), 0), ((50, 50), (32, 32), 0), ((7, 0), (0, 0), 1)])
+    ((0, 0), (0, 64), 1), ((100, 0), (96, 0), 1), ((96, 0), (100, 0), 0), ((7, 0), (0, 0), 1)])
 def test_a_prefix_cache_counts_as_much_as_it_saves(loads: tuple[int, int], held: tuple[int, int], chosen: int) -> None:
-    """A prompt of 100 tokens: what is ahead of it there, and what must be computed of it; of equals the first address.
-    """
-    workers = [worker._replace(load=load, num_held=num) for worker, load, num in zip(idle(2), loads, held, strict=True)]
-    assert choose(Policy.PREFIX_CACHE, workers, draw(prompt=[0] * 100)) == workers[chosen]
+    """A prompt of 100 tokens: what is ahead of it there, and what must be computed of it."""
+    workers = [worker._replace(load=load) for worker, load in zip(idle(2), loads, strict=True)]
+    there = Draw(0, random.Random(0), num_held=dict(zip([worker.address for worker in workers], held, strict=True)))
+    assert choose(Policy.PREFIX_CACHE, workers, there) == workers[chosen]
     shares = [worker._replace(load=worker.load / 1000, token_load=1 / 1000) for worker in workers]
-    assert choose(Policy.PREFIX_CACHE, shares, draw(prompt=[0] * 100)) == shares[chosen], "of a pool of 1,000 tokens"
+    assert choose(Policy.PREFIX_CACHE, shares, there) == shares[chosen], "of a pool of 1,000 tokens"
+
+
+@pytest.mark.parametrize(("ahead", "full", "chosen"), [(40_000, 0.9, "second"), (50_000, 0.9, "first"),
+                                                       (0, 0.9, "second"), (10, 0.0, "first")])
+def test_a_pair_is_weighed_by_what_both_of_it_take(ahead: int, full: float, chosen: str) -> None:
+    """The first source feeds a pool that is so full, the second, with so many tokens ahead, an empty one. A token takes
+    0.1 ms, an answer 5 s: 4 s ahead are less than 90 % of that, 5 s are more."""
+    groups = [LinkedWorkers([Candidate(source, load, load_s=1e-4)], [Candidate(pool, share, load_s=5.0)], draw())
+              for source, load, pool, share in (("first", 0, "p:1", full), ("second", ahead, "p:2", 0.0))]
+    source, pool = choose_pair(Policy.PREFIX_CACHE, groups, draw())
+    assert (source.address, pool.address) == (chosen, {"first": "p:1", "second": "p:2"}[chosen])
+
+
+@given(st.sampled_from(Policy), candidates, candidates, st.integers(0, 1000), prompts)
+def test_of_workers_that_all_fit_a_pair_is_the_best_of_either_role(
+        policy: Policy, sources: list[Candidate], pools: list[Candidate], turn: int, prompt: list[int]) -> None:
+    able, fit = ([worker for worker in workers if worker.has_room] for workers in (sources, pools))
+    if able and fit:
+        pair = choose_pair(policy, [LinkedWorkers(able, fit, draw(turn, prompt=prompt))], draw(turn, prompt=prompt))
+        assert pair == (choose(policy, able, draw(turn, prompt=prompt)),
+                        choose(policy.of_pools, fit, draw(turn, prompt=prompt)))
+
+
+@pytest.mark.parametrize(("waited_s", "chosen"), [(0.0, 1), (0.1, 1), (0.4, 0)])
+def test_bytes_that_an_answer_waits_for_weigh_as_its_pool_being_full(waited_s: float, chosen: int) -> None:
+    """1,000 tokens came so long after their first token, answers take 2 s. The first pool has all of the prompt and is
+    fuller by a tenth of its time, 0.2 s, which is more than 0.1 s and less than 0.4 s."""
+    pace = AnswerPace(ManualClock(0.0))
+    assert pace.token_share == 0.0
+    pace.answered(2.0)
+    pace.landed(1000, waited_s)
+    pools = [worker._replace(load=load, token_load=pace.token_share)
+             for worker, load in zip(idle(2), (0.1, 0.0), strict=True)]
+    there = Draw(0, random.Random(0), [0] * 1000, {pools[0].address: 1000})
+    assert choose(Policy.PREFIX_CACHE, pools, there) == pools[chosen]
+
+
+def test_waits_for_bytes_are_forgotten() -> None:
+    """A pool that is avoided has no landings by which it could show that its link is mended."""
+    clock = ManualClock(0.0)
+    pace = AnswerPace(clock)
+    pace.answered(2.0)
+    pace.landed(10, 0.5)
+    assert pace.token_share == pytest.approx(0.5 / MIN_TOKENS / 2.0), "few tokens count as more"
+    clock.advance(MEMORY_S + 1)
+    assert pace.token_share == 0.0
 
 
 @given(candidates, st.integers(0, 1000))
@@ -71,11 +139,6 @@ def test_power_of_two_never_takes_the_most_loaded_of_several(workers: list[Candi
     able = sorted((w for w in workers if w.has_room), key=lambda w: (w.load, w.address))
     chosen = choose(Policy.POWER_OF_TWO, workers, draw(seed=seed))
     assert chosen is None if not able else len(able) == 1 or chosen != able[-1]
-
-
-def test_power_of_two_follows_the_random_source() -> None:
-    chosen = {choose(Policy.POWER_OF_TWO, idle(5), draw(seed=seed)) for seed in range(50)}
-    assert len(chosen) == 4, "all but the last, which loses every tie"
 
 
 @given(prompts, prompts)

@@ -131,12 +131,12 @@ def test_predicted_is_reused_for_10000_of_10000(rule: ResumeRule) -> None:
                 num_anew += 1
                 index.forget(worker.address)
                 worker.watch_anew()
-        held = index.depths(RoutedPrompt(token_ids).block_names(PAGE, "m"))
-        candidates = [Candidate(address, load=rng.randrange(40), num_held=held.get(address, 0) * PAGE)
-                      for address in workers]
-        chosen = choose(Policy.PREFIX_CACHE, candidates, Draw(number, rng, token_ids))
+        depths = index.depths(RoutedPrompt(token_ids).block_names(PAGE, "m"))
+        held = {address: depth * PAGE for address, depth in depths.items()}
+        candidates = [Candidate(address, load=rng.randrange(40)) for address in workers]
+        chosen = choose(Policy.PREFIX_CACHE, candidates, Draw(number, rng, token_ids, held))
         assert chosen is not None
-        assert workers[chosen.address].compute(number * 0.3, token_ids) == chosen.num_held
-        num_hits += chosen.num_held > 0
+        assert workers[chosen.address].compute(number * 0.3, token_ids) == held.get(chosen.address, 0)
+        num_hits += chosen.address in held
     assert num_hits > 4_000
     assert num_anew > 500

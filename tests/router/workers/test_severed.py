@@ -73,7 +73,7 @@ async def test_a_pool_that_its_only_source_cannot_reach_is_fed_by_none() -> None
     pair = of.place_again(PROMPT, "", first.address)
     assert pair is not None
     assert pair.decode.worker is second
-    of.linked(source.book(1), first.book(1))
+    of.linked(source.book(1), first.book(1), 0.0)
     assert of.is_fed(first.book(1))
 
 
@@ -91,17 +91,17 @@ async def test_memory_ends_with_time_and_with_an_incarnation_and_is_bounded(monk
     pairs = SeveredPairs(clock)
     source, first, second = directory(1, 2).workers
     pairs.add(source.incarnation, first.incarnation)
-    assert pairs.has(source.incarnation, first.incarnation)
-    assert not pairs.has(source.incarnation, second.incarnation)
+    assert first.incarnation in pairs.by_source()[source.incarnation]
+    assert second.incarnation not in pairs.by_source().get(source.incarnation, ())
     clock.advance(SEVERED_MEMORY_S)
-    assert not pairs.has(source.incarnation, first.incarnation)
+    assert first.incarnation not in pairs.by_source().get(source.incarnation, ())
     pairs.add(source.incarnation, first.incarnation)
     serves(first, incarnation="new")
-    assert not pairs.has(source.incarnation, first.incarnation)
+    assert first.incarnation not in pairs.by_source().get(source.incarnation, ())
     monkeypatch.setattr(policy, "MAX_SEVERED_PAIRS", 1)
     pairs.add(source.incarnation, first.incarnation)
     pairs.add(source.incarnation, second.incarnation)
     assert len(pairs) == 1
-    assert pairs.has(source.incarnation, second.incarnation)
+    assert second.incarnation in pairs.by_source()[source.incarnation]
     pairs.remove(source.incarnation, second.incarnation)
     assert not len(pairs)

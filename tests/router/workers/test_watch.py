@@ -9,7 +9,7 @@ import pytest
 
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
-from router.workers.watch import watch_worker
+from router.workers.watch import follow_stream, watch_worker
 from router.workers.worker import Worker, WorkerRole
 from tests.router.harness import FACTS, eventually, worker_info
 from tests.support.router.fake_workers import CachelessWorker
@@ -53,7 +53,7 @@ async def test_a_missing_report_is_noticed(script: Sequence[pb.WatchResponse], n
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     worker = Worker(WorkerRole.PREFILL, address, grpc.aio.insecure_channel(address), lambda: None)
-    watching = asyncio.create_task(watch_worker(worker, FACTS, 0.05, random.Random(0)))
+    watching = asyncio.create_task(watch_worker(worker, FACTS, 0.05, random.Random(0), follow_stream))
     try:
         await eventually(lambda: worker.index.depths(NAMES) == {address: 2} and worker.is_usable, "a missing report")
         assert scripted.num_streams == num_streams

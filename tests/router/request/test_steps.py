@@ -1,0 +1,105 @@
+"""What a pool draws reaches the router in one stream for all of its requests: each gets its own, in order and whole, or
+goes on elsewhere with the same tokens."""
+
+import asyncio
+
+import pytest
+
+from protos import generation_pb2
+from runtime.errors import UnavailableError
+from tests.router.harness import RouterHarness, eventually, running_router, token_request
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+
+NUM_TOKENS = 40
+
+
+def cluster(num_decode: int = 1) -> tuple[FakePrefill, list[FakeDecode]]:
+    fabric, journal = Fabric(), Journal()
+    return FakePrefill("p", fabric, journal), [FakeDecode(f"d{i}", fabric, journal) for i in range(num_decode)]
+
+
+async def answered(router: RouterHarness, prompt: int) -> None:
+    answer = await router.ask(token_request([prompt], max_tokens=NUM_TOKENS, num_top_logprobs=0))
+    assert answer.token_ids == expected_tokens([prompt], NUM_TOKENS)
+    logprobs = [entry.logprob for chunk in answer.chunks for entry in chunk.logprobs]
+    assert logprobs == [-float(token_id) for token_id in answer.token_ids[1:]]
+
+
+async def test_requests_share_a_stream_and_each_gets_its_own_tokens_in_order() -> None:
+    prefill, (pool,) = cluster()
+    async with running_router(prefill, pool) as router:
+        pool.token_pause_s = 0.01
+        await asyncio.gather(*(answered(router, prompt) for prompt in range(0, 320, 10)))
+        assert len(pool.steps._feeds) == 1
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("times", [0, 2])
+@pytest.mark.parametrize("position", [1, 7, NUM_TOKENS - 1])
+async def test_tokens_that_are_lost_or_come_twice_cost_another_try_and_change_nothing(position: int,
+                                                                                      times: int) -> None:
+    prefill, (pool,) = cluster()
+    tries = 0
+
+    def times_sent(where: int) -> int:
+        nonlocal tries
+        tries += where == position
+        return times if where == position and tries == 1 else 1
+
+    pool.times_sent = times_sent
+    async with running_router(prefill, pool) as router:
+        await answered(router, 3)
+        assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 1
+        await router.assert_nothing_left()
+
+
+async def test_a_stream_that_ends_moves_its_requests_and_is_opened_again() -> None:
+    """As when the pool gave the router up, or a proxy between them did."""
+    prefill, pools = cluster(2)
+    async with running_router(prefill, *pools) as router:
+        for pool in pools:
+            pool.token_pause_s = 0.01
+        answers = [asyncio.create_task(answered(router, prompt)) for prompt in (1, 2, 3, 4)]
+        await eventually(lambda: prefill.journal.events().count(Point.TOKEN) > 20, "tokens")
+        for pool in pools:
+            pool.steps_errors.append(UnavailableError("the router has read nothing"))
+        await asyncio.gather(*answers)
+        assert router.metric("baton_migrations_total", type="lost", outcome="resumed") == 4
+        await answered(router, 5)
+        await router.assert_nothing_left()
+
+
+async def test_a_client_that_does_not_read_holds_up_no_other_one() -> None:
+    prefill, (pool,) = cluster()
+    pool.token_pause_s = 0.01
+    async with running_router(prefill, pool) as router:
+        request = token_request([0], max_tokens=200)
+        stream = router.stub.Generate(request).__aiter__()
+        first = await anext(stream)
+        await asyncio.gather(*(answered(router, prompt) for prompt in (1, 2, 3)))
+        token_ids = list(first.chunk.token_ids)
+        token_ids += [token_id async for response in stream for token_id in response.chunk.token_ids]
+        assert token_ids == expected_tokens([0], 200)
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["left", "aborted", "stopped"])
+async def test_what_still_comes_for_a_request_that_is_over_reaches_nobody(how: str) -> None:
+    prefill, (pool,) = cluster()
+    pool.token_pause_s = 0.01
+    async with running_router(prefill, pool) as router:
+        others = [asyncio.create_task(answered(router, prompt)) for prompt in (1, 2, 3)]
+        request = token_request([65], max_tokens=150, request_id="r")
+        if how == "stopped":
+            request.stop.stop_strings.append("a")
+        call = router.stub.Generate(request)
+        async for response in call:
+            if how == "left":
+                call.cancel()
+                break
+            if how == "aborted" and len(response.chunk.token_ids):
+                await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["r"]))
+        await asyncio.gather(*others)
+        (worker,) = (worker for worker in router.directory.workers if worker.role == "decode")
+        assert not worker.steps()._receivers
+        await router.assert_nothing_left()
