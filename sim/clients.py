@@ -11,7 +11,7 @@ from protos import generation_pb2, types_pb2
 from router.request.validate import AdmissibleRequest
 from runtime.errors import BatonError, InternalError, UnavailableError
 from sim.router import RouterProcess
-from sim.worker import VOCAB_SIZE
+from sim.worker import VOCAB_SIZE, Prompts
 
 BLOCK_TOKENS = 512  # of a trace's blocks
 MAX_ROUTERS = 3  # that a client tries
@@ -28,7 +28,7 @@ class _Reader:
     num_finishes: int = 0
     num_cached: int = 0
 
-    async def take(self, response: generation_pb2.GenerateResponse) -> None:
+    def take(self, response: generation_pb2.GenerateResponse) -> None:
         if response.HasField("finish"):
             self.num_finishes += 1
             self.num_cached = response.finish.usage.cached_tokens
@@ -51,9 +51,10 @@ class Answered:
 class Clients:
     """`ask` sends one request; all of them choose routers by one seed."""
 
-    def __init__(self, routers: Sequence[RouterProcess], rng: random.Random) -> None:
+    def __init__(self, routers: Sequence[RouterProcess], rng: random.Random, prompts: Prompts) -> None:
         self._routers = routers
         self._rng = rng
+        self._prompts = prompts
         self._loop = asyncio.get_running_loop()
         self.answered: list[Answered] = []
 
@@ -67,6 +68,8 @@ class Clients:
             await self._resumed(engine, reader)
         except BatonError as failure:
             error = failure.reason
+        finally:
+            self._prompts.pop(engine.request_id, None)
         if reader.num_finishes != (not error) or (not error and reader.num_tokens != planned.output_tokens):
             raise InternalError(f"request {index} ended {reader.num_finishes} times with {reader.num_tokens} tokens, "
                                 f"{error or 'without an error'}")
@@ -84,8 +87,10 @@ class Clients:
             resumed = ((1,) * reader.num_tokens,) if reader.num_tokens else ()
             request = AdmissibleRequest(engine, (), wants_text=False, resumed=resumed,
                                         resumed_from=(reader.compatibility,) if resumed else ())
+            self._prompts[engine.request_id] = request.prompt
             try:
-                await router.answer(request, reader.take)
+                async for response in router.answer(request):
+                    reader.take(response)
                 return
             except UnavailableError:
                 if router.is_up or attempt == MAX_ROUTERS:

@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from baton.load_plot import check_can_plot
 from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan, read_trace
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
+from runtime.log import LogStyle, configure
 from sim.costs import Costs
 from sim.faults import Mishap
 from sim.fleet import FleetConfig, simulate
@@ -42,47 +44,83 @@ def parse_slo(text: str) -> Slo:
     return Slo(limits["ttft"], limits["tpot"])
 
 
+RoutersFlag = Annotated[int, typer.Option(min=1, help="Number of routers before the workers.")]
+
+
+@dataclass(frozen=True)
+class LoadFlags:
+    """The flags that every command on fleets takes: a load, what workers take for it, and what it is to keep."""
+
+    costs: Annotated[Path | None, typer.Option(
+        help="What workers take, as bench.calibrate writes it; default: a dense 70B model on eight H100 per worker, "
+             "roughly.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Times, lengths and common blocks of this JSONL file.")] = None
+    speed: Annotated[float, typer.Option(min=0.001, help="Replay a trace this much faster.")] = 1.0
+    requests: Annotated[int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")] = None
+    rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second, without a trace.")] = 4.0
+    arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON
+    burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8
+    prompt_tokens: Annotated[str, typer.Option(help=_LENGTHS)] = "exponential:4000"
+    output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "exponential:300"
+    policy: Annotated[Policy, typer.Option(help="How routers choose workers.")] = Policy.PREFIX_CACHE
+    slo: Annotated[str, typer.Option(help="What a good request keeps.")] = "ttft=2s,tpot=50ms"
+    seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False
+
+    def costs_read(self) -> Costs:
+        """Raises ConfigError."""
+        return Costs() if self.costs is None else Costs.read(self.costs)
+
+    def planned(self, costs: Costs) -> list[Planned]:
+        """What is longer than the context is cut. Raises ConfigError."""
+        if self.trace is not None:
+            load = read_trace(self.trace, speed=self.speed)[:self.requests]
+        else:
+            shape = Shape(Lengths.parse(self.prompt_tokens, field="prompt_tokens"),
+                          Lengths.parse(self.output_tokens, field="output_tokens"))
+            load = plan(self.requests or 1000, Arrivals(self.arrival, self.rate, self.burst), shape, seed=self.seed)
+        return fitting(load, costs.model.max_context_tokens)
+
+
+def with_load_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the flags of its first argument, which is a `LoadFlags`, beside its own."""
+    shared = [Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+              for each in fields(LoadFlags)]
+    own = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in list(signature(command).parameters.values())[1:]]
+
+    def taking_flags(**given: object) -> None:
+        flags = {each.name: given.pop(each.name) for each in shared}
+        command(LoadFlags(**flags), **given)  # type: ignore[arg-type]  # typer has checked them
+
+    taking_flags.__doc__ = command.__doc__
+    taking_flags.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]  # what typer goes by
+    taking_flags.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
+    return taking_flags
+
+
 @app.command()
+@with_load_flags
 def command(
+    flags: LoadFlags,
     prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
-    routers: Annotated[int, typer.Option(min=1, help="Number of routers before them.")] = 1,
-    costs: Annotated[Path | None, typer.Option(help="What workers take, as bench.calibrate writes it; default: a dense "
-                                                    "70B model on eight H100 per worker, roughly.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Times, lengths and common blocks of this JSONL file.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Replay a trace this much faster.")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")] = None,
-    rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second, without a trace.")] = 4.0,
-    arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON,
-    burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8,
-    prompt_tokens: Annotated[str, typer.Option(help=_LENGTHS)] = "exponential:4000",
-    output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "exponential:300",
-    policy: Annotated[Policy, typer.Option(help="How routers choose workers.")] = Policy.PREFIX_CACHE,
+    routers: RoutersFlag = 1,
     watch_interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two reports of a worker.")] = 0.25,
     fault: Annotated[list[str] | None, typer.Option(
         help="Like kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, restart:decode@100 or "
              "lose:router-1@60; repeat.")] = None,
-    slo: Annotated[str, typer.Option(help="What a good request keeps.")] = "ttft=2s,tpot=50ms",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
 ) -> None:
     """Simulate a fleet: the router's own code, and models of workers and links, in virtual time."""
-    with _one_line_errors():
+    with one_line_errors("simulate"):
         if plot is not None:
             check_can_plot(plot)
-        limits = parse_slo(slo)
-        if trace is not None:
-            load = read_trace(trace, speed=speed)[:requests]
-        else:
-            shape = Shape(Lengths.parse(prompt_tokens, field="prompt_tokens"),
-                          Lengths.parse(output_tokens, field="output_tokens"))
-            load = plan(requests or 1000, Arrivals(arrival, rate, burst), shape, seed=seed)
-        config = FleetConfig(prefill, decode, routers, Costs() if costs is None else Costs.read(costs),
-                             RouterOptions(policy, watch_interval), tuple(map(Mishap.parse, fault or ())), seed)
-        run = simulate(config, fitting(load, config.costs.model.max_context_tokens))
+        limits = parse_slo(flags.slo)
+        config = FleetConfig(prefill, decode, routers, flags.costs_read(), RouterOptions(flags.policy, watch_interval),
+                             tuple(map(Mishap.parse, fault or ())), flags.seed)
+        run = simulate(config, flags.planned(config.costs))
         figures = figures_of(run, config, limits)
-        print(json.dumps(figures) if as_json else "\n".join(lines_of(figures)))
+        print(json.dumps(figures) if flags.as_json else "\n".join(lines_of(figures)))
         if plot is not None:
             draw(run, config, limits, plot)
 
@@ -98,11 +136,18 @@ def fitting(load: Sequence[Planned], max_context_tokens: int) -> list[Planned]:
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors(command: str) -> Iterator[None]:
+    """Of `baton COMMAND`, to stderr."""
     try:
         yield
     except BatonError as error:
-        print(f"baton simulate: {error}", file=sys.stderr)
+        print(f"baton {command}: {error}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def run_program(program: typer.Typer, name: str) -> None:
+    """The entry point. What routers and workers log would fill the terminal."""
+    configure(level="error", style=LogStyle.HUMAN, role="simulation")
+    program(prog_name=name)

@@ -4,6 +4,8 @@ ends here, with the time that the last of them takes; what a router sees of the 
 import asyncio
 from dataclasses import dataclass
 
+from google.protobuf.message import Message
+
 from pool.prefix.journal import PointJournal
 from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.clock import Clock
@@ -24,6 +26,9 @@ class _DecodeStay:
     call: SimulatedCall
     row: DrawnRow
     session_id: str
+    steps_id: str
+    steps_key: int
+    num_tokens: int  # of the output, that its router has
     num_offers: int = 0
     num_bytes: float = 0.0
     has_landed: bool = False
@@ -36,7 +41,7 @@ class _DecodeStay:
 
 
 class DecodeWorker(SimulatedWorker):
-    """Serves `Decode.Generate` and `Worker.Watch`."""
+    """Serves `Decode.Generate` and `Decode.Steps`."""
 
     role = "decode"
 
@@ -82,10 +87,11 @@ class DecodeWorker(SimulatedWorker):
             self._timer.cancel()
         self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self.slowness)
         self._stays: dict[int, _DecodeStay] = {}
+        self._steps: dict[str, SimulatedCall] = {}  # by their ids
         return PointJournal()
 
     def _methods(self) -> dict[str, Method]:
-        return {"/baton.v1.Decode/Generate": self._generate}
+        return {"/baton.v1.Decode/Generate": self._generate, "/baton.v1.Decode/Steps": self._open_steps}
 
     def _described(self) -> worker_pb2.WorkerInfo:
         mine = self.costs.decode
@@ -99,8 +105,21 @@ class DecodeWorker(SimulatedWorker):
             open_sessions=sum(not stay.is_committed for stay in self._stays.values()),
             output_tokens=self.pool.num_drawn)
 
+    def _open_steps(self, call: SimulatedCall) -> None:
+        def opened(message: Message) -> None:
+            assert isinstance(message, decode_pb2.StepsRequest)
+            steps_id = message.steps_id
+            self._steps[steps_id] = call
+            call.on_gone = lambda: self._ended_steps(steps_id)
+
+        call.on_message = opened
+
+    def _ended_steps(self, steps_id: str) -> None:
+        self._steps.pop(steps_id, None)
+
     def _generate(self, call: SimulatedCall) -> None:
-        def opened(message: decode_pb2.DecodeRequest) -> None:
+        def opened(message: Message) -> None:
+            assert isinstance(message, decode_pb2.DecodeRequest)
             stay = self._reserve(call, message.open)
             if stay is not None:
                 call.on_message = lambda later: self._received(stay, later)
@@ -121,12 +140,15 @@ class DecodeWorker(SimulatedWorker):
         except BatonError as error:
             call.end(error)
             return None
-        stay = _DecodeStay(call, row, f"{self.incarnation}/{row.key}", num_bytes=self.costs.handoff_bytes(num_prompt))
+        stay = _DecodeStay(call, row, f"{self.incarnation}/{row.key}", opening.steps_id, opening.steps_key,
+                           num_tokens=1 + num_again, num_bytes=self.costs.handoff_bytes(num_prompt))
         self._stays[row.key] = stay
+        self._woken()
         self._offered(stay)
         return stay
 
-    def _received(self, stay: _DecodeStay, message: decode_pb2.DecodeRequest) -> None:
+    def _received(self, stay: _DecodeStay, message: Message) -> None:
+        assert isinstance(message, decode_pb2.DecodeRequest)
         if stay.is_committed:
             return
         match message.WhichOneof("input"):
@@ -156,7 +178,7 @@ class DecodeWorker(SimulatedWorker):
         now = self._clock.now()
         stay.is_committed = True
         self._arrivals.pop((stay.session_id, stay.epoch), None)
-        stay.call.send(decode_pb2.DecodeResponse(committed=decode_pb2.DecodeCommitted(
+        self._send(stay, decode_pb2.StepEvent(committed=decode_pb2.DecodeCommitted(
             transfer_exposed_s=now - stay.first_token_s, num_bytes=round(stay.num_bytes))))
         if stay.row.left <= 0:
             self._finish(stay)
@@ -182,16 +204,22 @@ class DecodeWorker(SimulatedWorker):
         self._send_drawn(stay)
         row, now = stay.row, self._clock.now()
         first_s = now if row.first_step_s is None else row.first_step_s
-        stay.call.send(decode_pb2.DecodeResponse(finished=decode_pb2.DecodeFinished(
+        self._send(stay, decode_pb2.StepEvent(finished=decode_pb2.DecodeFinished(
             reason=types_pb2.FINISH_REASON_LENGTH, queue_s=max(0.0, first_s - row.joined_s), decode_s=now - first_s,
             num_preemptions=row.num_preemptions)))
-        stay.call.end()
+        stay.call.on_half_close = stay.call.end  # the router has the finish
         del self._stays[row.key]
 
     def _send_drawn(self, stay: _DecodeStay) -> None:
         count = self.pool.drawn(stay.row, self._clock.now())
         if count:
-            stay.call.send(decode_pb2.DecodeResponse(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)))
+            self._send(stay, decode_pb2.StepEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)))
+            stay.num_tokens += count
+
+    def _send(self, stay: _DecodeStay, event: decode_pb2.StepEvent) -> None:
+        event.steps_key, event.position = stay.steps_key, stay.num_tokens
+        if (steps := self._steps.get(stay.steps_id)) is not None:
+            steps.send(decode_pb2.StepsResponse(events=[event]))
 
     def _release(self, stay: _DecodeStay) -> None:
         if self._stays.pop(stay.row.key, None) is None:

@@ -8,6 +8,7 @@ back; it comes back, and is computed again, before anything new is admitted.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from runtime.errors import CapacityError, InternalError
@@ -155,7 +156,7 @@ class DecodePool:
         within = 0
         if self.span is not None:
             rounds = self.span.rounds_by(now_s)
-            within = sum(self._growth(row, rounds) for row in self._running)
+            within = self._growth(self._running, rounds)
         return max(0, self.costs.num_pages - self._pages_used - within)
 
     def check(self) -> None:
@@ -195,7 +196,7 @@ class DecodePool:
         tokens = self._tokens(span.num_rounds)
         self.busy_s += span.ends_s - span.began_s
         for row in self._running:
-            self._take(row, self._growth(row, span.num_rounds))
+            self._take(row, self._growth((row,), span.num_rounds))
             count = min(tokens, row.left)
             row.context += count
             row.left -= count
@@ -209,12 +210,12 @@ class DecodePool:
         fewest = min(row.left for row in self._running)
         rounds = max(1, math.ceil(fewest / self.costs.tokens_per_step))
         free = self.costs.num_pages - self._pages_used
-        if sum(self._growth(row, rounds) for row in self._running) <= free:
+        if self._growth(self._running, rounds) <= free:
             return rounds
         low, high = 0, rounds  # it fits for `low` and not for `high`
         while high - low > 1:
             middle = (low + high) // 2
-            fits = sum(self._growth(row, middle) for row in self._running) <= free
+            fits = self._growth(self._running, middle) <= free
             low, high = (middle, high) if fits else (low, middle)
         return low
 
@@ -248,10 +249,14 @@ class DecodePool:
         tokens = row.context + min(self.costs.growth_tokens, max(row.left, 0))
         return -(-tokens // self.page_size)
 
-    def _growth(self, row: DrawnRow, num_rounds: int) -> int:
-        """Pages that a row takes within so many rounds."""
-        tokens = row.context + min(self._tokens(num_rounds), row.left)
-        return max(0, -(-tokens // self.page_size) - row.num_pages)
+    def _growth(self, rows: Iterable[DrawnRow], num_rounds: int) -> int:
+        """Pages that rows take within so many rounds. Every report asks for those of all rows."""
+        tokens, page_size, num_pages = self._tokens(num_rounds), self.page_size, 0
+        for row in rows:
+            more = -(-(row.context + (tokens if tokens < row.left else row.left)) // page_size) - row.num_pages
+            if more > 0:
+                num_pages += more
+        return num_pages
 
     def _take(self, row: DrawnRow, num_pages: int) -> None:
         row.num_pages += num_pages

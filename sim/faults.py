@@ -69,10 +69,9 @@ async def unleash(fault: Mishap, workers: Mapping[str, SimulatedWorker], routers
             await asyncio.sleep(fault.for_s + worker.start_s)
             worker.start()
         case MishapKind.CUT:
-            server = workers[fault.target].server
-            server.is_cut = True
+            workers[fault.target].cut()
             await asyncio.sleep(fault.for_s)
-            server.heal()
+            workers[fault.target].heal()
         case MishapKind.SLOW:
             workers[fault.target].slow_down(fault.factor)
             await asyncio.sleep(fault.for_s)

@@ -19,11 +19,11 @@ from sim.links import Arrivals
 from sim.prefill import PrefillWorker
 from sim.router import RouterOptions, RouterProcess
 from sim.time import LoopClock, run_virtually
-from sim.worker import ARCHITECTURE, VOCAB_SIZE, SimulatedWorker
+from sim.worker import ARCHITECTURE, VOCAB_SIZE, Prompts, SimulatedWorker
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
 COOL_DOWN_S = 5.0  # from the last request's end until nothing may be left of any
-NUM_SAMPLES = 240  # of a run
+NUM_SAMPLES = 240  # of the time in which requests come; of a run that goes on for long, up to twice as many
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,20 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._clock = LoopClock(self._loop)
         self._began_s = time.perf_counter()
-        costs, arrivals = config.costs, Arrivals()
-        self._prefill = [PrefillWorker(f"prefill-{index}:1", costs, arrivals, self._clock)
+        costs, arrivals, prompts = config.costs, Arrivals(), Prompts()
+        self._prefill = [PrefillWorker(f"prefill-{index}:1", costs, arrivals, prompts, self._clock)
                          for index in range(config.num_prefill)]
         self._decode = [DecodeWorker(f"decode-{index}:1", costs, arrivals, self._clock)
                         for index in range(config.num_decode)]
         self._workers: list[SimulatedWorker] = [*self._prefill, *self._decode]
         facts = ModelLimits("simulated", ARCHITECTURE, VOCAB_SIZE, costs.model.max_context_tokens,
                             costs.model.num_layers, ())
-        servers = {role: [worker.server for worker in self._workers if worker.role == role]
-                   for role in ("prefill", "decode")}
+        by_address = {worker.address: worker for worker in self._workers}
         self._routers = {
-            f"router-{index}": RouterProcess.build(config.router, servers, costs.network.latency_s, self._clock,
+            f"router-{index}": RouterProcess.build(config.router, by_address, costs.network.latency_s, self._clock,
                                                    random.Random(f"{config.seed}/router/{index}"), facts)
             for index in range(config.num_routers)}
-        self._clients = Clients(list(self._routers.values()), random.Random(f"{config.seed}/clients"))
+        self._clients = Clients(list(self._routers.values()), random.Random(f"{config.seed}/clients"), prompts)
         self._faults = config.faults
         self._samples: list[FleetState] = []
 
@@ -142,14 +141,18 @@ class Fleet:
     async def _look(self, start_s: float, interval_s: float) -> None:
         """Take samples until cancelled."""
         while True:
-            pages = sum(worker.costs.decode.num_pages for worker in self._decode)
             now = self._clock.now()
+            sources = [worker for worker in self._prefill if worker.num_requests]
+            pools = [worker.pool for worker in self._decode if worker.num_requests]
+            pages_used = sum(pool.costs.num_pages - pool.pages_free(now) for pool in pools)
             self._samples.append(FleetState(
                 now - start_s, sum(router.services.admission.num_waiting for router in self._routers.values()),
-                sum(worker.queued_tokens for worker in self._prefill),
-                sum(worker.pool.num_held for worker in self._decode),
-                1 - sum(worker.pool.pages_free(now) for worker in self._decode) / pages,
+                sum(worker.queued_tokens for worker in sources), sum(pool.num_held for pool in pools),
+                pages_used / sum(worker.costs.decode.num_pages for worker in self._decode),
                 sum(worker.busy_s for worker in self._prefill), sum(worker.pool.busy_s for worker in self._decode)))
+            if len(self._samples) == 2 * NUM_SAMPLES:
+                del self._samples[::2]
+                interval_s *= 2
             await asyncio.sleep(max(interval_s, 1e-3))
 
     def _check(self, num_requests: int) -> None:

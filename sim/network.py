@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import grpc
+from google.protobuf.message import Message
 
 from runtime.errors import BatonError, InternalError
 from runtime.status import failure_of
@@ -54,9 +54,8 @@ class Server:
 class SimulatedCall:
     """Both ends of one call. Its caller iterates and cancels; its server listens, sends and ends."""
 
-    def __init__(self, server: Server, latency_s: float, request: Any = None) -> None:  # noqa: ANN401 (any message)
-        self.request = request  # of a call with one
-        self.on_message: Callable[[Any], None] = _ignore
+    def __init__(self, server: Server, latency_s: float) -> None:
+        self.on_message: Callable[[Message], None] = _ignore
         self.on_half_close: Callable[[], None] = _ignore
         self.on_gone: Callable[[], None] = _ignore  # its caller cancelled, or this process dies
         self._server = server
@@ -64,14 +63,14 @@ class SimulatedCall:
         self._loop = asyncio.get_running_loop()
         self._under_way: deque[Callable[[], None]] = deque()
         self._num_held = 0  # of those, by a cut
-        self._received: deque[Any] = deque()
+        self._received: deque[Message] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._pump: asyncio.Task[None] | None = None
         self._error: grpc.aio.AioRpcError | None = None
         self._is_over = False  # its server is done with it
         self._has_ended = False  # its caller knows how it ended
 
-    def send(self, message: Any) -> None:  # noqa: ANN401
+    def send(self, message: Message) -> None:
         """To the caller. Does nothing when the call is over."""
         if not self._is_over:
             self._later(partial(self._received.append, message))
@@ -94,12 +93,11 @@ class SimulatedCall:
             self._under_way.popleft()()
             self._wake()
 
-    def open(self, path: str, messages: AsyncIterator[Any] | None) -> Self:
+    def open(self, path: str, messages: AsyncIterator[Message]) -> Self:
         """By its caller."""
         self._server.calls[self] = None
         self._later(partial(self._begin, path))
-        if messages is not None:
-            self._pump = self._loop.create_task(self._forward(messages))
+        self._pump = self._loop.create_task(self._forward(messages))
         return self
 
     def cancel(self) -> None:
@@ -112,7 +110,7 @@ class SimulatedCall:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:  # noqa: ANN401
+    async def __anext__(self) -> Message:
         while not self._received:
             if self._has_ended:
                 if self._error is not None:
@@ -131,12 +129,12 @@ class SimulatedCall:
             return
         self._server.methods[path](self)
 
-    async def _forward(self, messages: AsyncIterator[Any]) -> None:
+    async def _forward(self, messages: AsyncIterator[Message]) -> None:
         async for message in messages:
             self._later(partial(self._deliver, message))
         self._later(self._half_closed)
 
-    def _deliver(self, message: Any) -> None:  # noqa: ANN401
+    def _deliver(self, message: Message) -> None:
         if not self._is_over:
             self.on_message(message)
 
@@ -176,52 +174,38 @@ class SimulatedCall:
 
 
 class Channel(grpc.aio.Channel):
-    """To one server. Of gRPC's kinds of calls those that routers make of workers."""
+    """To one server, for the calls that routers make of workers for requests. It has no connection: its state is not
+    looked at, and nothing is left to close."""
 
     def __init__(self, server: Server, latency_s: float) -> None:
         self._server = server
         self._latency_s = latency_s
 
-    def unary_stream(self, method: str, *_: Any, **__: Any) -> Any:  # noqa: ANN401 (gRPC's own)
-        return partial(self._ask, method)
+    def unary_stream(self, method: str, *_: object, **__: object) -> Any:  # noqa: ANN401
+        """Makes what routers use of a `grpc.aio.UnaryStreamCall`."""
+        make = self.stream_stream(method)
+        return lambda message, **_: make(_alone(message))
 
-    def stream_stream(self, method: str, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        return partial(self._talk, method)
+    def stream_stream(self, method: str, *_: object, **__: object) -> Any:  # noqa: ANN401
+        """Makes what routers use of a `grpc.aio.StreamStreamCall`."""
+        def call(messages: AsyncIterator[Message], **_: object) -> SimulatedCall:
+            # A caller's deadline ends its calls itself; their time limit would only do it once more.
+            return SimulatedCall(self._server, self._latency_s).open(method, messages)
 
-    def unary_unary(self, method: str, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        return partial(self._refuse, method)
-
-    def stream_unary(self, method: str, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        return partial(self._refuse, method)
+        return call
 
     async def close(self, grace: float | None = None) -> None:
-        """There is nothing to close: calls end by themselves."""
+        """Calls end by themselves."""
 
-    async def __aenter__(self) -> Self:
-        return self
+    def _has_no(self, *_: object, **__: object) -> NoReturn:
+        raise InternalError("the simulated network has streams of responses and nothing else")
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
-        await self.close()
+    unary_unary = stream_unary = _has_no
+    get_state = wait_for_state_change = channel_ready = __aenter__ = __aexit__ = _has_no
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:  # noqa: FBT001, FBT002 (gRPC's)
-        return grpc.ChannelConnectivity.READY if self._server.is_up else grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        raise InternalError("the simulated network does not report states of channels")
-
-    async def channel_ready(self) -> None:
-        raise InternalError("the simulated network does not report states of channels")
-
-    def _refuse(self, path: str, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        raise InternalError(f"the simulated network has no calls like {path}")
-
-    def _ask(self, path: str, request: Any, **_: Any) -> SimulatedCall:  # noqa: ANN401
-        return SimulatedCall(self._server, self._latency_s, request).open(path, None)
-
-    def _talk(self, path: str, messages: AsyncIterator[Any], **_: Any) -> SimulatedCall:  # noqa: ANN401
-        # A caller's deadline ends its calls itself; their time limit would only do it once more.
-        return SimulatedCall(self._server, self._latency_s).open(path, messages)
+async def _alone(message: Message) -> AsyncIterator[Message]:
+    yield message
 
 
 def _lost(details: str) -> grpc.aio.AioRpcError:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from google.protobuf.message import Message
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.request import DrawnToken, Request
@@ -23,7 +24,7 @@ from runtime.errors import BatonError, DrainingError
 from sim.costs import Costs
 from sim.links import Arrivals, Interface, Sending
 from sim.network import Method, SimulatedCall
-from sim.worker import COMPATIBILITY, SimulatedWorker
+from sim.worker import COMPATIBILITY, Prompts, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every answer, whoever draws it
 _NO_TOKENS = torch.empty(0)
@@ -49,13 +50,14 @@ class _PrefillStay:
 
 
 class PrefillWorker(SimulatedWorker):
-    """Serves `Prefill.Run` and `Worker.Watch`."""
+    """Serves `Prefill.Run`."""
 
     role = "prefill"
 
-    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, clock: Clock) -> None:
+    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, clock: Clock) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self._arrivals = arrivals
+        self._prompts = prompts
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         super().__init__(address, costs)
@@ -71,10 +73,11 @@ class PrefillWorker(SimulatedWorker):
     @property
     def queued_tokens(self) -> int:
         """Of prompts that it has and has not computed."""
-        return self._scheduler.load().queued_tokens
+        return round(sum(stay.num_tokens - stay.computed for stay in self._stays.values()))
 
     def check(self) -> None:
-        self._scheduler.on_idle()
+        if self.num_tokens:  # else it had no request
+            self._scheduler.on_idle()
 
     def drain(self) -> None:
         super().drain()
@@ -112,13 +115,11 @@ class PrefillWorker(SimulatedWorker):
             queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
             running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
 
-    async def _flush(self) -> int:
-        return self._scheduler.cache.clear()
-
     def _run(self, call: SimulatedCall) -> None:
         stay = _PrefillStay(call)
 
-        def received(message: prefill_pb2.RunRequest) -> None:
+        def received(message: Message) -> None:
+            assert isinstance(message, prefill_pb2.RunRequest)
             if message.HasField("request"):
                 self._submit(stay, message.request)
             else:
@@ -133,16 +134,22 @@ class PrefillWorker(SimulatedWorker):
     def _submit(self, stay: _PrefillStay, message: types_pb2.EngineRequest) -> None:
         stay.num_tokens = len(message.prompt_token_ids)
         request = Request(message.request_id, (0,) * stay.num_tokens, message.max_tokens, priority=message.priority)
-        names = block_names(message.prompt_token_ids, self.costs.model.page_size, compatibility=COMPATIBILITY)
         try:
             if self._is_draining:
                 raise DrainingError("the prefill worker drains")
-            stay.key = self._scheduler.submit(request, lambda event: self._happened(stay, event), blocks=names)
+            stay.key = self._scheduler.submit(request, lambda event: self._happened(stay, event), 
+                                              blocks=self._blocks_of(message))
         except BatonError as error:
             stay.call.end(error)
             return
         self._stays[stay.key] = stay
+        self._woken()
         self._launch()
+
+    def _blocks_of(self, message: types_pb2.EngineRequest) -> tuple[bytes, ...]:
+        page_size, prompt = self.costs.model.page_size, self._prompts.get(message.request_id)
+        known = () if prompt is None else prompt.block_names(page_size, COMPATIBILITY)  # but for the last token's
+        return block_names(message.prompt_token_ids, page_size, compatibility=COMPATIBILITY, known=known)
 
     def _happened(self, stay: _PrefillStay, event: Event) -> None:
         match event:

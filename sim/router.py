@@ -2,13 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
+from protos import generation_pb2
 from router.request.admission import Admission, AdmissionLimits
-from router.request.answer import Emit, Output
+from router.request.answer import Answer, Output, ResponseQueue
 from router.request.flow import RequestFlow, Services
 from router.request.service_times import Outlook, Timeline
 from router.request.validate import AdmissibleRequest
@@ -16,10 +17,13 @@ from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.policy import Policy
+from router.workers.worker import WorkerRole
 from runtime.clock import Clock
 from runtime.errors import UnavailableError
 from runtime.metrics import RouterMetrics
-from sim.network import Channel, Server
+from sim.network import Channel
+from sim.reports import Reports
+from sim.worker import SimulatedWorker
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,18 @@ class RouterProcess:
     is_up: bool = True
 
     @classmethod
-    def build(cls, options: RouterOptions, servers: Mapping[str, Sequence[Server]], latency_s: float,
+    def build(cls, options: RouterOptions, workers: Mapping[str, SimulatedWorker], latency_s: float,
               clock: Clock, rng: random.Random, facts: ModelLimits) -> "RouterProcess":
-        """Before `servers`, by role."""
+        """Before `workers`, by their addresses."""
         registry = CollectorRegistry()
         metrics = RouterMetrics.create(registry)
-        known = {server.address: server for several in servers.values() for server in several}
-        prefill, decode = (tuple(server.address for server in servers[role]) for role in ("prefill", "decode"))
+        prefill, decode = (tuple(address for address, worker in workers.items() if worker.role == role)
+                           for role in WorkerRole)
         directory = Directory(
             DirectoryOptions(prefill, decode, options.policy, options.watch_interval_s,
                              longest_comeback_s=options.max_wait_s),
-            facts, metrics, rng, clock, lambda role, address: Channel(known[address], latency_s))
+            facts, metrics, rng, clock, lambda role, address: Channel(workers[address].server, latency_s),
+            Reports(workers, latency_s, rng).follow)
         outlook = Outlook(clock)
         flow_limits = FlowLimits(capacity_wait_s=options.max_wait_s)
         limits = AdmissionLimits(options.max_waiting, options.max_wait_s, flow_limits.peer_wait_s)
@@ -68,15 +73,19 @@ class RouterProcess:
         for work in (self.services.directory.run(), self.services.admission.run()):
             self._note(group.create_task(work))
 
-    async def answer(self, request: AdmissibleRequest, emit: Emit) -> None:
+    async def answer(self, request: AdmissibleRequest) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """To its end. Raises as `RequestFlow.run` does, and UnavailableError where this process dies first."""
         if not self.is_up:
             raise UnavailableError("the router is gone")
-        output = Output(request.engine, (), None)
-        flow = RequestFlow(request, output, emit, Timeline(self.clock, self.metrics), self.services,
-                           self.options.max_request_s)
+        responses = ResponseQueue(self.options.max_request_s)
+        answer = Answer(request.engine.request_id, 0, Output(request.engine, (), None), responses,
+                        Timeline(self.clock, self.metrics), request.resumed_of(0))
+        flow = RequestFlow(request, answer, self.services, self.options.max_request_s)
         task = self._note(asyncio.get_running_loop().create_task(flow.run()))
+        task.add_done_callback(lambda _: responses.close())
         try:
+            async for response in responses:
+                yield response
             await task
         except asyncio.CancelledError:
             raise UnavailableError("the router was lost") from None

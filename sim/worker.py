@@ -1,19 +1,36 @@
-"""What simulated workers of both roles have in common: their process, and the reports that the real ones send."""
+"""What simulated workers of both roles have in common: their process, and what they report."""
 
-import asyncio
 from abc import ABC, abstractmethod
-from typing import cast
+from typing import Protocol
 
 from pool.prefix.journal import PointJournal
-from pool.watch import Context, WorkerService
 from protos import worker_pb2
+from router.workers.prefix_index import RoutedPrompt
 from sim.costs import Costs
-from sim.network import Method, Server, SimulatedCall
+from sim.network import Method, Server
 
 COMPATIBILITY = "simulated"
 ARCHITECTURE = "Simulated"
-VOCAB_SIZE = 1 << 31
-WATCH = "/baton.v1.Worker/Watch"
+VOCAB_SIZE = 1 << 28
+
+Prompts = dict[str, RoutedPrompt]
+"""Of all requests under way, by their ids. Workers name the blocks of a prompt as its router does: once will do."""
+
+
+class Watcher(Protocol):
+    """Who is to notice what happens to a worker's process."""
+
+    def woken(self) -> None:
+        """It got a request."""
+
+    def changed(self) -> None:
+        """It begins to drain."""
+
+    def died(self) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def healed(self) -> None: ...
 
 
 class SimulatedWorker(ABC):
@@ -29,25 +46,40 @@ class SimulatedWorker(ABC):
         self.num_tokens = 0  # computed or drawn so far
         self._num_starts = 0
         self._is_draining = False
-        self._watchers: set[asyncio.Task[None]] = set()
-        self.server = Server(address, self._methods() | {WATCH: self._watch})
+        self.watchers: dict[Watcher, None] = {}
+        self.server = Server(address, self._methods())
         self.start()
 
     def start(self) -> None:
         """As a new incarnation, that has nothing."""
         self._num_starts += 1
         self._is_draining = False
-        self._service = WorkerService(self._info, self._load, self._begin(), self._flush)
+        self.journal = self._begin()
         self.server.is_up = True
 
     def die(self) -> None:
         """At once."""
         self.server.die()
+        for watcher in tuple(self.watchers):
+            watcher.died()
+
+    def cut(self) -> None:
+        """Nobody reaches it."""
+        self.server.is_cut = True
+        for watcher in tuple(self.watchers):
+            watcher.cut()
+
+    def heal(self) -> None:
+        """The cut is over."""
+        self.server.heal()
+        for watcher in tuple(self.watchers):
+            watcher.healed()
 
     def drain(self) -> None:
         """Hand requests back and take none."""
         self._is_draining = True
-        self._service.changed()
+        for watcher in self.watchers:
+            watcher.changed()
 
     def slow_down(self, slowness: float) -> None:
         """From now on."""
@@ -87,7 +119,12 @@ class SimulatedWorker(ABC):
     def _reported(self) -> worker_pb2.WorkerLoad:
         """What differs between roles."""
 
-    def _info(self) -> worker_pb2.WorkerInfo:
+    def _woken(self) -> None:
+        for watcher in self.watchers:
+            watcher.woken()
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        """Of this incarnation."""
         model, info = self.costs.model, self._described()
         info.MergeFrom(worker_pb2.WorkerInfo(
             role=self.role, incarnation=self.incarnation, architecture=ARCHITECTURE, compatibility=COMPATIBILITY,
@@ -95,26 +132,9 @@ class SimulatedWorker(ABC):
             page_size=model.page_size))
         return info
 
-    def _load(self) -> worker_pb2.WorkerLoad:
+    def load(self) -> worker_pb2.WorkerLoad:
+        """At this moment."""
         load = self._reported()
         load.serving, load.reason = not self._is_draining, "draining" if self._is_draining else ""
         load.start_s = self.start_s
         return load
-
-    async def _flush(self) -> int:
-        """Empty the prefix cache; returns its pages."""
-        return 0
-
-    def _watch(self, call: SimulatedCall) -> None:
-        task = asyncio.get_running_loop().create_task(self._report(call))
-        self._watchers.add(task)
-        task.add_done_callback(self._watchers.discard)
-
-        def gone() -> None:
-            task.cancel()
-
-        call.on_gone = gone
-
-    async def _report(self, call: SimulatedCall) -> None:
-        async for response in self._service.Watch(call.request, cast(Context, None)):  # it asks nothing of the context
-            call.send(response)

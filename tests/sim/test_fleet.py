@@ -11,7 +11,7 @@ from router.workers.policy import Policy
 from runtime.errors import ConfigError
 from sim.costs import Costs, DecodeCosts, ModelCosts, NetworkCosts, PrefillCosts
 from sim.faults import Mishap
-from sim.fleet import FleetConfig, FleetRun, simulate
+from sim.fleet import NUM_SAMPLES, FleetConfig, FleetRun, simulate
 from sim.report import figures_of, lines_of
 from sim.router import RouterOptions
 
@@ -103,6 +103,13 @@ def test_a_fault_must_name_what_is_there() -> None:
     for text in ("kill decode-0", "burn:decode-0@1", "cut:decode-0@1", "slow:decode-0@1+2x0"):
         with pytest.raises(ConfigError):
             Mishap.parse(text)
+
+
+def test_a_long_end_takes_no_more_samples() -> None:
+    """All requests come at once, and are answered for 8 s."""
+    run = simulate(FLEET, [Planned(0.0, 500, 400)])
+    assert NUM_SAMPLES <= len(run.samples) <= 2 * NUM_SAMPLES
+    assert run.duration_s - run.samples[-1].at_s < 0.1
 
 
 def test_figures_are_plain_values() -> None:

@@ -1,0 +1,141 @@
+"""What a fleet would do whose workers both read prompts and draw answers: for comparing, as Baton has no such workers.
+
+Each step of a worker draws one token for every row and reads up to a chunk of the prompts that came first, and takes as
+long as both take, but for one of the two beginnings that a step has: chunked prefill as single engines run it. Prompts
+go to the worker that has the fewest tokens to read, answers stay there. Nothing is sent, no prefix is kept, and a
+request begins when all the pages that it may come to are free. Pure.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.load import Outcome
+from baton.workload import Planned
+from runtime.errors import CapacityError
+from sim.costs import Costs
+from sim.decode_pool import Rounds
+
+END_S = 1e12  # all is over by then
+
+
+@dataclass(eq=False)
+class _Stay:
+    """One request at its worker."""
+
+    planned: Planned
+    unread: int  # tokens of the prompt
+    left: int  # tokens to be drawn
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def context(self) -> int:
+        return self.planned.prompt_tokens - self.unread + self.planned.output_tokens - self.left
+
+
+@dataclass
+class _AggregatedWorker:
+    """Times are those of the load."""
+
+    costs: Costs
+    now_s: float = 0.0
+    unread: int = 0  # tokens of all prompts
+    _queue: deque[_Stay] = field(default_factory=deque)
+    _rows: list[_Stay] = field(default_factory=list)
+    _pages_used: int = 0
+
+    def take(self, stay: _Stay) -> None:
+        """It comes now."""
+        self._queue.append(stay)
+        self.unread += stay.unread
+
+    def advance(self, until_s: float) -> None:
+        """Steps that begin before then."""
+        while self.now_s < until_s:
+            chunk = self._chunk()
+            if chunk:
+                self._step(chunk)
+            elif self._rows:
+                self._draw(until_s)
+            else:
+                self.now_s = until_s
+
+    def _chunk(self) -> list[tuple[_Stay, int]]:
+        """Tokens of the next prompts, as far as a step goes and those that begin have room."""
+        found, budget = [], self.costs.prefill.chunk_tokens
+        num_rows = len(self._rows)
+        for stay in self._queue:
+            begins = stay.unread == stay.planned.prompt_tokens
+            num_pages = self._pages(stay) if begins else 0
+            if not budget or num_rows >= self.costs.decode.max_running \
+                    or self._pages_used + num_pages > self.costs.decode.num_pages:
+                break
+            self._pages_used += num_pages
+            count = min(budget, stay.unread)
+            found.append((stay, count))
+            budget, num_rows = budget - count, num_rows + 1
+        return found
+
+    def _step(self, chunk: Sequence[tuple[_Stay, int]]) -> None:
+        prefill, decode = self.costs.prefill, self.costs.decode
+        pairs = sum(count * (stay.context + (count + 1) / 2) for stay, count in chunk)
+        took_s = prefill.chunk_s(sum(count for _, count in chunk), pairs)
+        if self._rows:
+            took_s += self._round_s() - min(prefill.step_s, decode.step_s)
+        self.now_s += took_s
+        self._drew(1)
+        for stay, count in chunk:
+            stay.unread -= count
+            self.unread -= count
+            if not stay.unread:
+                self._queue.popleft()
+                stay.first_s = self.now_s
+                self._rows.append(stay)
+                self._drew_of(stay, 1)
+
+    def _draw(self, until_s: float) -> None:
+        """Rounds of the same rows, until one has all its tokens or `until_s` is passed."""
+        growth_s = self.costs.decode.context_s * len(self._rows)
+        span = Rounds(self.now_s, min(row.left for row in self._rows), self._round_s(), growth_s)
+        rounds = min(span.rounds_by(until_s) + 1, span.num_rounds)
+        self.now_s = span.after_s(rounds)
+        self._drew(rounds)
+
+    def _round_s(self) -> float:
+        return self.costs.decode.round_s(len(self._rows), sum(row.context for row in self._rows))
+
+    def _drew(self, num_tokens: int) -> None:
+        for row in tuple(self._rows):
+            self._drew_of(row, num_tokens)
+
+    def _drew_of(self, row: _Stay, num_tokens: int) -> None:
+        row.left -= num_tokens
+        if row.left <= 0:
+            row.last_s = self.now_s
+            self._rows.remove(row)
+            self._pages_used -= self._pages(row)
+
+    def _pages(self, stay: _Stay) -> int:
+        return -(-(stay.planned.prompt_tokens + stay.planned.output_tokens) // self.costs.model.page_size)
+
+
+def aggregated(num_workers: int, costs: Costs, load: Sequence[Planned]) -> list[Outcome]:
+    """Of every request, in order of arrival. A request that no worker could hold is one that failed."""
+    workers = [_AggregatedWorker(costs) for _ in range(num_workers)]
+    stays = []
+    for planned in load:
+        for worker in workers:
+            worker.advance(planned.at_s)
+        stays.append(_Stay(planned, planned.prompt_tokens, planned.output_tokens))
+        min(workers, key=lambda worker: worker.unread).take(stays[-1])
+    for worker in workers:
+        worker.advance(END_S)
+    return [_outcome(stay) for stay in stays]
+
+
+def _outcome(stay: _Stay) -> Outcome:
+    if not stay.last_s:
+        return Outcome(None, (), 0, None, CapacityError.reason, stay.planned.at_s)
+    times = tuple(at_s - stay.planned.at_s for at_s in (stay.first_s, stay.last_s))
+    return Outcome(times[0], times, stay.planned.output_tokens, None, None, stay.planned.at_s)
