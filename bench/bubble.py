@@ -17,7 +17,7 @@ from baton.values import Chunk, Query
 from baton.workload import Planned, make_queries
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import PoolPorts, decode_ports
-from bench.report import Value, busy_s
+from bench.report import OtherLoad, Value
 
 STEP = "baton_pp_stage_step_seconds"
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 1200
@@ -54,16 +54,16 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 async def look(ports: PoolPorts, tokens: list[int], seconds: float) -> dict[str, Value]:
     """At both stages, while all streams run."""
     first = (await ports.leader(), await ports.last_stage())
-    began_s, began_tokens, began_busy_s = time.monotonic(), sum(tokens), busy_s()
+    others, began_s, began_tokens = OtherLoad(), time.monotonic(), sum(tokens)
     await asyncio.sleep(seconds)
-    passed_s, drawn, used_s = time.monotonic() - began_s, sum(tokens) - began_tokens, busy_s() - began_busy_s
+    passed_s, drawn = time.monotonic() - began_s, sum(tokens) - began_tokens
     stages = [now.since(before)
               for before, now in zip(first, (await ports.leader(), await ports.last_stage()), strict=True)]
     bubbles = [1 - figures.value(f"{STEP}_sum") / passed_s for figures in stages]
     return {"streams": len(tokens), "tokens_per_s": drawn / passed_s, "bubble": min(bubbles),
             **{f"bubble_{rank}": bubble for rank, bubble in enumerate(bubbles)},
             **{f"step_ms_{rank}": 1e3 * (figures.mean(STEP) or 0.0) for rank, figures in enumerate(stages)},
-            "busy_cores": used_s / passed_s}
+            **others.figures()}
 
 
 def main() -> int:

@@ -8,8 +8,11 @@ that a machine that drifts slows both sides of a ratio.
     miss_rate_ratio   the same two: prompts answered per second, four at a time
     itl_p99_ratio     gap between the messages of streams while warm turns arrive / while none do
 
-Bars: at most 0.15, from 0.98 to 1.02 (rates and first tokens), at most 1.1. `foreign_cores` says how many cores other
-processes took: above 0.2 the figures are noise.
+Bars: at most 0.15, from 0.98 to 1.02 (rates and first tokens), at most 1.1. `--parts` takes some of: reuse, misses,
+others. `foreign_cores` says how many cores other processes took: above 0.2 the figures are noise.
+
+With `--local-rest-tokens`, and a `--reused-share` that leaves no more than these, the decode worker reads the rest of
+warm turns itself; `local_rests` says how many.
 """
 
 import argparse
@@ -32,11 +35,11 @@ from baton.values import Chunk, Query, Sampling, Stop
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.engine_sides import VOCAB_SIZE
 from bench.peer_files import write_checkpoint
-from bench.report import Value, busy_s, family_cpu_s
+from bench.pool_metrics import decode_ports
+from bench.report import OtherLoad, Value
 
 MAX_CONTEXT = 4096
 ANSWER_TOKENS = 8
-REUSED_SHARE = 0.9
 STREAM_PROMPT, STREAM_TOKENS = 64, 160
 AT_ONCE = 4
 TIMEOUT_S = 600.0
@@ -63,10 +66,11 @@ async def ask(client: AsyncBatonClient, query: Query) -> Told:
 
 
 class RandomPrompts:
-    """Of random tokens; the same seed gives the same ones."""
+    """Of random tokens; the same seed gives the same ones. Warm ones share `reused_share` with one before."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens, self._draw = num_tokens, random.Random(0)
+    def __init__(self, num_tokens: int, reused_share: float) -> None:
+        self._num_tokens, self._num_reused = num_tokens, round(reused_share * num_tokens)
+        self._draw = random.Random(0)
 
     def tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._draw.randrange(1000, VOCAB_SIZE) for _ in range(count))
@@ -75,19 +79,18 @@ class RandomPrompts:
         return query_of(self.tokens(self._num_tokens))
 
     def warm(self, before: Query) -> Query:
-        """Of whose prompt `REUSED_SHARE` is there, once `before` was answered."""
+        """Of whose prompt the shared part is there, once `before` was answered."""
         assert isinstance(before.prompt, tuple)
-        kept = round(REUSED_SHARE * self._num_tokens)
-        return query_of((*before.prompt[:kept], *self.tokens(self._num_tokens - kept)))
+        return query_of((*before.prompt[:self._num_reused], *self.tokens(self._num_tokens - self._num_reused)))
 
 
 def query_of(prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Query:
     return Query(tuple(prompt), Sampling(temperature=0), Stop(max_tokens=max_tokens, ignore_eos=True), skip_text=True)
 
 
-async def warm_and_cold(client: AsyncBatonClient, prompts: RandomPrompts, turns: int) -> dict[str, Value]:
+async def reuse(client: AsyncBatonClient, prompts: RandomPrompts, flags: argparse.Namespace) -> dict[str, Value]:
     cold, warm, shares = [], [], []
-    for _ in range(turns):
+    for _ in range(flags.turns):
         query = prompts.cold()
         cold.append((await ask(client, query)).times_s[0])
         told = await ask(client, prompts.warm(query))
@@ -97,11 +100,11 @@ async def warm_and_cold(client: AsyncBatonClient, prompts: RandomPrompts, turns:
             "ttft_ratio": median(after / before for after, before in zip(warm, cold, strict=True))}
 
 
-async def misses(client: AsyncBatonClient, prompts: RandomPrompts, turns: int) -> dict[str, Value]:
+async def misses(client: AsyncBatonClient, prompts: RandomPrompts, flags: argparse.Namespace) -> dict[str, Value]:
     """Every other turn declines the cache. The cache is full of what earlier turns left."""
     ttfts: dict[bool, list[float]] = {True: [], False: []}
     rates: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(turns):
+    for turn in range(flags.turns):
         for uses_cache in (True, False) if turn % 2 else (False, True):
             first, *rest = [replace(prompts.cold(), prefix_cache=uses_cache) for _ in range(1 + AT_ONCE)]
             ttfts[uses_cache].append((await ask(client, first)).times_s[0])
@@ -140,34 +143,41 @@ async def _keep_asking(client: AsyncBatonClient, prompts: RandomPrompts, before:
         await ask(client, prompts.warm(before))
 
 
+PARTS = {"reuse": reuse, "misses": misses, "others": others}
+
+
 def missed(values: Mapping[str, Value]) -> list[str]:
     return [f"{name} is {ratio:.3g}, the bar is from {least:g} to {most:g}" for name, (least, most) in BARS.items()
-            if isinstance(ratio := values[name], float) and not least <= ratio <= most]
+            if isinstance(ratio := values.get(name), float) and not least <= ratio <= most]
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    prompts = RandomPrompts(flags.prompt_tokens)
+    prompts = RandomPrompts(flags.prompt_tokens, flags.reused_share)
     config = ClusterConfig(model=write_checkpoint(flags.folder / "checkpoint"), memory_mb=flags.memory_mb,
-                           max_context=MAX_CONTEXT, listen="127.0.0.1:0", log_level="warning")
-    async with running_cluster(config) as (_, client):
+                           max_context=MAX_CONTEXT, listen="127.0.0.1:0", log_level="warning",
+                           worker_flags=("--local-rest-tokens", str(flags.local_rest_tokens)))
+    async with running_cluster(config) as (cluster, client):
         for _ in range(2):
             await ask(client, prompts.cold())  # warms up
-        began_s, busy, own = time.monotonic(), busy_s(), family_cpu_s()
-        values: dict[str, Value] = {"prompt_tokens": flags.prompt_tokens, "turns": flags.turns,
-                                    **await warm_and_cold(client, prompts, flags.turns),
-                                    **await misses(client, prompts, flags.turns),
-                                    **await others(client, prompts, flags)}
-        foreign_s = busy_s() - busy - (family_cpu_s() - own)
-        return {**values, "foreign_cores": round(foreign_s / (time.monotonic() - began_s), 2)}
+        others_load = OtherLoad()
+        values: dict[str, Value] = {"prompt_tokens": flags.prompt_tokens, "turns": flags.turns}
+        for part in flags.parts.split(","):
+            values.update(await PARTS[part](client, prompts, flags))
+        figures = await (await decode_ports(cluster)).leader()
+        values["local_rests"] = int(figures.value("baton_local_prefill_total", reason="short_rest"))
+        return {**values, **others_load.figures()}
 
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "baton-bench-peers",
                         help="where the weights are written, 1.2 GB (default %(default)s)")
-    for name, default in (("prompt-tokens", 2048), ("turns", 6), ("streams", 4), ("memory-mb", 2048)):
+    for name, default in (("prompt-tokens", 2048), ("turns", 6), ("streams", 4), ("memory-mb", 2048),
+                          ("local-rest-tokens", 0)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--interval", type=float, default=0.5, help="seconds between two warm turns, default 0.5")
+    parser.add_argument("--reused-share", type=float, default=0.9, help="of the prompts of warm turns, default 0.9")
+    parser.add_argument("--parts", default=",".join(PARTS), help="default %(default)s")
     return run_benchmark("cache", parser, measure, missed)
 
 

@@ -7,7 +7,9 @@ and the workers' own checks, by which free, cached and leased pages come to all 
 
     right, wrong, lost    requests that were not dropped: answered as expected, otherwise, or with an error
     leaked                idle moments at which a page or slot was held, or a check failed
-    evicted_pages         that the prefill worker's cache gave up for others
+    cached_tokens, unsent_tokens           of prompts: not computed, and not sent
+    evicted_pages, decode_evicted_pages    that the workers' caches gave up for others
+    preemptions           requests that the decode worker set back for want of pages
 """
 
 import argparse
@@ -24,8 +26,8 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.values import ClusterStatus, Completion, Query, Sampling, Stop
-from bench.command import benchmark_flags, run_benchmark, running_cluster
-from bench.pool_metrics import scrape
+from bench.command import benchmark_flags, run_benchmark, running_cluster, until
+from bench.pool_metrics import Figures, scrape
 from bench.report import Value
 from runtime.errors import BatonError
 
@@ -88,14 +90,18 @@ async def leaks(cluster: LocalCluster, client: AsyncBatonClient) -> bool:
     """Whether something is held by an idle cluster, or one of its own checks has failed."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(30):
-            while not holds_nothing(await client.cluster_status()):  # noqa: ASYNC110 - gRPC gives no event
-                await asyncio.sleep(0.05)
+            await until(client, holds_nothing)
     await asyncio.sleep(IDLE_CHECK_S)
-    figures = [await asyncio.to_thread(scrape, process.announcement.metrics_port)
-               for name, process in cluster.processes.items()
-               if name != "router" and process.announcement is not None and process.announcement.metrics_port]
+    figures = (await workers_figures(cluster)).values()
     is_broken = any(each.value("baton_kv_imbalances_total") or each.value("baton_kv_pages_used") for each in figures)
     return is_broken or not holds_nothing(await client.cluster_status())
+
+
+async def workers_figures(cluster: LocalCluster) -> dict[str, Figures]:
+    """By the processes' names."""
+    return {name: await asyncio.to_thread(scrape, process.announcement.metrics_port)
+            for name, process in cluster.processes.items()
+            if name != "router" and process.announcement is not None and process.announcement.metrics_port}
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
@@ -110,12 +116,16 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             await asyncio.gather(*(pressure.one() for _ in range(count)))
             asked += count
             leaked += await leaks(cluster, client)
-        port = cluster.processes["prefill-0"].announcement
-        assert port is not None
-        assert port.metrics_port is not None
-        figures = await asyncio.to_thread(scrape, port.metrics_port)
+            print(f"{asked} requests: {dict(pressure.outcomes)}, leaked {leaked}", file=sys.stderr)
+        prefill, decode = (await workers_figures(cluster)).values()
         return {"requests": asked, **pressure.outcomes, "leaked": leaked,
-                "evicted_pages": int(figures.value("baton_cache_evicted_pages_total", cause="pressure"))}
+                "evicted_pages": evicted_pages(prefill), "decode_evicted_pages": evicted_pages(decode),
+                "unsent_tokens": int(decode.value("baton_cache_reused_tokens_total")),
+                "preemptions": int(decode.value("baton_preemptions_total"))}
+
+
+def evicted_pages(figures: Figures) -> int:
+    return int(figures.value("baton_cache_evicted_pages_total", cause="pressure"))
 
 
 def problems(values: Mapping[str, Value]) -> list[str]:

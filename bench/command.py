@@ -11,8 +11,11 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
 from baton.retry import DEFAULT_RETRY, Retry
+from baton.values import ClusterStatus
 from bench.report import Value, render
 from runtime.errors import BatonError
+
+LOOK_S = 0.02  # between two looks at a router's workers
 
 
 @asynccontextmanager
@@ -22,6 +25,12 @@ async def running_cluster(config: ClusterConfig, *,
     async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
                 AsyncBatonClient(cluster.address, retry=retry) as client):
         yield cluster, client
+
+
+async def until(client: AsyncBatonClient, holds: Callable[[ClusterStatus], bool]) -> None:
+    """Returns with the first status of which it holds. The caller limits the wait."""
+    while not holds(await client.cluster_status()):  # noqa: ASYNC110 - a router has no event for it
+        await asyncio.sleep(LOOK_S)
 
 
 def benchmark_flags(text: str | None) -> argparse.ArgumentParser:

@@ -13,11 +13,10 @@ import json
 import math
 import os
 import sys
-import time
 from dataclasses import dataclass, field
 from statistics import median
 
-from bench.report import Value, busy_s, render
+from bench.report import OtherLoad, Value, render
 from bench.sides import LineProcess
 
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
@@ -68,7 +67,7 @@ def measure(ours: SideProcess, reference: SideProcess, *, rounds: int, steps: in
     sides = (ours, reference)
     for side in sides:
         side.answer()
-    started, busy, own = time.perf_counter(), busy_s(), sum(side.cpu_s() for side in sides)
+    others = OtherLoad()
     prefill = Case(f"prefill_{context}", context)
     answers = [side.ask(do="prefill") for side in sides]  # warms up
     for _ in range(rounds):
@@ -83,10 +82,9 @@ def measure(ours: SideProcess, reference: SideProcess, *, rounds: int, steps: in
         for _ in range(rounds):
             case.add(*(side.ask(do="decode", steps=steps)["seconds"] for side in sides))
         cases.append(case)
-    foreign_s = busy_s() - busy - (sum(side.cpu_s() for side in sides) - own)
     return {**{key: value for case in cases for key, value in case.report().items()},
             "logit_cosine": round(_cosine(answers[0]["logits"], answers[1]["logits"]), 6),
-            "foreign_cores": round(foreign_s / (time.perf_counter() - started), 2)}
+            **others.figures()}
 
 
 def _cosine(a: list[float], b: list[float]) -> float:

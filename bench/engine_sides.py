@@ -1,4 +1,5 @@
-"""The two sides of `bench.engine`, each a process: `python -m bench.engine_sides ours|reference`.
+"""The sides of `bench.engine` and `bench.eight_bits`, each a process: `python -m bench.engine_sides
+ours|int8|reference`.
 
 A side reads one JSON command per line and answers with one: {"do": "prefill", "tokens": n} gives the seconds that the
 first n tokens of a prompt took (all of them by default) and the first logits, {"do": "begin", "rows": n} puts n prompts
@@ -10,6 +11,7 @@ import itertools
 import json
 import sys
 import time
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -35,7 +37,7 @@ from engine.memory.layout import PoolGeometry
 from engine.memory.leases import pages_for_tokens
 from engine.memory.pools import StagePools
 from models.blocks.weights import RandomWeights
-from models.loader import random_model
+from models.loader import ModelDescription, random_model
 
 VOCAB_SIZE, NUM_SHOWN_LOGITS = 151936, 1000
 MODEL: dict[str, object] = {
@@ -64,9 +66,9 @@ class Ours:
     """Everything a worker does per step but the scheduling: build the batch, plan, forward, argmax. The rows' pages lie
     scattered in the pool."""
 
-    def __init__(self, *, numerics: Numerics, page_size: int, max_tokens: int, max_rows: int) -> None:
+    def __init__(self, description: ModelDescription, *, numerics: Numerics, page_size: int, max_tokens: int,
+                 max_rows: int) -> None:
         keep_freed_memory()
-        description = random_model(MODEL)
         layers = LayerRange(0, description.facts.num_layers)
         pages_per_row = pages_for_tokens(max_tokens, page_size)
         num_pages = 1 + max_rows * pages_per_row
@@ -200,7 +202,7 @@ def serve(side: Side, prompts: Tensor, row_context: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("ours", "reference"))
+    parser.add_argument("side", choices=("ours", "int8", "reference"))
     parser.add_argument("--numerics", type=Numerics, default=Numerics.EXACT)
     for name in ("threads", "context", "max-tokens", "page-size"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -210,9 +212,9 @@ def main() -> None:
     torch.set_num_threads(flags.threads)
     prompts = torch.randint(VOCAB_SIZE, (flags.rows, flags.context), generator=torch.Generator().manual_seed(1))
     side: Side
-    if flags.side == "ours":
-        side = Ours(numerics=flags.numerics, page_size=flags.page_size, max_tokens=flags.max_tokens,
-                    max_rows=flags.rows)
+    if flags.side != "reference":
+        side = Ours(replace(random_model(MODEL), in_bytes=flags.side == "int8"), numerics=flags.numerics,
+                    page_size=flags.page_size, max_tokens=flags.max_tokens, max_rows=flags.rows)
     else:
         side = Reference(max_tokens=flags.max_tokens)
     serve(side, prompts, flags.row_context or flags.context)

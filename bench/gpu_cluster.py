@@ -59,6 +59,9 @@ class _ShardWriter:
         if sum(tensor.nbytes for tensor in self._shard.values()) >= self._shard_bytes:
             self._flush()
 
+    def row_scales(self, name: str, *, item: int | None = None) -> None:
+        """See `WeightSource.row_scales`."""
+
     def finish(self) -> None:
         """Write what is left, and the index."""
         self._flush()

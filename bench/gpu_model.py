@@ -96,6 +96,9 @@ class DeviceRandom:
         generator = self._generators.setdefault(out.device, torch.Generator(out.device).manual_seed(0))
         out.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
 
+    def row_scales(self, name: str, *, item: int | None = None) -> None:
+        """See `WeightSource.row_scales`."""
+
 
 @dataclass(frozen=True)
 class Subject:

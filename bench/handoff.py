@@ -18,10 +18,9 @@ import multiprocessing
 import os
 import statistics
 import sys
-import time
 from collections.abc import Mapping
 
-from bench.report import Value, foreign_cpu_s, render
+from bench.report import OtherLoad, Value, render
 from bench.ucx_reference import UcxReference
 from runtime.errors import ConfigError
 from transfer.ucx.settings import TransportProfile
@@ -36,7 +35,7 @@ def measure(profile: TransportProfile, device: str, rounds: int, cores: tuple[in
     check_device(device)
 
     reference = UcxReference(profile, cores)
-    started, foreign_s = time.monotonic(), foreign_cpu_s()
+    others = OtherLoad()
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {cores[1]})
     context = multiprocessing.get_context("spawn")
@@ -67,7 +66,7 @@ def measure(profile: TransportProfile, device: str, rounds: int, cores: tuple[in
         "zeros_gbps": round(statistics.median(zeros), 3),
         "num_bytes": destination.num_bytes,
         "rounds": rounds,
-        "foreign_cores": round((foreign_cpu_s() - foreign_s) / (time.monotonic() - started), 2),
+        **others.figures(),
     }
 
 

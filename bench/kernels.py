@@ -18,7 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.report import Value, busy_s, render
+from bench.report import OtherLoad, Value, render
 from bench.sides import LineProcess
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.product import PackedWeight, arithmetic_class
@@ -95,7 +95,7 @@ def onednn_pass(weights: list[list[Tensor]]) -> Pass:
 def measure(sides: dict[str, KernelSide], *, rounds: int, layers: int) -> dict[str, Value]:
     weight_bytes = layers * 2 * HIDDEN * (QKV_WIDTH + HEADS_WIDTH + 3 * MLP_WIDTH)
     values: dict[str, Value] = {"packing_gbps": round(weight_bytes / sides["ours"].seconds(0) / 1e9, 2)}
-    started, busy, own = time.perf_counter(), busy_s(), sum(side.cpu_s() for side in sides.values())
+    others = OtherLoad()
     for rows in ROWS:
         for side in sides.values():
             side.seconds(rows)  # warms up
@@ -109,8 +109,7 @@ def measure(sides: dict[str, KernelSide], *, rounds: int, layers: int) -> dict[s
             ratios = [theirs / ours for theirs, ours in zip(taken[name], taken["ours"], strict=True)]
             values[f"rows_{rows}_{name}_ratio"] = round(median(ratios), 3)
         values[f"rows_{rows}_ours_gflops"] = round(rows * weight_bytes / median(taken["ours"]) / 1e9, 1)
-    foreign_s = busy_s() - busy - (sum(side.cpu_s() for side in sides.values()) - own)
-    return {**values, "foreign_cores": round(foreign_s / (time.perf_counter() - started), 2)}
+    return {**values, **others.figures()}
 
 
 def main() -> int:

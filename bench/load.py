@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.report import Value, foreign_cpu_s, render
+from bench.report import OtherLoad, Value, render
 
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
 
@@ -36,7 +36,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Value]:
     """Alternate loads of the checkpoint in `folder`."""
     for digested in (False, True):
         load(folder, digested=digested)
-    started, foreign_s = time.monotonic(), foreign_cpu_s()
+    others = OtherLoad()
     plain: list[Seconds] = []
     with_digest: list[Seconds] = []
     parts: list[tuple[float, float]] = []
@@ -55,7 +55,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Value]:
         "load_cpu_s": round(median(seconds.cpu for seconds in plain), 3),
         "cost": round(median(costs), 4), "least_cost": round(min(costs), 4), "greatest_cost": round(max(costs), 4),
         "cpu_cost": round(median(ours.cpu / theirs.cpu - 1 for ours, theirs in pairs), 4),
-        "foreign_cores": round((foreign_cpu_s() - foreign_s) / (time.monotonic() - started), 2),
+        **others.figures(),
     }
 
 

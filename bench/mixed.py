@@ -35,7 +35,7 @@ from bench.command import benchmark_flags, run_benchmark
 from bench.engine_sides import VOCAB_SIZE
 from bench.mixed_sides import MAX_CONTEXT, MixedSide, baton_side, vllm_side
 from bench.peer_files import write_checkpoint
-from bench.report import Value, busy_s, family_cpu_s
+from bench.report import OtherLoad, Value
 from runtime.errors import BatonError
 
 STREAM_PROMPT, LONG_ANSWER = 64, 32
@@ -169,15 +169,14 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         _keep_to(clients)
         for side in sides.values():
             await MixedRequest().follow(side, range(1000, 1000 + flags.prompt_tokens), LONG_ANSWER)  # warms up
-        began_s, busy, own = time.monotonic(), busy_s(), family_cpu_s()
+        others = OtherLoad()
         for turn in range(flags.turns):
             for name, side in sides.items():
                 turns.setdefault(name, []).append(await run_turn(side, random.Random(turn), flags))
                 print(f"turn {turn + 1}, {name}: {turns[name][-1].figures()}", file=sys.stderr)
-        foreign_s = busy_s() - busy - (family_cpu_s() - own)
         return {"streams": flags.streams, "prompts": flags.prompts, "prompt_tokens": flags.prompt_tokens,
                 "interval_s": flags.interval, "turns": flags.turns, **summarise(turns),
-                "foreign_cores": round(foreign_s / (time.monotonic() - began_s), 2)}
+                **others.figures()}
 
 
 def main() -> int:

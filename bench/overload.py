@@ -29,7 +29,7 @@ from baton.values import Finish, Query
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.pool_metrics import Figures, scrape
-from bench.report import Value, render
+from bench.report import OtherLoad, Value, render
 from runtime.errors import BatonError, CapacityError
 
 CLIENTS = 48  # of the closed loop
@@ -185,7 +185,7 @@ def missed(figures: Mapping[str, Value]) -> list[str]:
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     config = ClusterConfig(
         model=flags.model, prefill=flags.prefill, decode=flags.decode, decode_pp=flags.decode_pp, listen="127.0.0.1:0",
-        log_level="warning", one_core_each=False, worker_flags=("--max-running", str(flags.max_running)),
+        log_level="warning", worker_flags=("--max-running", str(flags.max_running)),
         router_flags=("--max-waiting", str(flags.max_waiting)))
     async with running_cluster(config, retry=NO_RETRY) as (cluster, client):
         mean = flags.prompt_tokens
@@ -193,7 +193,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                       Lengths("uniform", max(flags.output_tokens // 2, 1), flags.output_tokens * 3 // 2))
         planned = plan(256, Arrivals(), shape, seed=flags.seed)
         lab = Lab(client, make_queries(await client.model_info(), planned, seed=flags.seed), random.Random(flags.seed))
-        before = await _router_figures(cluster)
+        others, before = OtherLoad(), await _router_figures(cluster)
         capacity = await lab.capacity(flags.capacity_s)
         closed, cells = (await _router_figures(cluster)).since(before), []
         for deadline_s in _numbers(flags.deadlines):
@@ -207,7 +207,8 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     answered = closed.value("baton_e2e_seconds_count")
     return {"topology": f"{flags.prefill} prefill, {flags.decode}x{flags.decode_pp} decode", "capacity_per_s": capacity,
             "reservations_refused_per_request": refused / answered if answered else None,
-            **{key: value for cell in cells for key, value in cell.figures().items()}, **bars(cells)}
+            **{key: value for cell in cells for key, value in cell.figures().items()}, **bars(cells),
+            **others.figures()}
 
 
 async def _router_figures(cluster: LocalCluster) -> Figures:

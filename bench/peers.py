@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from typing import Protocol
 
 from bench.engine import HUGE_PAGES, SideProcess
 from bench.peer_files import write_checkpoint, write_gguf
-from bench.report import Value, busy_s, render
+from bench.report import OtherLoad, Value, render
 
 CONTEXT, PROMPTS, ROWS = 512, (512, 2048), (1, 8, 32)
 LLAMA_TIMEOUT_S = 600.0
@@ -43,10 +42,6 @@ class PeerSide(Protocol):
 
     def decode(self, rows: int, steps: int) -> float | None:
         """Median seconds of a step of so many rows; None where the side has no such case."""
-        ...
-
-    def cpu_s(self) -> float:
-        """CPU time it has used so far."""
         ...
 
 
@@ -63,9 +58,6 @@ class ProcessSide:
         self.process.ask(do="begin", rows=rows)
         return median(self.process.ask(do="decode", steps=steps)["seconds"])
 
-    def cpu_s(self) -> float:
-        return self.process.cpu_s()
-
 
 class LlamaSide:
     """`llama-bench`, once for each question."""
@@ -78,10 +70,6 @@ class LlamaSide:
 
     def decode(self, rows: int, steps: int) -> float | None:
         return self._seconds("-p", "0", "-n", str(steps), "-d", str(CONTEXT)) / steps if rows == 1 else None
-
-    def cpu_s(self) -> float:
-        times = os.times()
-        return times.children_user + times.children_system  # our other children end after the last look
 
     def _seconds(self, *what: str) -> float:
         run = subprocess.run([*self._command, *what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True,
@@ -116,7 +104,7 @@ class PeerCase:
 
 def measure(sides: Mapping[str, PeerSide], *, turns: int, steps: int) -> dict[str, Value]:
     """Every case's tokens per second by side, and the ratios."""
-    began, busy, own = time.perf_counter(), busy_s(), sum(side.cpu_s() for side in sides.values())
+    others = OtherLoad()
     cases = []
     for tokens in PROMPTS:
         case = PeerCase(f"prefill_{tokens}", tokens)
@@ -132,9 +120,8 @@ def measure(sides: Mapping[str, PeerSide], *, turns: int, steps: int) -> dict[st
             for name, side in sides.items():
                 case.add(name, side.decode(rows, steps))
         cases.append(case)
-    foreign_s = busy_s() - busy - (sum(side.cpu_s() for side in sides.values()) - own)
     return {**{key: value for case in cases for key, value in case.report().items()},
-            "foreign_cores": round(foreign_s / (time.perf_counter() - began), 2)}
+            **others.figures()}
 
 
 def run(flags: argparse.Namespace) -> dict[str, Value]:

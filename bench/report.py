@@ -4,9 +4,12 @@ import contextlib
 import json
 import os
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Value = int | float | str | bool | None
 
@@ -30,44 +33,48 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def busy_s() -> float:
-    """CPU time all processes have used so far."""
+class OtherLoad:
+    """What others took of the cores since this was made: `foreign_cores`, other processes; `stolen_cores`, the host of
+    a virtual machine. With more than 0.2 of either a figure is noise."""
+
+    def __init__(self) -> None:
+        self._began_s, self._before = time.monotonic(), _cpu_times()
+
+    def figures(self) -> dict[str, Value]:
+        seconds = time.monotonic() - self._began_s
+        busy, stolen, own = (now - before for now, before in zip(_cpu_times(), self._before, strict=True))
+        return {"foreign_cores": round((busy - own) / seconds, 2), "stolen_cores": round(stolen / seconds, 2)}
+
+
+def _cpu_times() -> tuple[float, float, float]:
+    """Seconds so far: all processes', those that the host took, those of this process and all it started."""
     user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
+    busy = user + nice + system + irq + soft_irq
+    return busy / TICKS_PER_S, steal / TICKS_PER_S, _family_cpu_s()
 
 
 def process_cpu_s(pid: int) -> float:
     """CPU time a process has used so far, without its children."""
     fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-def family_cpu_s() -> float:
-    """CPU time of this process and of all that it started, directly or not, and that still run."""
-    parents = {}
+def _family_cpu_s() -> float:
+    """CPU time of this process and of all that it started, directly or not, those that have ended included."""
+    members = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            parents[int(entry.name)] = int(_stat(int(entry.name))[1])
+            members[int(entry.name)] = _stat(int(entry.name))
     family, found = set[int](), {os.getpid()}
     while found:
         family |= found
-        found = {pid for pid, parent in parents.items() if parent in found} - family
-    total = 0.0
-    for pid in family:
-        with contextlib.suppress(OSError):
-            total += process_cpu_s(pid)
-    return total
+        found = {pid for pid, fields in members.items() if int(fields[1]) in found} - family
+    return sum(int(field) for pid in family for field in members[pid][11:15]) / TICKS_PER_S
 
 
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third, the state, on; the second may contain blanks."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def foreign_cpu_s() -> float:
-    """CPU seconds of the machine less those of this process and of its children that have ended."""
-    own = os.times()
-    return busy_s() - (own.user + own.system + own.children_user + own.children_system)
 
 
 def render(name: str, values: Mapping[str, Value], *, as_json: bool) -> str:

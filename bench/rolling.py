@@ -18,13 +18,13 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Outcome, Slo, run_load, summarise
+from baton.values import ClusterStatus
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
-from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster
-from bench.report import Value
+from bench.command import benchmark_flags, failed_requests, run_benchmark, running_cluster, until
+from bench.report import OtherLoad, Value
 
 BATCH = 20  # requests planned at a time; the next ones follow when they have all arrived and ended
 RESTART_S = 120.0
-LOOK_S = 0.01
 AWAY_BAR_S = 3.0  # of a killed worker of the demo model: supervisor, start, rejoining, warm-up, the router's look at it
 
 
@@ -34,7 +34,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     async with running_cluster(config) as (cluster, client):
         over = asyncio.Event()
         load = asyncio.create_task(steady_load(client, flags, over))
-        started, away_s = time.monotonic(), []
+        others, started, away_s = OtherLoad(), time.monotonic(), []
         try:
             for _ in range(flags.rounds):
                 for name in [name for name in cluster.processes if name != "router"]:
@@ -50,7 +50,8 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     values = summarise(outcomes, Slo(flags.slo_ttft_s, flags.slo_tpot_s), time.monotonic() - started)
     topology = f"{flags.prefill} prefill, {flags.decode}x{flags.decode_pp} decode"
     return {"topology": topology, "is_killed": flags.kill, "rate_per_s": flags.rate, "drain_s": flags.drain_s,
-            "restarts": len(away_s), "away_s_p50": statistics.median(away_s), "away_s_max": max(away_s), **values}
+            "restarts": len(away_s), "away_s_p50": statistics.median(away_s), "away_s_max": max(away_s), **values,
+            **others.figures()}
 
 
 async def come_back(cluster: LocalCluster, client: AsyncBatonClient, name: str) -> None:
@@ -59,12 +60,12 @@ async def come_back(cluster: LocalCluster, client: AsyncBatonClient, name: str) 
     num_starts = process.num_starts
     process.kill()
     async with asyncio.timeout(RESTART_S):
-        while process.num_starts == num_starts:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
-        while all(worker.serving for worker in (await client.cluster_status()).workers):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
-        while not all(worker.serving for worker in (await client.cluster_status()).workers):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
+        await until(client, lambda status: not all_serve(status))
+        await until(client, lambda status: all_serve(status) and process.num_starts > num_starts)
+
+
+def all_serve(status: ClusterStatus) -> bool:
+    return all(worker.serving for worker in status.workers)
 
 
 def missed(values: Mapping[str, Value]) -> list[str]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from bench.report import Value, process_cpu_s, render
+from bench.report import Value, render
 
 
 class LineProcess:
@@ -42,10 +42,6 @@ class LineProcess:
         if not line:
             raise RuntimeError(f"the {self.name} side ended with status {self._process.wait()}")
         return line
-
-    def cpu_s(self) -> float:
-        """CPU time it has used so far."""
-        return process_cpu_s(self._process.pid)
 
 
 class CheckoutSide(LineProcess):

@@ -8,7 +8,6 @@ with 1 if an answer was wrong, lost or hung, a process ended, or anything was no
 
 import argparse
 import asyncio
-import itertools
 import sys
 from pathlib import Path
 
@@ -48,8 +47,8 @@ def figures(results: list[CellResult]) -> dict[str, Value]:
 
 
 async def measure(flags: argparse.Namespace) -> list[CellResult]:
-    cells = [Cell(Edge(edge), Way(way), float(seconds)) for seconds, edge, way in itertools.product(
-        flags.seconds.split(","), flags.edges.split(","), flags.ways.split(","))]
+    cells = [Cell(Edge(edge), Way(way), float(seconds))
+             for way, seconds in (cut.split(":") for cut in flags.cuts.split(",")) for edge in flags.edges.split(",")]
     results = []
     async with grid(flags.model, pools=flags.pools, rate=flags.rate, timeout_s=flags.timeout, seed=flags.seed,
                     sink=LineFile(flags.log)) as cut:
@@ -61,8 +60,9 @@ async def measure(flags: argparse.Namespace) -> list[CellResult]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("edges", ",".join(Edge)), ("ways", ",".join(Way)), ("seconds", "1,5,30")):
-        parser.add_argument(f"--{name}", default=default, help=f"default {default}")
+    cuts = ",".join(f"{way}:{seconds}" for seconds in (1, 5, 30) for way in Way)
+    for name, default, what in (("edges", ",".join(Edge), "to cut"), ("cuts", cuts, "WAY:SECONDS of each edge")):
+        parser.add_argument(f"--{name}", default=default, help=f"{what}; default {default}")
     for name, number in (("rate", 4.0), ("timeout", 90.0)):
         parser.add_argument(f"--{name}", type=float, default=number, help=f"default {number}")
     parser.add_argument("--pools", type=int, default=2, help="of each role, default 2; with one requests may fail")

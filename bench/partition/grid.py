@@ -19,7 +19,7 @@ from bench.storm.traffic import Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Answer, Counts, Fate, stalls
 from tests.support.network.hosts import Network
 
-NUM_QUESTIONS = 16
+NUM_QUESTIONS = 12
 LEAD_S, TAIL_S = 1.0, 2.0  # of load before a cut and after it is mended
 SETTLE_S = 60.0
 WORKER_FLAGS = ("--transport", "tcp", "--transport-interface", "eth0", "--drain-s", "2")
@@ -148,7 +148,8 @@ async def grid(model: Path, *, pools: int, rate: float, timeout_s: float, seed: 
         async with (LocalCluster(config, sink=sink) as cluster,
                     AsyncBatonClient(cluster.address, retry=NO_RETRY) as client):
             questions = make_questions(await client.model_info(), NUM_QUESTIONS, seed=seed)
+            warm_up = asyncio.gather(*(client.complete(question, timeout_s=60) for question in questions))
             truths = await asyncio.to_thread(truth.answers, model, questions)
-            await asyncio.gather(*(client.complete(question, timeout_s=60) for question in questions))
+            await warm_up
             yield Grid(network, client, cluster, questions, truths, rate, timeout_s)
 

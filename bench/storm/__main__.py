@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from baton.cluster_config import demo_model
-from bench.report import Value, render
+from bench.report import OtherLoad, Value, render
 from bench.storm.lines import LineFile
 from bench.storm.schedule import FaultKind, Weather
 from bench.storm.storm import Storm, StormConfig, run_storm
@@ -96,14 +96,14 @@ def main() -> int:
     parser.add_argument("--draft", type=Path, default=demo_model().with_name("draft"), help="draft model directory")
     parser.add_argument("--log", type=Path, help="file for the lines of all processes")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    flags = parser.parse_args()
+    flags, others = parser.parse_args(), OtherLoad()
     try:
         storm = asyncio.run(run_storm(_config(flags, LineFile(flags.log))))
     except BatonError as error:
         print(f"bench.storm: {error}", file=sys.stderr)
         return 1
     print("\n".join(explain(storm)), file=sys.stderr)
-    print(render("storm", figures(storm), as_json=flags.json))
+    print(render("storm", {**figures(storm), **others.figures()}, as_json=flags.json))
     return 0 if holds(storm, min_right=flags.min_right) else 1
 
 

@@ -21,9 +21,9 @@ from bench.storm.schedule import FaultKind, StormFault, Weather, forecast
 from bench.storm.traffic import Seen, Shares, Traffic, make_questions, plan
 from bench.storm.verdict import Answer, Counts, Pace, recoveries
 
-NUM_QUESTIONS = 24
+NUM_QUESTIONS = 16
 SETTLE_S = 60.0
-WARM_UP = 8  # requests before it begins
+WARM_UP = 8  # questions before it begins, to each router
 PATIENT = Retry(attempts=40, resumptions=40, lost=4, last_pause_s=1.0)  # as long as its deadline allows
 ENDED_S = 5.0  # for the processes of a cluster that has ended
 WORKER_FLAGS = ("--drain-s", "2")
@@ -106,9 +106,10 @@ async def _run(config: StormConfig, storm: Storm, what: ClusterConfig, places: S
         asker = await stack.enter_async_context(AsyncBatonClient(*cluster.addresses, retry=PATIENT))
         clients = [await stack.enter_async_context(AsyncBatonClient(address)) for address in cluster.addresses]
         questions = make_questions(await clients[0].model_info(), NUM_QUESTIONS, seed=config.seed)
+        warm_up = asyncio.gather(*(client.complete(question, timeout_s=60)
+                                   for question in questions[:WARM_UP] for client in clients))
         storm.truths = await asyncio.to_thread(truth.answers, config.model, questions)
-        for question in questions[:WARM_UP]:
-            await asyncio.gather(*(client.complete(question, timeout_s=60) for client in clients))
+        await warm_up
         before = leaks.descriptors(cluster)
         storm.untried = frozenset() if disk.is_there else config.weather.kinds & {FaultKind.DISK}
         storm.faults = [fault for fault in forecast(config.weather, sorted(cluster.processes), seed=config.seed)

@@ -15,7 +15,7 @@ from runtime.errors import BatonError
 
 HUNG_S = 10.0  # beyond its deadline: who waits so long waits for ever
 UNREAD_TOKENS, UNREAD_LOGPROBS = 700, 20  # more than the windows of a connection hold
-UNREAD_S = 20.0  # how long a client that does not read stays
+UNREAD_S = 12.0  # how long a client that does not read stays; a router lets go of it in the meantime
 
 
 class Manner(StrEnum):

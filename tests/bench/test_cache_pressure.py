@@ -16,5 +16,5 @@ def test_nothing_is_lost_leaked_or_wrong() -> None:
     values = json.loads(done.stdout)
     assert values["right"] + values["dropped"] == 300
     assert (values["wrong"], values["lost"], values["leaked"]) == (0, 0, 0)
-    assert values["evicted_pages"] > 100
-    assert values["cached_tokens"] > 0
+    assert min(values["evicted_pages"], values["decode_evicted_pages"]) > 100
+    assert min(values["cached_tokens"], values["unsent_tokens"]) > 0

@@ -46,7 +46,7 @@ def test_a_part_that_fails_leaves_the_others_running(machine: dict[str, str], tm
 
 
 def test_it_ends_in_time_and_keeps_what_was_told(machine: dict[str, str], tmp_path: Path) -> None:
-    status, ended = run({**machine, "HANGS": "-m pytest", "GPU_ALL_SECONDS": "15"}, tmp_path / "out")
+    status, ended = run({**machine, "HANGS": "-m pytest", "GPU_ALL_SECONDS": "10"}, tmp_path / "out")
     assert status == 1
     assert ended["warm"].startswith("ok")
     assert "is kept" in ended["tests"]

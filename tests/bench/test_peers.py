@@ -33,9 +33,6 @@ class FakeSide:
     def decode(self, rows: int, steps: int) -> float | None:
         return self._seconds[f"decode_b{rows}"]
 
-    def cpu_s(self) -> float:
-        return 0.0
-
 
 def test_ratios_are_the_peers_time_by_ours_and_cases_a_peer_lacks_are_left_out() -> None:
     ours = FakeSide({"prefill_512": 1.0, "prefill_2048": 4.0, "decode_b1": 0.1, "decode_b8": 0.2, "decode_b32": 0.4})

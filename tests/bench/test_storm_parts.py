@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -160,8 +161,8 @@ def test_a_pause_too_short_to_notice_and_nobody_under_way_are_no_stall() -> None
 
 
 def worker(**values: int) -> WorkerStatus:
-    full = {"queued_requests": 0, "running_requests": 0, "pages_total": 9, "pages_free": 9, "slots_total": 4,
-            "slots_free": 4, "open_sessions": 0}
+    full: dict[str, Any] = {"queued_requests": 0, "running_requests": 0, "pages_total": 9, "pages_free": 9,
+                            "slots_total": 4, "slots_free": 4, "open_sessions": 0}
     return WorkerStatus("decode", "a:1", serving=True, reason="", incarnation="i", stages=(), **{**full, **values})
 
 

@@ -1,0 +1,93 @@
+"""`python -m bench.cache_trace TRACE`: a trace's first tokens, with routers that know caches and without.
+
+Two workers of each role with the demo model, a router and the client on one machine, once for `--policy prefix_cache`
+and once for `--policy least_load`. TRACE is in Mooncake's format; lengths are divided by --scale, and prompts that
+begin with the same blocks there begin with the same tokens here. How many requests a second the workers serve is
+measured first, with all of them at once, by load; then they come at --load times that rate, spread as in the trace.
+
+Bar: `ttft_p90_ratio`, prefix_cache / least_load, at most 0.2.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from baton.client import AsyncBatonClient
+from baton.cluster_config import ClusterConfig, demo_model
+from baton.load import Slo, run_load, summarise
+from baton.retry import NO_RETRY
+from baton.values import ModelInfo, Query, Sampling, Stop
+from baton.workload import Planned, read_trace
+from bench.command import benchmark_flags, run_benchmark, running_cluster
+from bench.report import OtherLoad, Value
+from router.workers.policy import Policy
+
+BLOCK_TOKENS = 512  # of a trace's blocks
+MOST_RATIO = 0.2
+
+
+def query_of(info: ModelInfo, index: int, planned: Planned, scale: int) -> Query:
+    """A request of the trace, so many times shorter. A block has the same tokens wherever it is."""
+    ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
+    num_output = max(1, min(planned.output_tokens // scale, info.max_context_tokens // 2))
+    num_prompt = max(1, min(planned.prompt_tokens // scale, info.max_context_tokens - num_output))
+    prompt = [token for block in planned.blocks
+              for token in random.Random(block).choices(ordinary, k=BLOCK_TOKENS // scale)][:num_prompt]
+    prompt += random.Random(~index).choices(ordinary, k=num_prompt - len(prompt))
+    return Query(tuple(prompt), Sampling(seed=index), Stop(max_tokens=num_output, ignore_eos=True), skip_text=True)
+
+
+async def asked(policy: Policy, flags: argparse.Namespace, trace: Sequence[Planned],
+                arrivals_s: Sequence[float]) -> Mapping[str, float | None]:
+    """What a fresh cluster makes of it."""
+    config = ClusterConfig(model=flags.model, prefill=2, decode=2, listen="127.0.0.1:0", log_level="warning",
+                           router_flags=("--policy", policy.value, "--max-waiting", str(len(trace))))
+    async with running_cluster(config, retry=NO_RETRY) as (_, client):
+        queries = await _queries(client, trace, flags.scale)
+        began_s = time.monotonic()
+        outcomes = await run_load(client, queries, arrivals_s)
+        return summarise(outcomes, Slo(1, 1), time.monotonic() - began_s)
+
+
+async def _queries(client: AsyncBatonClient, trace: Sequence[Planned], scale: int) -> list[Query]:
+    info = await client.model_info()
+    return [query_of(info, index, planned, scale) for index, planned in enumerate(trace)]
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    trace, others = read_trace(flags.trace)[:flags.requests], OtherLoad()
+    most = await asked(Policy.LEAST_LOAD, flags, trace, [0.0] * len(trace))
+    assert isinstance(most["requests_per_s"], float)
+    lasts_s = len(trace) / (flags.load * most["requests_per_s"])
+    arrivals_s = [item.at_s * lasts_s / max(trace[-1].at_s, 1e-3) for item in trace]
+    values: dict[str, Value] = {"requests": len(trace), "capacity_per_s": most["requests_per_s"], "load": flags.load}
+    for policy in (Policy.PREFIX_CACHE, Policy.LEAST_LOAD):
+        figures = await asked(policy, flags, trace, arrivals_s)
+        values |= {f"{policy}_{name}": figures[name] for name in ("ttft_s_p50", "ttft_s_p90", "tpot_s_p90", "failed")}
+    aware, blind = (values[f"{policy}_ttft_s_p90"] for policy in (Policy.PREFIX_CACHE, Policy.LEAST_LOAD))
+    assert isinstance(aware, float)
+    assert isinstance(blind, float)
+    return {**values, "ttft_p90_ratio": aware / blind, **others.figures()}
+
+
+def missed(values: Mapping[str, Value]) -> list[str]:
+    ratio = values["ttft_p90_ratio"]
+    assert isinstance(ratio, float)
+    return [f"ttft_p90_ratio is {ratio:.3g}, the bar is {MOST_RATIO:g}"] if ratio > MOST_RATIO else []
+
+
+def main() -> int:
+    parser = benchmark_flags(__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    parser.add_argument("--requests", type=int, default=400, help="the first so many of the trace; default 400")
+    parser.add_argument("--scale", type=int, default=32, help="what lengths are divided by; default 32")
+    parser.add_argument("--load", type=float, default=0.73, help="share of what the workers serve; default 0.73")
+    return run_benchmark("cache_trace", parser, measure, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""`python -m bench.calibrate`: what workers take for what they do, measured on a local cluster for `baton simulate`.
+
+--workers of each role are up, and nothing else runs. All do the same at a time, as they take cores, caches and memory
+from each other when they serve. Prompts of many lengths, one at a time for each, give what a chunk takes, and what a
+message takes beside it; answers drawn beside more and more others, short ones and long ones, give what a round takes.
+The costs are least squares of the medians, none below 0, as `sim.costs` describes them; they go to --output. What a
+cluster of one machine cannot show, bandwidth between hosts and how long a start takes elsewhere, stays as in --like.
+
+With --compare, as with `--compare 0.6 1.3`, the cluster then gets the same load as its simulation, and every figure is
+shown beside the simulated one. Where processes have no cores of their own, a router and a client that are busy slow
+workers down, which no simulation has.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from baton.client import AsyncBatonClient
+from baton.cluster_config import ClusterConfig, demo_model
+from baton.load import Outcome, Slo, run_load, summarise
+from baton.retry import NO_RETRY
+from baton.workload import Arrivals, Lengths, Planned, Shape, make_queries, plan
+from bench.command import benchmark_flags, run_benchmark, running_cluster
+from bench.report import Value
+from pool.stage.config import WorkerConfig
+from sim.costs import Costs
+from sim.fleet import FleetConfig, simulate
+
+PROMPTS = (16, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536)  # tokens
+ROWS = (1, 2, 4, 8, 12, 16)
+CONTEXTS = (32, 256, 768)
+ROUND_TOKENS = 48  # of each answer
+SHAPE = Shape(Lengths.parse("uniform:512-1536"), Lengths.parse("uniform:8-24"))
+
+
+@dataclass(frozen=True)
+class UnloadedTimes:
+    """Of one request; nothing runs beside those that are sent with it."""
+
+    prefill_s: float
+    message_s: float  # both ways, and all that is not computing
+    token_s: float | None
+
+
+async def measured(client: AsyncBatonClient, like: Costs, num_workers: int, repeats: int) -> Costs:
+    """Of the workers behind `client`, so many of each role."""
+    info, load = await client.model_info(), await client.load()
+    longest = info.max_context_tokens - ROUND_TOKENS
+    lengths = [length for length in PROMPTS if length <= longest]
+    alone: list[list[UnloadedTimes]] = []
+    for length in lengths:
+        await _asked(client, num_workers, length, 1)  # may load what it needs
+        alone.append([seen for _ in range(repeats) for seen in await _asked(client, num_workers, length, 1)])
+    chunk_tokens = int(WorkerConfig.model_fields["chunk_tokens"].default)
+    step_s, token_s, pair_s = fitted(
+        [(-(-length // chunk_tokens), length, length * (length + 1) / 2) for length in lengths],
+        [median(seen.prefill_s for seen in several) for several in alone])
+    cases = [(rows, context) for context in CONTEXTS if context <= longest for rows in ROWS]
+    rounds = [[seen.token_s for _ in range(-(-repeats // 2))
+               for seen in await _asked(client, num_workers * rows, context, ROUND_TOKENS)] for rows, context in cases]
+    round_s, row_s, context_s = fitted(
+        [(1, rows, rows * (context + ROUND_TOKENS / 2)) for rows, context in cases],
+        [median(each for each in several if each is not None) for several in rounds])
+    latency_s = median(seen.message_s for several in alone for seen in several) / 2
+    num_pages = load.kv_tokens_total // load.page_size // num_workers
+    return Costs(
+        model=like.model.model_copy(update={
+            "page_size": load.page_size, "max_context_tokens": info.max_context_tokens,
+            "num_layers": info.num_layers}),
+        prefill=like.prefill.model_copy(update={
+            "step_s": step_s, "token_s": token_s, "pair_s": pair_s, "chunk_tokens": chunk_tokens,
+            "num_pages": num_pages, "max_running": int(WorkerConfig.model_fields["max_running"].default),
+            "max_queued": int(WorkerConfig.model_fields["max_queued"].default)}),
+        decode=like.decode.model_copy(update={
+            "step_s": round_s, "row_s": row_s, "context_s": context_s, "replay_s": token_s, "num_pages": num_pages,
+            "max_running": int(WorkerConfig.model_fields["max_running"].default),
+            "max_held": load.max_running_requests // num_workers}),
+        network=like.network.model_copy(update={"latency_s": latency_s}))
+
+
+def fitted(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """What each cause takes: least squares of relative errors; a cause that would take less than nothing takes none,
+    and the others are fitted without it."""
+    weights = 1 / np.asarray(seconds)
+    matrix, left = np.asarray(causes, dtype=float) * weights[:, None], list(range(len(causes[0])))
+    while True:
+        found = np.linalg.lstsq(matrix[:, left], np.ones(len(seconds)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        del left[int(found.argmin())]
+    return tuple(float(found[left.index(cause)]) if cause in left else 0.0 for cause in range(len(causes[0])))
+
+
+async def _asked(client: AsyncBatonClient, count: int, prompt_tokens: int, output_tokens: int) -> list[UnloadedTimes]:
+    """So many requests at once; none was asked before."""
+    planned = [Planned(0.0, prompt_tokens, output_tokens)] * count
+    queries = make_queries(await client.model_info(), planned, seed=time.monotonic_ns())
+    return [_seen(outcome) for outcome in await run_load(client, queries, [0.0] * count)]
+
+
+def _seen(outcome: Outcome) -> UnloadedTimes:
+    assert outcome.timings is not None, outcome.error
+    assert outcome.timings.prefill_s is not None
+    assert outcome.ttft_s is not None
+    waited_s = (outcome.timings.router_queue_s or 0.0) + (outcome.timings.prefill_queue_s or 0.0)
+    return UnloadedTimes(outcome.timings.prefill_s, max(0.0, outcome.ttft_s - outcome.timings.prefill_s - waited_s),
+                outcome.tpot_s)
+
+
+def capacity(costs: Costs, shape: Shape, num_prefill: int, num_decode: int) -> float:
+    """Requests per second that such workers can serve, by their costs alone."""
+    mean_prompt, mean_output = ((lengths.first + lengths.second) / 2 for lengths in (shape.prompt, shape.output))
+    num_chunks = -(-mean_prompt // costs.prefill.chunk_tokens)
+    prompt_s = costs.prefill.chunk_s(round(mean_prompt), mean_prompt ** 2 / 2) + (num_chunks - 1) * costs.prefill.step_s
+    rows = costs.decode.max_running
+    answer_s = mean_output * costs.decode.round_s(rows, rows * (mean_prompt + mean_output / 2)) / rows
+    return min(num_prefill / prompt_s, num_decode / answer_s)
+
+
+async def compared(client: AsyncBatonClient, config: FleetConfig, load: float, seconds: float) -> dict[str, Value]:
+    """Figures of the workers behind `client`, and of their simulation by `config`."""
+    rate, seed = load * capacity(config.costs, SHAPE, config.num_prefill, config.num_decode), config.seed
+    planned = plan(round(rate * seconds), Arrivals(rate=rate), SHAPE, seed=seed)
+    began_s = time.monotonic()
+    outcomes = await run_load(client, make_queries(await client.model_info(), planned, seed=seed),
+                              [item.at_s for item in planned])
+    real = summarise(outcomes, Slo(1, 1), time.monotonic() - began_s)
+    run = await asyncio.to_thread(simulate, config, planned)
+    ours = summarise(run.outcomes, Slo(1, 1), run.duration_s)
+    figures: dict[str, Value] = {}
+    for name in ("requests_per_s", "failed", "ttft_s_p50", "ttft_s_p90", "tpot_s_p50", "tpot_s_p90"):
+        figures[f"x{load:g}_{name}"], figures[f"x{load:g}_{name}_simulated"] = real[name], ours[name]
+    return figures
+
+
+async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    began_s = time.monotonic()
+    like = Costs() if flags.like is None else Costs.read(flags.like)
+    cluster = ClusterConfig(model=flags.model, prefill=flags.workers, decode=flags.workers, listen="127.0.0.1:0",
+                            log_level="warning")
+    async with running_cluster(cluster, retry=NO_RETRY) as (_, client):
+        costs = await measured(client, like, flags.workers, flags.repeats)
+        flags.output.write_text(costs.model_dump_json(indent=2) + "\n")
+        figures = _figures(costs, flags.workers, time.monotonic() - began_s)
+        config = FleetConfig(flags.workers, flags.workers, costs=costs, seed=flags.seed)
+        for load in flags.compare:
+            figures |= await compared(client, config, load, flags.seconds)
+    return figures
+
+
+def _figures(costs: Costs, num_workers: int, took_s: float) -> dict[str, Value]:
+    return {
+        "calibrated_in_s": took_s, "prefill_step_s": costs.prefill.step_s,
+        "prefill_token_s": costs.prefill.token_s, "prefill_pair_s": costs.prefill.pair_s,
+        "decode_step_s": costs.decode.step_s, "decode_row_s": costs.decode.row_s,
+        "decode_context_s": costs.decode.context_s, "latency_s": costs.network.latency_s,
+        "capacity_per_s": capacity(costs, SHAPE, num_workers, num_workers)}
+
+
+def main() -> int:
+    parser = benchmark_flags(__doc__)
+    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    parser.add_argument("--output", type=Path, default=Path("costs.json"), help="default costs.json")
+    parser.add_argument("--like", type=Path, help="costs of which those are kept that are not measured")
+    parser.add_argument("--workers", type=int, default=2, help="of each role; default 2")
+    parser.add_argument("--repeats", type=int, default=5, help="of each prompt, and half as many of rows; default 5")
+    parser.add_argument("--compare", type=float, nargs="*", default=[], metavar="LOAD",
+                        help="compare with a simulation at these loads, 1 being what the workers can serve")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load that is compared; default 20")
+    parser.add_argument("--seed", type=int, default=0, help="of those loads")
+    return run_benchmark("calibrate", parser, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
