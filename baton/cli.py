@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -47,7 +47,6 @@ Timeout = Annotated[float | None, typer.Option(min=0.001, help="Give up after th
 Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 _LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
-_PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
 def _show_version(wanted: bool) -> None:  # noqa: FBT001 - a callback's signature
@@ -122,6 +121,10 @@ def up(
     decode_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each decode pool.")] = 1,
     prefill_tp: Annotated[int, typer.Option(help="Ranks (processes) that share each prefill stage.")] = 1,
     decode_tp: Annotated[int, typer.Option(help="Ranks (processes) that share each decode stage.")] = 1,
+    prefill_dp_attention: Annotated[int, typer.Option(help="Groups of the ranks of a prefill stage with requests of "
+                                                           "their own.")] = 1,
+    decode_dp_attention: Annotated[int, typer.Option(help="Groups of the ranks of a decode stage with requests of "
+                                                          "their own.")] = 1,
     prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5".')] = "",
     decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
     routers: Annotated[int, typer.Option(help="Number of routers before them; those after the first take free "
@@ -134,6 +137,7 @@ def up(
                                                                 "model's, or what the memory holds.")] = None,
     http: Annotated[str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")] = "",
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
+    weights: Annotated[str | None, typer.Option(help="model (its own type) or int8 (eight bits a weight).")] = None,
     device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
     transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
@@ -150,11 +154,13 @@ def up(
     """Run a whole cluster on this machine, in the foreground. Ctrl-C stops it; a process that dies is restarted."""
     with _one_line_errors():
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-    worker_flags = [*_flag("--numerics", numerics), *_flag("--device", device), *_flag("--transport", transport),
-                    *_flag("--draft", None if draft is None else str(draft)), *_flag("--otel-endpoint", otel_endpoint)]
+    worker_flags = [*_flag("--numerics", numerics), *_flag("--weights", weights), *_flag("--device", device),
+                    *_flag("--transport", transport), *_flag("--draft", None if draft is None else str(draft)),
+                    *_flag("--otel-endpoint", otel_endpoint)]
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_partition=prefill_partition,
+        prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_dp_attention=prefill_dp_attention,
+        decode_dp_attention=decode_dp_attention, prefill_partition=prefill_partition,
         decode_partition=decode_partition, routers=routers, listen=listen,
         memory_mb=memory_mb, max_context=max_context, http=http, worker_flags=tuple(worker_flags),
         router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
@@ -201,44 +207,21 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
             raise
 
 
-@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
-def router(context: typer.Context) -> None:
-    """Run one router, as a container does. All flags go to it; see `baton router --help`."""
-    _become("router", context.args)
+def _add_program(name: str, module: str, summary: str) -> None:
+    """A command that becomes `python -m MODULE`, which reads the flags."""
+    @app.command(name, help=f"{summary} See `baton {name} --help`.", add_help_option=False, context_settings={
+        "ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+    def become(context: typer.Context) -> None:
+        os.execv(sys.executable, program(module, *context.args))
 
 
-@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
-def gateway(context: typer.Context) -> None:
-    """Serve OpenAI's HTTP API before routers. All flags go to it; see `baton gateway --help`."""
-    _become("baton.gateway", context.args)
-
-
-@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
-def prefill(context: typer.Context) -> None:
-    """Run one process of a prefill pool. All flags go to it; see `baton prefill --help`."""
-    _become("prefill", context.args)
-
-
-@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
-def decode(context: typer.Context) -> None:
-    """Run one process of a decode pool. All flags go to it; see `baton decode --help`."""
-    _become("decode", context.args)
-
-
-@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
-def check(context: typer.Context) -> None:
-    """Say without loading it whether a model would be served, and what it takes; see `baton check --help`."""
-    _become("pool.check", context.args)
-
-
-@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
-def simulate(context: typer.Context) -> None:
-    """Try a fleet in virtual time before it is there. All flags go to it; see `baton simulate --help`."""
-    _become("sim", context.args)
-
-
-def _become(role: str, arguments: list[str]) -> NoReturn:
-    os.execv(sys.executable, program(role, *arguments))
+_add_program("router", "router", "Run one router, as a container does.")
+_add_program("gateway", "baton.gateway", "Serve OpenAI's HTTP API before routers.")
+_add_program("prefill", "prefill", "Run one process of a prefill pool.")
+_add_program("decode", "decode", "Run one process of a decode pool.")
+_add_program("check", "pool.check", "Say without loading it whether a model would be served, and what it takes.")
+_add_program("simulate", "sim", "Try a fleet in virtual time before it is there.")
+_add_program("plan", "sim.plan", "Search the cheapest fleet for a load, by simulating fleets.")
 
 
 @app.command()

@@ -239,6 +239,7 @@ class LocalCluster:
         flags = ["--rank", str(rank), "--world-size", str(shape.pool_size), *shape.flags,
                  *self._memory_flags[shape.role]]
         flags += ["--tp", str(shape.num_ranks)] if shape.num_ranks > 1 else []
+        flags += ["--dp-attention", str(shape.num_data_ranks)] if shape.num_data_ranks > 1 else []
         flags += ["--leader", f"file://{leader}"] if rank else []
         flags += ["--partition", shape.partition] if shape.partition else []
         self._launch(pool.name(rank), shape.role, flags, leads=rank == 0)

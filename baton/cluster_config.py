@@ -33,6 +33,8 @@ class ClusterConfig:
     decode_pp: int = 1
     prefill_tp: int = 1
     decode_tp: int = 1
+    prefill_dp_attention: int = 1
+    decode_dp_attention: int = 1
     prefill_partition: str = ""
     decode_partition: str = ""
     routers: int = 1
@@ -59,8 +61,9 @@ class ClusterConfig:
         words = (word for flag, value in given if value is not None for word in (flag, str(value)))
         flags = (*self.worker_flags, *words)
         return (PoolShape("prefill", self.prefill, self.prefill_pp, self.prefill_partition, flags,
-                          self.prefill_tp),
-                PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags, self.decode_tp))
+                          self.prefill_tp, self.prefill_dp_attention),
+                PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags, self.decode_tp,
+                          self.decode_dp_attention))
 
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""
@@ -73,6 +76,9 @@ class ClusterConfig:
         check_model_folder(self.model)
         for shape in self.shapes:
             check_partition(shape, self.model)
+            if shape.num_data_ranks < 1 or shape.num_ranks % shape.num_data_ranks:
+                raise ConfigError(f"--{shape.role}-dp-attention must divide --{shape.role}-tp {shape.num_ranks}, got "
+                                  f"{shape.num_data_ranks}", field=f"{shape.role}_dp_attention")
         if self.http:
             check_can_serve(self.http, self.security)
 

@@ -25,7 +25,7 @@ LEAST_CACHE_BYTES = 64 * MIB
 @dataclass(frozen=True)
 class PoolShape:
     """The pools of one role: how many, of how many stages, split how ("" for evenly), the flags each process gets
-    beside, and how many ranks share a stage."""
+    beside, and how many ranks share a stage, in how many data ranks."""
 
     role: str
     count: int
@@ -33,6 +33,7 @@ class PoolShape:
     partition: str
     flags: tuple[str, ...]
     num_ranks: int = 1
+    num_data_ranks: int = 1
 
     @property
     def pool_size(self) -> int:

@@ -153,7 +153,7 @@ class RoleProcess:
     async def _run_once(self) -> int:
         self._listens()  # where the last run did, so that this one does too
         self.spec.announce.unlink(missing_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         core = ALL_CORES if self.spec.core is None else str(self.spec.core)
         self._child = await self._spawn(self.spec.role, (*self.spec.arguments, *self._own_addresses()), core=core,
                                         environment=environment)

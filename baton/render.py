@@ -91,9 +91,12 @@ def _state(worker: WorkerStatus) -> Text:
 
 
 def _picture(worker: WorkerStatus) -> str:
-    """The layers of each stage, from the first to the last, and how many ranks share each."""
+    """The layers of each stage, from the first to the last, how many ranks share each, and what each data rank does."""
     stages = "├" + "┼".join(f" {layers} " for layers in worker.stages) + "┤" if worker.stages else ""
-    return f"{stages} x {worker.tensor_size} ranks" if worker.tensor_size > 1 else stages
+    picture = f"{stages} x {worker.tensor_size} ranks" if worker.tensor_size > 1 else stages
+    for number, rank in enumerate(worker.data_ranks):
+        picture += f"\ndata {number}: {rank.running_requests} run, {rank.pages_free} pages free"
+    return picture
 
 
 def _free(free: int, total: int) -> str:

@@ -198,6 +198,16 @@ class Load:
 
 
 @dataclass(frozen=True)
+class DataRankStatus:
+    """What one data rank of a pool has to do, and room for."""
+
+    queued_requests: int
+    running_requests: int
+    pages_free: int
+    slots_free: int
+
+
+@dataclass(frozen=True)
 class WorkerStatus:
     """One pool, as the router sees its leader."""
 
@@ -218,6 +228,7 @@ class WorkerStatus:
     prompt_tokens: int = 0  # computed since its start
     output_tokens: int = 0  # drawn since its start
     tensor_size: int = 1  # ranks (processes) that share each stage
+    data_ranks: tuple[DataRankStatus, ...] = ()  # groups of these with requests of their own, where there are several
 
 
 @dataclass(frozen=True)

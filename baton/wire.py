@@ -11,6 +11,7 @@ from baton.values import (
     Chunk,
     ClusterStatus,
     Completion,
+    DataRankStatus,
     Event,
     Finish,
     FinishReason,
@@ -189,4 +190,6 @@ def flushed_caches_of(response: pb.FlushCachesResponse) -> tuple[FlushedCache, .
 
 def _worker_of(worker: pb.WorkerStatus) -> WorkerStatus:
     values = {f.name: getattr(worker, f.name) for f in fields(WorkerStatus)}
-    return WorkerStatus(**{**values, "stages": tuple(worker.stages)})
+    ranks = tuple(DataRankStatus(each.queued_requests, each.running_requests, each.pages_free, each.slots_free)
+                  for each in worker.data_ranks)
+    return WorkerStatus(**{**values, "stages": tuple(worker.stages), "data_ranks": ranks})

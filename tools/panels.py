@@ -238,8 +238,8 @@ ROUTER = Dashboard("baton-router", "Baton / Router", "Which worker gets what, wh
 ))
 
 CACHE = Dashboard("baton-cache", "Baton / Prefix cache", "What prompts find of earlier ones.", (
-    Panel("Prompt tokens", "short", "Per second: of prompts that looked for pages, found, and not computed again.",
-          tuple(PanelQuery(rate(f"baton_cache_{kind}_tokens_total"), kind)
+    Panel("Prompt tokens", "short", "Per second, on prefill: of prompts that looked for pages, found, and reused.",
+          tuple(PanelQuery(of_role("prefill", f"baton_cache_{kind}_tokens_total"), kind)
                 for kind in ("queried", "matched", "reused"))),
     Panel("Reused share", "percentunit", "Of the prompt tokens that looked for pages, per pool.",
           (PanelQuery(_share(rate("baton_cache_reused_tokens_total", "instance"),

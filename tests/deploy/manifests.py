@@ -91,7 +91,8 @@ def _pods_of(document: Document) -> Iterator[PodKind]:
 def _pods_of_group(role: str, group: Document) -> Iterator[PodKind]:
     """A group of one has no leader's template and takes the workers'."""
     alone = group["size"] == 1
-    for index, part in enumerate(("worker",) if alone else ("leader", "worker")):
+    for index in range(group["size"]):
+        part = "worker" if alone or index else "leader"
         template = group[f"{part}Template"]
         labels = {**template["metadata"]["labels"], WORKER_INDEX: str(index)}
         yield PodKind(role if alone else f"{role}-{part}", role, template["spec"], labels, index, group["size"])

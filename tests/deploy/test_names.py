@@ -12,6 +12,7 @@ import typer
 from baton.gateway import GatewayConfig
 from baton.gateway import app as gateway_app
 from decode.worker import DecodeRole
+from engine.core.layer_range import Placement
 from pool.main import worker_command
 from pool.pipeline.follower import GOODBYE_S
 from pool.process import PIPELINE_SERVICE
@@ -79,13 +80,16 @@ def test_arguments_and_settings_are_those_of_the_roles(documents: list[Document]
         assert {mount["name"] for mount in pod.container["volumeMounts"]} == volumes
 
 
-def test_stages_know_their_place(documents: list[Document], settings_of: SettingsOf) -> None:
-    places = {}
+def test_stages_and_their_ranks_know_their_place(documents: list[Document], settings_of: SettingsOf) -> None:
+    leader, places = "decode-0.decode.baton:7000", []
     for pod in pod_kinds(documents):
         if isinstance(settings := settings_of(pod), WorkerConfig):
-            places[pod.name] = (settings.rank, settings.world_size, settings.leader)
-    leader = "decode-0.decode.baton:7000"
-    assert places == {"prefill": (0, 1, ""), "decode-leader": (0, 2, leader), "decode-worker": (1, 2, leader)}
+            assert (settings.rank, settings.world_size) == (pod.index, pod.group_size)
+            assert settings.leader == ("" if pod.role == "prefill" else leader)
+            places += [settings.placement] if pod.role == "decode" else []
+    tp = places[0].tensor.size
+    assert places == [Placement.of(rank, len(places), tp) for rank in range(len(places))]
+    assert (len(places) // tp, tp) == (2, 2 if documents == load("ranks") else 1)
 
 
 def test_all_workers_and_routers_serve_one_model(documents: list[Document], settings_of: SettingsOf) -> None:

@@ -6,7 +6,9 @@ bytes, pages and workers can be broken on purpose. Every query of every dashboar
 fire and clear.
 
 Time runs faster: every duration of the rules is divided by SCALE, scrapes and evaluations come four times a second.
-Thresholds that are a user's patience, or a matter of how busy this machine is, are lowered: see LOWERED.
+Thresholds that are a user's patience, or a matter of how busy this machine is, are lowered, and a window that this
+machine may leave without a first token is longer: see LOWERED. Of the dashboards one is drawn, or all where somebody
+wants to keep the pictures.
 """
 
 import asyncio
@@ -41,7 +43,8 @@ from tools.prometheus import LOCAL, Prometheus, Target, prometheus, scaled
 SCALE = 240  # an alert that waits ten minutes waits two and a half seconds
 INTERVAL_S, RATE_INTERVAL = 0.25, "4s"
 LOWERED = {"BatonPreempting": ("[2500ms]) > 0.1", "[30s]) > 0.02"), "BatonQueueOld": ("> 30", "> 2"),
-           "BatonFirstTokenSlow": ("> 5", "> 2"), "BatonPipelineIdle": ("> 0.5", "> 0.2")}
+           "BatonFirstTokenSlow": ("> 5", "> 2"), "BatonPipelineIdle": ("> 0.5", "> 0.2"),
+           "baton:ttft_seconds:p99_5m": ("[1250ms]", "[10s]")}
 WAIT_S = 120.0
 RULES = (DEPLOY / "alerts" / "rules.yaml").read_text()
 
@@ -78,8 +81,9 @@ class Watch:
 def _rules() -> dict[str, object]:
     rules = scaled(RULES, SCALE)
     for rule in (rule for group in rules["groups"] for rule in group["rules"]):
-        if rule.get("alert") in LOWERED:
-            before, after = LOWERED[rule["alert"]]
+        name = rule.get("alert", rule.get("record"))
+        if name in LOWERED:
+            before, after = LOWERED[name]
             assert before in rule["expr"]
             rule["expr"] = rule["expr"].replace(before, after)
     return rules
@@ -116,20 +120,19 @@ async def shop_troubles(shop: RunningCluster, watch: Watch) -> None:
     # An answer outgrows the two pages that it begins with, and five of them leave one free. It is counted at its end.
     async with load(shop.client, clients=6, prompt=60, tokens=80):
         await watch.until_fired("shop", "BatonPreempting", "BatonPipelineIdle", "BatonDraftsRejected")
-        killing = asyncio.create_task(_kill_now_and_then(shop))
+        killing = asyncio.create_task(_crash_on(shop))
         await watch.until_fired("shop", "BatonProcessDown", "BatonRoleDown")
         killing.cancel()
         await shop.cluster.wait_serving(timeout_s=60)
         await asyncio.sleep(2)  # retries that ended well
 
 
-async def _kill_now_and_then(shop: RunningCluster) -> None:
-    """Processes are back soon, and the server may have been held up just then."""
+async def _crash_on(shop: RunningCluster) -> None:
+    """A process killed once is back before a scrape has missed it: these two end again whenever they start."""
     while True:
         for name in ("prefill-0", "decode-0.0"):
             shop.cluster.processes[name].kill()
-            await asyncio.sleep(0.3)  # so that each interrupts something: streams soon end without prefill
-        await asyncio.sleep(30)
+            await asyncio.sleep(0.2)  # so that each interrupts something at first: streams soon end without prefill
 
 
 async def lab_troubles(lab: Laboratory, server: Prometheus, watch: Watch, shop: list[Target]) -> None:
@@ -163,13 +166,16 @@ async def lab_troubles(lab: Laboratory, server: Prometheus, watch: Watch, shop: 
 async def _refused_handshakes(lab: Laboratory, count: int) -> None:
     """A router that mixes up pools offers terms of another model."""
     request = types_pb2.EngineRequest(request_id="stranger", prompt_token_ids=[1], max_tokens=1)
-    opening = decode_pb2.DecodeOpen(request=request, source=transfer_pb2.SourceTerms(
+    opening = decode_pb2.DecodeOpen(request=request, steps_id="stranger's steps", source=transfer_pb2.SourceTerms(
         compatibility="another", num_tokens=1, page_size=64, chunk_tokens=64, page_ids=[1]))
     async with open_channel(lab.roles["decode"].announcement.address) as channel:
+        stub = decode_pb2_grpc.DecodeStub(channel)
+        steps = stub.Steps(decode_pb2.StepsRequest(steps_id=opening.steps_id))
         for _ in range(count):
-            call = decode_pb2_grpc.DecodeStub(channel).Generate(iter([decode_pb2.DecodeRequest(open=opening)]))
+            call = stub.Generate(iter([decode_pb2.DecodeRequest(open=opening)]))
             assert "FAILED_PRECONDITION" in str(await call.code())
             await asyncio.sleep(2 * INTERVAL_S)
+        steps.cancel()
 
 
 def _lab_targets(lab: Laboratory) -> list[Target]:
@@ -222,8 +228,9 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
         dead = [f"{spec.title}, {panel.title}: {query.expr}" for spec in DASHBOARDS for panel in spec.panels
                 for query in panel.queries if not await _has_values(server, query.expr, began, ended)]
         assert dead == [], "queries without any series"
-        for spec in DASHBOARDS:
-            path = Path(os.environ.get("BATON_PICTURES", tmp_path)) / f"{spec.uid}.png"
+        pictures = os.environ.get("BATON_PICTURES")
+        for spec in DASHBOARDS if pictures else DASHBOARDS[:1]:
+            path = Path(pictures or tmp_path) / f"{spec.uid}.png"
             await draw(server, spec, path, start_s=began, end_s=ended, rate_interval=RATE_INTERVAL)
             assert path.stat().st_size > 10_000
 
