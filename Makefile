@@ -34,11 +34,18 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 demo: $(DEMO_STAMP) ## start a whole local cluster, ask the shipped model a question, show the timings
 	$(BIN)/baton demo
 
-test: venv ## all tests that need no GPU, but for the long ones; about a quarter of an hour on two cores
+# By the first test to call a kernel it would be compiled under a deadline, and by each CPU core but one waited for.
+KERNELS := build/.kernels
+$(KERNELS): $(STAMP) $(wildcard engine/kernels/host/*.py)
+	@echo "compiling the kernels of this CPU (half a minute the first time)"
+	@$(BIN)/python -m engine.kernels.host.every
+	@mkdir -p $(@D) && touch $@
+
+test: $(KERNELS) ## all tests that need no GPU, but for the long ones; about a quarter of an hour on two cores
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) -m "not long" $(TEST_OPTIONS)
 
 # That no test is long is no failure: pytest's exit code 5.
-test-long: venv ## the long ones
+test-long: $(KERNELS) ## the long ones
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) -m long $(TEST_OPTIONS) || test $$? -eq 5
 
 check: lint types buf stubs manifests-current ## everything that can be said without running
@@ -81,8 +88,10 @@ bench: venv ## benchmarks, one JSON line each
 	$(BIN)/python -m bench.kernels --json
 	$(BIN)/python -m bench.e2e --json
 	$(BIN)/python -m bench.stages --json
+	$(BIN)/python -m bench.parallel --json
 	$(BIN)/python -m bench.speculation --json
 	$(BIN)/python -m bench.gateway --json
+	$(BIN)/python -m bench.router --json
 
 clean: ## remove the virtual environment and everything generated outside version control
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

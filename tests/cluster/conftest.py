@@ -1,41 +1,5 @@
-"""One tiny hybrid checkpoint on disk for all cluster tests, and what a single process answers with it."""
+"""The checkpoint that is served here, and its right answers."""
 
-from pathlib import Path
+from tests.support.cluster.reference import checkpoint, reference
 
-import pytest
-import torch
-
-from engine.core.request import Request, SamplingParams
-from models.loader import read_model
-from tests.support.models.checkpoints import make_checkpoint
-from tests.support.pool.local_pool import local_pool
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3.5 text, four layers, fp32, no tokenizer: prompts are token ids."""
-    return make_checkpoint(tmp_path_factory.mktemp("cluster"), "qwen3_5_text")
-
-
-class Reference:
-    """Answers of one process without any handoff, one request at a time."""
-
-    def __init__(self, path: Path) -> None:
-        torch.set_num_threads(1)
-        self._description = read_model(path)
-
-    def answers(self, requests: list[Request]) -> list[list[tuple[int, float | None]]]:
-        """(token id, logprob) per request; the page size is the clusters' default."""
-        with local_pool(self._description, page_size=64, num_pages=200, max_running=len(requests)) as pool:
-            return [[(token.token_id, None if token.logprobs is None else token.logprobs.logprob)
-                     for token in pool.generate([request])[0].tokens] for request in requests]
-
-
-@pytest.fixture(scope="session")
-def reference(checkpoint: Path) -> Reference:
-    return Reference(checkpoint)
-
-
-@pytest.fixture(scope="session")
-def sampled() -> SamplingParams:
-    return SamplingParams(temperature=0.9, top_p=0.95, seed=7, repetition_penalty=1.1)
+__all__ = ["checkpoint", "reference"]

@@ -4,7 +4,8 @@ import asyncio
 import math
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ import pytest_asyncio
 
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
-from baton.values import Query, Sampling, Stop
+from baton.values import Query, Sampling, Stop, WorkerStatus
 from runtime.errors import BatonError, InvalidRequestError, UnavailableError, UnknownModelError
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 
@@ -92,8 +93,11 @@ async def test_pools_of_different_geometry_are_never_paired(checkpoint: Path, tm
 
     async def once_the_router_has_met_them(cluster: LocalCluster, *, timeout_s: float) -> None:
         async with AsyncBatonClient(cluster.address) as client, asyncio.timeout(timeout_s):
-            while not all("page size" in one.reason for one in (await client.cluster_status()).workers):  # noqa: ASYNC110
+            seen: Sequence[WorkerStatus] = ()
+            while not seen or not all("page size" in worker.reason for worker in seen):
                 await asyncio.sleep(0.1)
+                with suppress(BatonError):
+                    seen = (await client.cluster_status()).workers
         await wait_serving(cluster, timeout_s=5)
 
     monkeypatch.setattr(LocalCluster, "wait_serving", once_the_router_has_met_them)

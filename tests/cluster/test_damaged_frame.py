@@ -10,11 +10,10 @@ import pytest
 from baton.nursery import Here
 from baton.values import Completion
 from runtime.errors import BatonError, PeerLostError, UnavailableError
-from tests.cluster.conftest import Reference
 from tests.cluster.test_death import timed
-from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.clusters import running_cluster
-from tests.support.cluster.questions import make_questions, shown
+from tests.support.cluster.questions import make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 
 
 @dataclass(frozen=True)

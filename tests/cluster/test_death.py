@@ -11,10 +11,9 @@ from baton.values import Completion
 from bench.rolling import come_back
 from engine.core.request import Request
 from runtime.errors import BatonError
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.clusters import RunningCluster, running_cluster
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 
 STATUS_WITHIN_S = 30.0  # of the 60 that a client has
 
@@ -32,30 +31,35 @@ async def timed(running: RunningCluster, question: Request) -> tuple[Completion 
     return result, time.monotonic()
 
 
+async def survive(running: RunningCluster, victim: str, questions: list[Request], expected: list[Shown], *,
+                  after_s: float) -> None:
+    """Kill a process while the questions are answered: each gets its answer or soon an error, and then all are
+    answered by the processes that have lived on and the one that is started again."""
+    processes = running.cluster.processes
+    survivors = {name: process.pid for name, process in processes.items() if name != victim}
+    under_way = [asyncio.create_task(timed(running, question)) for question in questions]
+    await asyncio.sleep(after_s)
+    killed_s = time.monotonic()
+    processes[victim].kill()
+    for (result, ended_s), right in zip(await asyncio.gather(*under_way), expected, strict=True):
+        if isinstance(result, BatonError):
+            assert ended_s - killed_s < STATUS_WITHIN_S, f"{result} came {ended_s - killed_s:.1f} s after the kill"
+        else:
+            assert shown(result) == right
+    await running.cluster.wait_serving(timeout_s=60)
+    await running.until_clean(timeout_s=60)
+    again = await asyncio.gather(*(timed(running, question) for question in questions))
+    assert [shown(result) if isinstance(result, Completion) else result for result, _ in again] == expected
+    await running.until_clean()
+    assert {name: processes[name].pid for name in survivors} == survivors, f"{victim}: no survivor was restarted"
+
+
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0.0", "decode-0.1", "router"])
 async def test_a_killed_process_is_survived(checkpoint: Path, reference: Reference, victim: str) -> None:
     questions = long_questions(10)
     expected = on_the_wire(reference.answers(questions))
     async with running_cluster(checkpoint, decode_pp=2) as running:
-        processes = running.cluster.processes
-        pids = {name: process.pid for name, process in processes.items()}
-        under_way = [asyncio.create_task(timed(running, question)) for question in questions]
-        await asyncio.sleep(0.7)
-        killed = time.monotonic()
-        processes[victim].kill()
-        results = await asyncio.gather(*under_way)
-        for (result, ended), right in zip(results, expected, strict=True):
-            if isinstance(result, BatonError):
-                assert ended - killed < STATUS_WITHIN_S, f"{result} came {ended - killed:.1f} s after the kill"
-            else:
-                assert shown(result) == right
-        await running.cluster.wait_serving(timeout_s=60)
-        await running.until_clean(timeout_s=60)
-        again = await asyncio.gather(*(timed(running, question) for question in questions))
-        assert [shown(result) if isinstance(result, Completion) else result for result, _ in again] == expected
-        await running.until_clean()
-        survivors = {name: process.pid for name, process in processes.items() if name != victim}
-        assert survivors == {name: pids[name] for name in survivors}, "no survivor was restarted"
+        await survive(running, victim, questions, expected, after_s=0.7)
 
 
 async def test_a_prefill_that_dies_before_the_first_token_is_replaced(checkpoint: Path, reference: Reference) -> None:

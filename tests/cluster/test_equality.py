@@ -1,86 +1,35 @@
-"""The same answer from every topology: clusters against one process, tokens and logprobs bit for bit."""
+"""Processes of their own give the bits of one; more topologies, in one process, are in tests/one_process."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from baton.values import TokenLogprobs
-from engine.core.batch import ForwardMode, ScoringRow
-from engine.sampling.sampler import score
-from models.loader import read_model
-from tests.cluster.conftest import Reference
 from tests.support.cluster.clusters import running_cluster
-from tests.support.cluster.one_process import cluster_in_process
-from tests.support.cluster.questions import as_query, make_questions, shown
-from tests.support.models.checkpoints import oracle
-from tests.support.models.single_stage import StageDriver
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
+from tests.support.models.checkpoints import make_checkpoint
 
-Shown = list[tuple[int, float | None]]
-
-
-def on_the_wire(answers: list[Shown]) -> list[Shown]:
-    """Logprobs rounded to the 32 bits they have in the API."""
-    return [[(token, None if logprob is None else float(np.float32(logprob))) for token, logprob in answer]
-            for answer in answers]
-
-
-@pytest.fixture(scope="module")
-def expected(reference: Reference) -> list[Shown]:
-    return on_the_wire(reference.answers(make_questions(8)))
-
-
-@pytest.fixture(scope="module")
-def expected_scores(checkpoint: Path) -> tuple[TokenLogprobs, ...]:
-    """Of the first question's prompt, in one process as one chunk."""
-    driver, prompt = StageDriver(read_model(checkpoint)), make_questions(1)[0].prompt_token_ids
-    batch = driver.batch(ForwardMode.PREFILL, {0: list(prompt)}, draw=False)
-    batch.scoring = (ScoringRow(prompt[1:], num_top=3),)
-    (scores,) = score(driver.run(batch).logits, batch).scores
-    return tuple(TokenLogprobs(float(np.float32(found.logprob)),
-                               tuple((token, float(np.float32(value))) for token, value in found.top))
-                 for found in (token.logprobs for token in scores) if found is not None)
-
-
-@torch.no_grad()
-def test_scores_of_a_prompt_are_those_of_transformers(checkpoint: Path,
-                                                      expected_scores: tuple[TokenLogprobs, ...]) -> None:
-    prompt = torch.tensor([make_questions(1)[0].prompt_token_ids])
-    theirs = oracle(checkpoint)(prompt).logits[0].double().log_softmax(-1)
-    assert len(expected_scores) == prompt.shape[1] - 1 > 60
-    for position, ours in enumerate(expected_scores, start=1):
-        at = theirs[position - 1]
-        assert ours.logprob == pytest.approx(float(at[prompt[0, position]]), abs=1e-4)
-        assert [value for _, value in ours.top] == pytest.approx(at.topk(3).values.tolist(), abs=1e-4)
-
-
-@pytest.mark.parametrize("decode_pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("prefill_pp", [1, 2, 3, 4])
-async def test_every_split_gives_the_same_bits_s0_7_s4_9(
-        checkpoint: Path, expected: list[Shown], expected_scores: tuple[TokenLogprobs, ...], prefill_pp: int,
-        decode_pp: int) -> None:
-    chunk = 64 if (prefill_pp + decode_pp) % 2 else 128
-    async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp,
-                                  chunk_tokens=chunk) as client:
-        queries = [as_query(question) for question in make_questions(8)]
-        alone = [shown(await client.complete(query, timeout_s=60)) for query in queries[:2]]
-        scored = await client.complete(replace(queries[0], num_prompt_logprobs=3, n=2), timeout_s=60)
-        together = await asyncio.gather(*(client.complete(query, timeout_s=60) for query in queries))
-        assert alone == expected[:2]
-        assert [shown(completion) for completion in together] == expected
-        assert shown(scored) == expected[0]
-        assert scored.prompt_logprobs == expected_scores
+QUESTIONS = make_questions(8)
 
 
 @pytest.mark.parametrize(("partitions", "transport"), [(("3,1", "1,2,1"), "tcp"), (("", ""), "shm")])
-async def test_processes_of_their_own_give_the_same_bits(checkpoint: Path, expected: list[Shown],
+async def test_processes_of_their_own_give_the_same_bits(checkpoint: Path, reference: Reference,
                                                          partitions: tuple[str, str], transport: str) -> None:
+    expected = on_the_wire(reference.answers(QUESTIONS))
     async with running_cluster(checkpoint, prefill_pp=2, decode_pp=3, prefill_partition=partitions[0],
                                decode_partition=partitions[1], worker_flags=("--transport", transport)) as running:
         completions = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
-                                             for question in make_questions(8)))
+                                             for question in QUESTIONS))
+        assert [shown(completion) for completion in completions] == expected
+        await running.until_clean()
+
+
+async def test_selected_keys_cross_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("families"), "glm_moe_dsa")
+    expected = on_the_wire(Reference(checkpoint).answers(QUESTIONS))
+    async with running_cluster(checkpoint, prefill_pp=2, decode_pp=3) as running:
+        completions = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
+                                             for question in QUESTIONS))
         assert [shown(completion) for completion in completions] == expected
         await running.until_clean()

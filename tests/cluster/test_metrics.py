@@ -2,13 +2,10 @@
 
 import asyncio
 import re
-import urllib.request
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from runtime.catalogue import families
-from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.cluster.clusters import RunningCluster, running_cluster, scrape
 from tests.support.cluster.questions import as_query, make_questions
 
 # Gauges that are zero again when nothing runs, and what only a fault moves.
@@ -37,19 +34,10 @@ SHOWN_ELSEWHERE = {
     ("prefill-0", "baton_pp_bubble_ratio"), ("prefill-0", "baton_pp_link_bytes"),
     ("decode-0.1", "baton_requests"), ("decode-0.1", "baton_request_seconds"),  # a follower serves health alone
     ("decode-0.1", "baton_requests_in_flight"),
+    # This model has no experts.
+    *((name, metric) for name in ("prefill-0", "decode-0.0", "decode-0.1")
+      for metric in ("baton_expert_tokens", "baton_expert_busiest_ratio")),
 }
-
-
-def scrape(port: int) -> dict[str, float]:
-    """Largest sample per family that is Baton's."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
-        text = response.read().decode()
-    values: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        if family.name.startswith("baton_") and not family.name.endswith("_created"):
-            samples = [sample.value for sample in family.samples]
-            values[family.name] = max([values.get(family.name, 0.0), *samples])
-    return values
 
 
 async def everything(running: RunningCluster) -> dict[str, dict[str, float]]:
@@ -89,7 +77,7 @@ def disturbed(values: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 async def test_every_metric_moves(checkpoint: Path) -> None:
-    flags = ("--max-running", "4", "--decode-cache")
+    flags = ("--max-running", "4")
     async with running_cluster(checkpoint, decode_pp=2, worker_flags=flags) as running:
         peaks: dict[str, dict[str, float]] = {}
         for _ in range(5):  # a look can miss what a gauge says for a moment only

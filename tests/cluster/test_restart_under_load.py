@@ -6,10 +6,9 @@ from pathlib import Path
 
 from baton.client import AsyncBatonClient
 from baton.retry import NO_RETRY
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.clusters import running_cluster
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 
 
 async def test_a_worker_that_restarts_costs_no_request(checkpoint: Path, reference: Reference) -> None:

@@ -11,10 +11,9 @@ from baton.load import Outcome, run_load
 from baton.workload import Arrivals, Lengths, Shape, make_queries, plan
 from engine.core.request import Request
 from runtime.errors import BatonError
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.clusters import RunningCluster, running_cluster
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 
 DRAIN_S = 0.2  # shorter than a question takes, so that decode pools hand some back
 # A prefill worker and a part of a decode pool at a time: a stage alone, a leader alone, a whole pool.

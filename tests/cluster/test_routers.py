@@ -26,10 +26,9 @@ from baton.values import (
 )
 from baton.wire import completions_of
 from runtime.errors import BatonError
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.clusters import RunningCluster, is_clean, running_cluster
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 
 DRAFT = demo_model().parent / "draft"
 ROUTERS = ("router", "router-1")

@@ -9,14 +9,14 @@ import pytest
 from baton.client import AsyncBatonClient
 from baton.values import Query, Sampling, Stop
 from engine.core.request import Request, SamplingParams
-from protos import decode_pb2, decode_pb2_grpc, pipeline_pb2, pipeline_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2_grpc, pipeline_pb2_grpc, prefill_pb2_grpc
 from runtime.client import open_channel
 from runtime.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc
 from runtime.tokens import OwnToken
-from tests.cluster.conftest import Reference
 from tests.support.cluster.clusters import running_cluster
+from tests.support.cluster.reference import Reference
 from tests.support.network.authority import Authority, write
 
 PROMPT, NUM_TOKENS = tuple(range(3, 100)), 12
@@ -37,7 +37,8 @@ def settings(folder: Path, authority: Authority, tokens: Path) -> Path:
 
 
 async def refusal(call: "grpc.aio.StreamStreamCall") -> Exception:  # type: ignore[type-arg]
-    """What a stream that was opened by somebody without the right ends with."""
+    """What a stream that was opened by somebody without the right ends with. Nothing is sent: gRPC reports a message
+    that comes too late as an error of its own."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call.read()
     return error_from_rpc(refused.value)
@@ -68,13 +69,13 @@ async def test_a_cluster_under_mutual_tls_and_tokens(checkpoint: Path, reference
                      if process.announcement is not None}
         prefill = ChannelSecurity(client_files, server_name="prefill")
         async with open_channel(addresses["prefill-0"], security=prefill) as channel:
-            run = prefill_pb2_grpc.PrefillStub(channel).Run(iter([prefill_pb2.RunRequest()]))
+            run = prefill_pb2_grpc.PrefillStub(channel).Run(wait_for_ready=True)
             assert isinstance(await refusal(run), PermissionDeniedError)
         decode = ChannelSecurity(client_files, server_name="decode")
         async with open_channel(addresses["decode-0.0"], security=decode) as channel:
-            generate = decode_pb2_grpc.DecodeStub(channel).Generate(iter([decode_pb2.DecodeRequest()]))
+            generate = decode_pb2_grpc.DecodeStub(channel).Generate(wait_for_ready=True)
             assert isinstance(await refusal(generate), PermissionDeniedError)
-            join = pipeline_pb2_grpc.PipelineStub(channel).Join(iter([pipeline_pb2.JoinRequest()]))
+            join = pipeline_pb2_grpc.PipelineStub(channel).Join(wait_for_ready=True)
             assert isinstance(await refusal(join), PermissionDeniedError)
 
         await rotate_under_load(running.client, [token_id for token_id, _ in expected], tmp_path, old, new)

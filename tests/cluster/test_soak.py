@@ -6,20 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.clusters import RunningCluster, open_descriptors, running_cluster
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 
 NUM_REQUESTS, NUM_DISTINCT, SHARE_CANCELLED, CONCURRENCY = 500, 50, 0.2, 24
 
 
 @pytest.mark.long
-async def test_500_requests_a_fifth_cancelled(checkpoint: Path, reference: Reference) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_500_requests_a_fifth_cancelled(checkpoint: Path, reference: Reference, num_ranks: int) -> None:
+    """On two stages, of which the ranks are data ranks; their prompts come from ranks that share all requests."""
     distinct = make_questions(NUM_DISTINCT, seed=3, max_prompt=300, max_tokens=20)
     expected = on_the_wire(reference.answers(distinct))
     rng, gate = random.Random(5), asyncio.Semaphore(CONCURRENCY)
-    async with running_cluster(checkpoint, decode_pp=2) as running:
+    async with running_cluster(checkpoint, decode_pp=2, prefill_tp=num_ranks, decode_tp=num_ranks,
+                               decode_dp_attention=num_ranks) as running:
         await flood(running, distinct[:10])
         before = {name: (size, descriptors(running, name)) for name, size in running.resident_bytes().items()}
 

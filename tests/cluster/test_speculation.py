@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
-from tests.cluster.test_metrics import scrape
-from tests.support.cluster.clusters import RunningCluster, running_cluster
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.clusters import RunningCluster, running_cluster, scrape
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 from tests.support.drafts.eagle import save_draft
 
 

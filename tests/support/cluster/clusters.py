@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import os
+import urllib.request
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
@@ -81,7 +83,8 @@ def is_clean(status: ClusterStatus) -> bool:
 
 @asynccontextmanager
 async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, prefill_pp: int = 1, decode_pp: int = 1,
-                          prefill_tp: int = 1, decode_tp: int = 1, prefill_partition: str = "",
+                          prefill_tp: int = 1, decode_tp: int = 1, prefill_dp_attention: int = 1,
+                          decode_dp_attention: int = 1, prefill_partition: str = "",
                           decode_partition: str = "", worker_flags: tuple[str, ...] = (),
                           router_flags: tuple[str, ...] = (), http: str = "", places: ProcessPlaces = HERE,
                           security: ChannelSecurity = PLAIN_CHANNEL,
@@ -91,7 +94,8 @@ async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, pre
     lines: deque[str] = deque(maxlen=2000)
     config = ClusterConfig(
         model=model, prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_partition=prefill_partition,
+        prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_dp_attention=prefill_dp_attention,
+        decode_dp_attention=decode_dp_attention, prefill_partition=prefill_partition,
         decode_partition=decode_partition, listen="127.0.0.1:0", routers=routers,
         worker_flags=worker_flags, router_flags=router_flags, http=http, ready_timeout_s=ready_timeout_s,
         stop_grace_s=5, security=security, nursery=shared_nursery(), places=places)
@@ -106,3 +110,15 @@ async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, pre
 
 def open_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def scrape(port: int) -> dict[str, float]:
+    """Largest sample per family that is Baton's."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith("baton_") and not family.name.endswith("_created"):
+            samples = [sample.value for sample in family.samples]
+            values[family.name] = max([values.get(family.name, 0.0), *samples])
+    return values

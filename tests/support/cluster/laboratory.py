@@ -123,7 +123,7 @@ async def laboratory(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyP
 
     class SeenLeader(Leader):
         def start(self) -> None:
-            scheduler = self.loop._scheduler
+            scheduler = self.loop._schedulers[0]
             if isinstance(scheduler, DecodeScheduler):
                 made.leaders.append(self)
                 made.schedulers.append(scheduler)

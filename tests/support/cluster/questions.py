@@ -2,8 +2,12 @@
 
 import random
 
+import numpy as np
+
 from baton.values import Completion, Query, Sampling, Stop
 from engine.core.request import Request, SamplingParams
+
+Shown = list[tuple[int, float | None]]
 
 
 def make_questions(count: int, *, seed: int = 0, max_prompt: int = 200, max_tokens: int = 24,
@@ -32,7 +36,13 @@ def as_query(request: Request) -> Query:
                           repetition_penalty=params.repetition_penalty, seed=params.seed))
 
 
-def shown(completion: Completion) -> list[tuple[int, float | None]]:
+def shown(completion: Completion) -> Shown:
     """As `Reference.answers` shows it. Logprobs cross the client's wire as 32-bit floats."""
     return [(token_id, logprobs.logprob)
             for token_id, logprobs in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+
+def on_the_wire(answers: list[Shown]) -> list[Shown]:
+    """Logprobs rounded to the 32 bits they have in the API."""
+    return [[(token, None if logprob is None else float(np.float32(logprob))) for token, logprob in answer]
+            for answer in answers]

@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.backends.cpu.attention import CpuAttention
+from engine.contracts.attention import AttentionGeometry
 from engine.contracts.model import ForwardContext, StageOutput
-from engine.core.batch import ForwardBatch
-from engine.core.draft_trees import SpecInfo, TokenTree
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecInfo, SpecRow, TokenTree
+from engine.core.request import DrawnToken, SamplingParams
+from engine.core.rows import Row, build_batch
+from engine.memory.layout import CacheSpec
+from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import DraftModel
+from engine.speculative.eagle import EagleDrafter
+from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
 
 VOCAB_SIZE = 256
@@ -106,6 +114,22 @@ class KnowingModel:
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
         return token_ids
+
+
+def chain_behind(model: DraftModel, specs: Sequence[CacheSpec], prompt: Sequence[int], drawn: int,
+                 hidden: Mapping[int, Tensor]) -> TokenTree:
+    """Four tokens that an `EagleDrafter` proposes behind a prompt and its first token. hidden: [T, H] of the target's
+    layers that the draft reads."""
+    geometry = model.attention_geometry(16)
+    assert isinstance(geometry, AttentionGeometry)
+    pools = {spec.layer_id: torch.full((8, *spec.record_shape), float("nan")) for spec in specs}
+    attention = DraftAttention.over_kv(CpuAttention(kv_pools=pools, geometry=geometry),
+                                       MultiStepAttention(kv_pools=pools, geometry=geometry))
+    batch = build_batch(ForwardMode.PREFILL, [Row(1, prompt, 0, [3, 5], 0, SamplingRow(SamplingParams(), 0),
+                                                  SpecRow(num_draft_tokens=4))])
+    (tree,) = EagleDrafter(model=model, topk=1, steps=4, attention=attention).propose(
+        batch, StageOutput(aux_hidden=dict(hidden)), [Run(0, [0], [DrawnToken(drawn)])])
+    return tree
 
 
 def always(drafter: OracleDrafter) -> Callable[[int], OracleDrafter]:

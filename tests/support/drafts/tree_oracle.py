@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from engine.speculative.drafter import Drafter
 from engine.speculative.verify import Run
 from tests.support.drafts.drafters import Shape
 
-Cached = list[tuple[Tensor, ...]]  # what one slot after the other keeps
+Kept = tuple[Tensor, ...]  # what a slot keeps for later ones
+Cached = list[Kept]  # of one slot after the other
+Slot = tuple[int, Tensor, int]  # position, feature, next token
 
 
 class TreeOracle:
@@ -39,7 +42,10 @@ class TreeOracle:
         hidden = torch.empty(0)
         for offset, (feature, token) in enumerate(zip(features, tokens, strict=True)):
             hidden, cached = self.step(token, self.first_hidden(feature), start + offset, cached)
-        position = start + len(tokens)
+        return self.tree_behind(hidden, cached, start + len(tokens), shape)
+
+    def tree_behind(self, hidden: Tensor, cached: Cached, position: int, shape: Shape) -> TokenTree:
+        """The tree at that position, after a slot of this hidden state, whose own part is the last of `cached`."""
         # (score, created, token, parent, hidden it was predicted from, cache before it)
         found: list[tuple[float, int, int, int, Tensor, Cached]] = []
         frontier = self._children(found, -1, 0.0, hidden, cached, shape.width)
@@ -74,7 +80,8 @@ class CheckedDrafter:
     drafter: Drafter
     oracle: TreeOracle
     shape: Shape
-    slots: dict[int, list[tuple[int, Tensor, int]]] = field(default_factory=dict)  # (position, feature, next token)
+    slots: dict[int, list[Slot]] = field(default_factory=dict)
+    known: dict[int, list[tuple[Slot, Tensor, Kept]]] = field(default_factory=dict)  # hidden states of slots so far
     num_calls: int = 0
     num_trees: int = 0
     num_equal: int = 0
@@ -87,15 +94,25 @@ class CheckedDrafter:
             if not batch.spec_info.rows[run.row].num_draft_tokens:
                 assert tree == TokenTree()
                 continue
-            slots = self.slots[batch.request_keys[run.row]]
             self.num_calls += 1
             if self.num_calls % 4:
                 continue  # the oracle takes its time
-            expected = self.oracle.tree([feature for _, feature, _ in slots], [token for _, _, token in slots],
-                                        slots[0][0], self.shape)
             self.num_trees += 1
-            self.num_equal += tree == expected
+            self.num_equal += tree == self._expected(batch.request_keys[run.row])
         return trees
+
+    def _expected(self, key: int) -> TokenTree:
+        """The oracle goes on behind the slots that it knows of the request's last tree."""
+        slots, known = self.slots[key], self.known.get(key, [])
+        known = [each for slot, each in takewhile(lambda pair: pair[0] is pair[1][0], zip(slots, known, strict=False))]
+        cached = [kept for *_, kept in known]
+        for slot in slots[len(known):]:
+            position, feature, token = slot
+            hidden, cached = self.oracle.step(token, self.oracle.first_hidden(feature), position, cached)
+            known.append((slot, hidden, cached[-1]))
+        self.known[key] = known
+        (position, _, _), hidden, _ = known[-1]
+        return self.oracle.tree_behind(hidden, cached, position + 1, self.shape)
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
         return self.drafter.begin(batch)

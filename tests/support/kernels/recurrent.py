@@ -10,22 +10,23 @@ from engine.core.batch import ForwardMode
 from tests.support.kernels.batches import Row, make_batch
 
 LAYER, KERNEL, CHANNELS = 2, 4, 24
-K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 6, 16, 8
+K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 4, 16, 8
 NUM_SLOTS = 8
 
 
 class Tokens:
     """One request's inputs to both operations, with what came out so far."""
 
-    def __init__(self, num_tokens: int, *, seed: int, slot: int) -> None:
+    def __init__(self, num_tokens: int, *, seed: int, slot: int, by_channel: bool = False,
+                 dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(num_tokens, *shape, generator=generator)
 
-        self.inputs = (draw(K_HEADS, K_DIM), draw(K_HEADS, K_DIM), draw(V_HEADS, V_DIM),
-                       -draw(V_HEADS).abs() * 0.3, draw(V_HEADS).sigmoid())
-        self.x = draw(CHANNELS)
+        self.inputs = (draw(K_HEADS, K_DIM).to(dtype), draw(K_HEADS, K_DIM).to(dtype), draw(V_HEADS, V_DIM).to(dtype),
+                       -draw(V_HEADS, *[K_DIM] * by_channel).abs() * 0.3, draw(V_HEADS).sigmoid())
+        self.x = draw(CHANNELS).to(dtype)
         self.slot, self.fed = slot, 0
         self.conv: list[Tensor] = []
         self.out: list[Tensor] = []
@@ -58,7 +59,7 @@ def delta_rule(tokens: Tokens, count: int) -> tuple[Tensor, Tensor]:
     out = torch.zeros(count, V_HEADS, V_DIM, dtype=torch.float64)
     state = torch.zeros(V_HEADS, K_DIM, V_DIM, dtype=torch.float64)
     for t in range(count):
-        state *= g[t].exp()[:, None, None]
+        state *= g[t].exp().view(V_HEADS, -1, 1)
         error = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
         state += torch.einsum("hk,hv->hkv", k[t], beta[t][:, None] * error)
         out[t] = torch.einsum("hkv,hk->hv", state, q[t])

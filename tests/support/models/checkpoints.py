@@ -5,9 +5,11 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -43,6 +45,11 @@ _MLA: dict[str, Any] = {
 _DSA = {**_MLA, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 _YARN_MLA = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
              "mscale": 1.0, "mscale_all_dim": 1.0}
+_KIMI = {name: value for name, value in _MLA.items() if name not in (
+    "rope_parameters", "q_lora_rank", "n_routed_experts", "max_position_embeddings")} | {
+        "model_max_length": 512, "num_experts": 8, "n_group": 2, "topk_group": 1, "linear_attn_config": {
+            "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3]}}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
            "out_hidden_size": 64, "num_position_embeddings": 16}
 _MARKERS = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
@@ -59,6 +66,15 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
     "llama_yarn": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _YARN}),
     "llama_linear": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _LINEAR}),
     "mistral": _text("MistralForCausalLM", "MistralConfig", **_BASE, head_dim=32, sliding_window=None),
+    "gemma3": _text("Gemma3ForCausalLM", "Gemma3TextConfig", **{
+        **_BASE, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 24, "layer_types": [
+            "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": {
+            "rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}}}),
+    "gemma4": _text("Gemma4ForCausalLM", "Gemma4TextConfig", **{
+        **_BASE, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "sliding_window": 24, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0, "layer_types": [
+            "sliding_attention", "sliding_attention", "sliding_attention", "full_attention"], "rope_parameters": None}),
     "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", **_BASE, head_dim=32),
     "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_BASE, tie_word_embeddings=True),
     "qwen2_moe": _text("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_BASE, **_MOE, shared_expert_intermediate_size=48,
@@ -68,9 +84,15 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
         **_BASE, "head_dim": 32, **_SIGMOID_MOE, "routed_scaling_factor": 1.5, "use_qk_norm": True,
         "attention_bias": True, "n_group": 2, "topk_group": 1,
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
+    "minimax_m2": _text("MiniMaxM2ForCausalLM", "MiniMaxM2Config", **{
+        **_BASE, "head_dim": 32, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
     "qwen3_5_moe_text": _text("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **_HYBRID_MOE),
     "qwen3_5_moe": _text("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", text_config=_HYBRID_MOE,
                          vision_config=_VISION, **_MARKERS),
+    "qwen3_next": _text("Qwen3NextForCausalLM", "Qwen3NextConfig", **{
+        **_HYBRID_MOE, "intermediate_size": 96, "mlp_only_layers": [1],
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}}),
     "deepseek_v3": _text("DeepseekV3ForCausalLM", "DeepseekV3Config", **{
         **_MLA, "n_group": 2, "topk_group": 1, "rope_parameters": _YARN_MLA}),
     "deepseek_v32": _text("DeepseekV32ForCausalLM", "DeepseekV32Config", **_DSA, n_group=2, topk_group=1),
@@ -78,6 +100,7 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
         **_DSA, "num_hidden_layers": 6, "index_topk_freq": 2, "index_skip_topk_offset": 2}),
     "glm_moe_dsa_pattern": _text("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **{
         **_DSA, "num_hidden_layers": 6, "index_topk_pattern": "FSSFSF"}),
+    "kimi_linear": _text("KimiLinearForCausalLM", "KimiLinearConfig", **_KIMI),
     "qwen3_5_text": _text("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_HYBRID),
     "qwen3_5": _text("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", text_config=_HYBRID, vision_config=_VISION,
                      **_MARKERS),
@@ -94,7 +117,23 @@ def make_checkpoint(folder: Path, name: str, *, dtype: torch.dtype = torch.float
         spread_weights(model)
         nn.Module.to(model, dtype)
         model.save_pretrained(path, max_shard_size=shard_bytes or "5GB")
+        if name == "kimi_linear":
+            _publish_kimi_linear(path)
     return path
+
+
+def _publish_kimi_linear(path: Path) -> None:
+    """Fields and names as in the published files, where transformers writes others."""
+    config = json.loads((path / "config.json").read_text())
+    derived = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    published = {"first_k_dense_replace": 1, "mla_use_nope": True, "moe_layer_freq": 1, "use_grouped_topk": True,
+                 "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0, "rope_theta": 10000.0}
+    kept = {name: value for name, value in config.items() if name not in derived}
+    (path / "config.json").write_text(json.dumps({**kept, **published}))
+    dense = "layers.0.block_sparse_moe."
+    tensors = {key.replace(dense, "layers.0.mlp."): tensor
+               for key, tensor in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
 def add_nextn(source: Path, path: Path, **fields: object) -> Path:
@@ -126,6 +165,34 @@ def add_nextn(source: Path, path: Path, **fields: object) -> Path:
     return path
 
 
+def add_assistant(target: Path, path: Path) -> Path:
+    """Write an assistant of a tiny Gemma 4 to `path`: two layers with a window, one without."""
+    torch.manual_seed(1)
+    config = json.loads((target / "config.json").read_text())
+    kept = ("vocab_size", "head_dim", "num_key_value_heads", "max_position_embeddings", "sliding_window",
+            "attention_k_eq_v", "hidden_size_per_layer_input", "bos_token_id", "eos_token_id", "pad_token_id")
+    own: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3,
+        "global_head_dim": 32, "num_global_key_value_heads": 1, "vocab_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    text = transformers.Gemma4TextConfig(**{name: config[name] for name in kept}, **own)
+    with every_layer_reads():
+        model = transformers.Gemma4AssistantForCausalLM(transformers.Gemma4AssistantConfig(
+            text_config=text, backbone_hidden_size=config["hidden_size"]))
+    spread_weights(model)
+    nn.Module.to(model, getattr(torch, config["dtype"]))
+    model.save_pretrained(path)
+    return path
+
+
+@contextmanager
+def every_layer_reads() -> Iterator[None]:
+    """transformers 5.23 refuses to build what an assistant is: layers of which none writes keys."""
+    modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
+    with patch.object(transformers.Gemma4TextConfig, "kv_sharing_modes", modes):
+        yield
+
+
 def _last_whole_layer(tensors: Mapping[str, Tensor]) -> str:
     """The key prefix of the last layer with experts and, where any layer has one, an indexer."""
     layers = {int(key.split(".")[2]) for key in tensors if ".mlp.experts." in key}
@@ -146,9 +213,11 @@ def spread_weights(model: nn.Module, seed: int = 0) -> None:
     values, so that a forgotten one shows and the best token has a margin."""
     generator = torch.Generator().manual_seed(seed)
     zero_centred = {name for name, module in model.named_modules()
-                    if type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")}
-    routing = [(name, buffer) for name, buffer in model.named_buffers() if "e_score_correction" in name]
-    for name, tensor in [*model.named_parameters(), *routing]:
+                    if type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm",
+                                               "Gemma3RMSNorm")}
+    buffers = [(name, buffer) for name, buffer in model.named_buffers()
+               if "e_score_correction" in name or "layer_scalar" in name]
+    for name, tensor in [*model.named_parameters(), *buffers]:
         tensor.copy_(_spread(name, torch.randn(tensor.shape, generator=generator),
                              is_zero_centred=name.rsplit(".", 1)[0] in zero_centred))
 
@@ -158,6 +227,8 @@ def _spread(name: str, normal: Tensor, *, is_zero_centred: bool) -> Tensor:
         return normal * 0.8 + 0.5  # decays between about 0.2 and 8 per unit of time step
     if name.endswith("dt_bias"):
         return normal * 0.5 - 2.0
+    if "layer_scalar" in name:
+        return normal * 0.2 + 0.8
     if "e_score_correction" in name:
         return normal * 0.2
     if "norm" in name and not is_zero_centred and name.endswith("weight"):

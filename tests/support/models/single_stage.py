@@ -109,7 +109,8 @@ class StageDriver:
         paged, latent = model.attention_geometry(page_size), model.latent_geometry(page_size)
         return ForwardContext(
             attention=None if paged is None else CpuAttention(
-                kv_pools=self._local(CacheKind.KV, stage), geometry=paged),
+                kv_pools=self._local(CacheKind.KV, stage), window_pools=self._local(CacheKind.WINDOW, stage),
+                geometry=paged),
             latent_attention=None if latent is None else CpuLatentAttention(
                 latent_pools=self._local(CacheKind.LATENT, stage),
                 index_pools=self._local(CacheKind.INDEX_KEY, stage), geometry=latent),

@@ -20,6 +20,16 @@ LLAMA: dict[str, object] = {
     **_BASE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False,
     "tie_word_embeddings": False, "rope_parameters": _ROPE,
 }
+GEMMA3: dict[str, object] = {
+    **_BASE, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 24,
+    "sliding_window_pattern": 3, "rope_theta": 1000000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "query_pre_attn_scalar": 24,
+}
+GEMMA4: dict[str, object] = {
+    **_BASE, "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "sliding_window": 24, "head_dim": 16,
+    "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0, "layer_types": [*("sliding_attention",) * 4, "full_attention"],
+}
 QWEN3: dict[str, object] = {
     **_BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False,
     "rope_parameters": _ROPE,
@@ -52,6 +62,15 @@ GLM4_MOE: dict[str, object] = {
 HYBRID_MOE: dict[str, object] = {
     **HYBRID, **_EXPERTS, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
     "shared_expert_intermediate_size": 48,
+}
+QWEN3_NEXT: dict[str, object] = {
+    **HYBRID_MOE, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "decoder_sparse_step": 2,
+}
+KIMI_LINEAR: dict[str, object] = {
+    **_BASE, **_EXPERTS, "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear",
+    "tie_word_embeddings": False, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
+    "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "layer_types": HYBRID["layer_types"], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
 }
 
 

@@ -4,10 +4,10 @@ Nothing computes: tests look at what the scheduler would run, and at whose memor
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -16,13 +16,14 @@ from decode.scheduler import DecodeScheduler
 from decode.service import DecodeParts, DecodeService
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange, get_pp_indices
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.prefix.tree import ResumeRule
-from pool.request.stay import MemoryReclaimer
+from pool.request.entry import DataRanks
+from pool.request.stay import EventPost, MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
@@ -69,16 +70,15 @@ class _Group:
         self._loop.call_soon_threadsafe(self.reports.deliver, rank, event)
 
     @property
-    def size(self) -> int:
-        return len(self.endpoints)
+    def session_size(self) -> int:
+        return len(self.endpoints())
 
-    @property
-    def endpoints(self) -> tuple[StageEndpoint, ...]:
+    def endpoints(self, data_rank: int = 0) -> tuple[StageEndpoint, ...]:
         assert self.pool is not None
         return tuple(stage.agent.endpoint for stage in self.pool.stages)
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
-                     on_change: Callable[[], object]) -> None:
+                     on_change: Callable[[], object], data_rank: int = 0) -> None:
         assert self.pool is not None
         self.reports.watch(session, on_change)
         for stage in self.pool.stages:
@@ -98,7 +98,19 @@ class _Leader:
     compatibility: Compatibility = field(default_factory=lambda: Compatibility("c", "text"))
 
 
-DecodeStream = Stream[pb.DecodeRequest, pb.DecodeResponse]
+STEPS_ID = "steps of the tests"
+
+
+class DecodeStream(Stream[pb.DecodeRequest, pb.DecodeResponse]):
+    """`steps` are the events that nobody has taken yet."""
+
+    def __init__(self, service: DecodeService, remaining_s: float | None) -> None:
+        super().__init__(service.Generate, remaining_s=remaining_s)
+        self.steps: asyncio.Queue[pb.StepEvent] = asyncio.Queue()
+
+    async def next_step(self, timeout_s: float = 60) -> pb.StepEvent:
+        async with asyncio.timeout(timeout_s):
+            return await self.steps.get()
 
 
 @dataclass
@@ -114,9 +126,22 @@ class Arrivals:
     complaints: list[str]
     registry: CollectorRegistry
     terms: SourceTerms = field(init=False)
+    router: "asyncio.Task[None]" = field(init=False)  # what reads the steps
+    streams: dict[int, DecodeStream] = field(default_factory=dict)  # by the keys of their steps
+    num_messages: int = 0  # of steps
 
     def __post_init__(self) -> None:
         self.terms = self.source.terms(SOURCE_PAGES, len(PROMPT))
+
+    async def read_steps(self) -> None:
+        """As a router does, until it is cancelled: then it is gone."""
+        steps = cast("AsyncGenerator[pb.StepsResponse, None]",
+                     self.service.Steps(pb.StepsRequest(steps_id=STEPS_ID), cast(Any, None)))
+        async with aclosing(steps):
+            async for message in steps:
+                self.num_messages += 1
+                for event in message.events:
+                    self.streams[event.steps_key].steps.put_nowait(event)
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample; 0 for one that never moved."""
@@ -129,13 +154,16 @@ class Arrivals:
         response = await stream.next()
         return stream, codec.destination_from_proto(response.destination)
 
-    def begin(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (),
-              remaining_s: float | None = None) -> DecodeStream:
-        """A request whose reservation is asked for."""
-        stream = DecodeStream(self.service.Generate, remaining_s=remaining_s)
+    def begin(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (), remaining_s: float | None = None,
+              has_source: bool = True) -> DecodeStream:
+        """A request whose reservation is asked for; without a source the pool is to compute the rest itself."""
+        stream, key = DecodeStream(self.service, remaining_s), len(self.streams) + 1
+        self.streams[key] = stream
         request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=max_tokens,
                                           stop_token_ids=stop_token_ids)
-        stream.send(pb.DecodeRequest(open=pb.DecodeOpen(request=request, source=codec.source_to_proto(self.terms))))
+        source = codec.source_to_proto(self.terms) if has_source else None
+        stream.send(pb.DecodeRequest(open=pb.DecodeOpen(request=request, source=source, steps_id=STEPS_ID,
+                                                        steps_key=key)))
         return stream
 
     def deliver(self, destination: DestinationTerms, *, layers: Callable[[int], bool] = lambda layer_id: True,
@@ -182,22 +210,28 @@ async def arrivals(*, caches: bool = False) -> AsyncIterator[Arrivals]:
     scheduler = DecodeScheduler(
         pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS),
         limits=DecodeLimits(page_size=PAGE_SIZE, grid=1, depth=1, max_running=4, max_context_tokens=64,
-                            growth_tokens=PAGE_SIZE),
+                            growth_tokens=PAGE_SIZE, local_rest_tokens=PAGE_SIZE),
         clock=SystemClock(), cache_rule=ResumeRule(PAGE_SIZE) if caches else None)
-    loop = EngineLoop(scheduler)
+    post = EventPost(asyncio.get_running_loop())
+    loop = EngineLoop(scheduler, observer=LoopObserver(settled=post.flush))
     loop.start()
     registry, ranges = CollectorRegistry(), [get_pp_indices(NUM_LAYERS, rank, 3) for rank in range(3)]
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LayerRange(0, 2), specs())
     parts = DecodeParts(
-        leader=cast(Leader, _Leader(loop, group)), scheduler=scheduler,
+        leader=cast(Leader, _Leader(loop, group)), ranks=DataRanks((scheduler,)),
         plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, PoolSize(geometry.num_pages, geometry.num_slots, 64),
                        max_held=8),
         reclaimer=MemoryReclaimer(group.reports, loop, complaints.append),
-        meters=LeaderMeters.create(registry, geometry), arrivals=ArrivalMetrics.create(registry), caches=caches)
+        meters=LeaderMeters.create(registry, geometry), post=post, arrivals=ArrivalMetrics.create(registry),
+        caches=caches)
     scheduler.cache.metrics = CacheMetrics.create(registry)
+    made = Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints, registry)
+    made.router = asyncio.create_task(made.read_steps())
     try:
-        yield Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints, registry)
+        yield made
     finally:
+        made.router.cancel()
+        await asyncio.wait({made.router})
         await asyncio.to_thread(source.shutdown)
         await asyncio.to_thread(dest.shutdown)
         loop.stop()

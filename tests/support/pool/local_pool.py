@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count, cycle
 
 from torch import Tensor
 
@@ -20,11 +21,12 @@ from engine.core.draft_trees import SpecInfo
 from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank, get_pp_indices
 from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, Request
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, Scheduler
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.memory.pools import StagePools
 from engine.pipeline.channel import FrameChannel
+from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import StageRanks
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage, StageExecutor
 from engine.pipeline.tensor_channel import TensorChannel
@@ -39,35 +41,40 @@ from testing.inprocess_channel import InProcessChannel
 
 @dataclass(frozen=True)
 class Speculation:
-    """How a pool speculates: `drafter` is built for the last stage, given its number of pages."""
+    """How a pool speculates: `drafter` is built for the last stage, given its number of pages, or `over_pools`, given
+    the target's."""
 
     drafter: Callable[[int], Drafter]
     num_draft_tokens: int
     capture_layers: frozenset[int] = frozenset()
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     poisons_leftovers: bool = False  # see `Leftovers`
+    over_pools: Callable[[StagePools], Drafter] | None = None
 
 
 def build_executor(description: ModelDescription, layers: LayerRange, *, page_size: int, num_pages: int,
                    num_slots: int, num_scratch: int = 2, speculation: Speculation | None = None,
-                   ranks: StageRanks | None = None) -> tuple[StageExecutor, StagePools]:
+                   ranks: StageRanks | None = None,
+                   overlap: Overlap | None = None) -> tuple[StageExecutor, StagePools]:
     """One stage, or a rank of it; its pools hold NaN, so that a read of what was never written shows."""
     own = ONLY_RANK if ranks is None else ranks.own
     description = description.of_rank(own)
     ranks = ranks if own.size > 1 else None
-    pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, layers, description.cache_specs(page_size), own),
-                       poison=True)
+    pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, layers, description.cache_specs(page_size),
+                                    own.attention), poison=True)
     geometry, exact = description.attention_geometry(page_size), Numerics.EXACT
     kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
     latent_geometry = description.latent_geometry(page_size)
     latent = None if latent_geometry is None else CpuLatentAttention(
         latent_pools=pools.of_kind(CacheKind.LATENT), index_pools=pools.of_kind(CacheKind.INDEX_KEY),
         geometry=latent_geometry)
-    attention = None if geometry is None else CpuAttention(kv_pools=kv, geometry=geometry)
+    attention = None if geometry is None else CpuAttention(
+        kv_pools=kv, window_pools=pools.of_kind(CacheKind.WINDOW), geometry=geometry)
     recurrent = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact)
     if speculation is None:
         model = description.load_stage(layers, numerics=exact, ranks=ranks)
-        return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=recurrent), pools
+        return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=recurrent,
+                             overlap=overlap), pools
     model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers, ranks=ranks)
     leftovers = Leftovers(pools, speculation.num_draft_tokens + 1)
 
@@ -79,7 +86,7 @@ def build_executor(description: ModelDescription, layers: LayerRange, *, page_si
                            max_nodes=speculation.num_draft_tokens + 1, num_scratch=num_scratch,
                            backend_over=over_nodes)
     found = (attention, latent, states, leftovers if speculation.poisons_leftovers else None)
-    return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=states,
+    return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=states, overlap=overlap,
                          caches=[cache for cache in found if cache is not None]), pools
 
 
@@ -117,23 +124,30 @@ class Leftovers:
 def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pages: int, num_slots: int,
              num_scratch: int = 2, partition: str | None = None, speculation: Speculation | None = None,
              connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
-             tp: int = 1) -> Iterator[Pipeline]:
-    """A pipeline of `size` stages of `tp` ranks; those behind the head run in threads of their own."""
+             tp: int = 1, dp: int = 1,
+             overlaps: Sequence[Overlap] = ()) -> Iterator[tuple[Pipeline, tuple[StagePools, ...]]]:
+    """A pipeline of `size` stages of `tp` ranks, and what each has in its memory; those behind the head run in threads
+    of their own. `overlaps`: one of each process, where batches run in halves."""
     ranges = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
     num_processes = size * tp
-    ranks = [StageRanks(TensorRank(rank % tp, tp), stage=rank // tp) for rank in range(num_processes)]
-    executors = [build_executor(description, ranges[rank // tp], page_size=page_size, num_pages=num_pages,
-                                num_slots=num_slots, num_scratch=num_scratch, speculation=speculation,
-                                ranks=ranks[rank])[0] for rank in range(num_processes)]
-    drafter = None if speculation is None else speculation.drafter(num_pages)
+    ranks = [StageRanks(TensorRank(rank % tp, tp, dp), stage=rank // tp,
+                        while_under_way=overlaps[rank].pass_turn if overlaps else lambda: None)
+             for rank in range(num_processes)]
+    executors, memory = zip(*(build_executor(
+        description, ranges[rank // tp], page_size=page_size, num_pages=num_pages, num_slots=num_slots,
+        num_scratch=num_scratch, speculation=speculation, ranks=ranks[rank],
+        overlap=overlaps[rank] if overlaps else None) for rank in range(num_processes)), strict=True)
+    drafters = {rank: None if speculation is None else speculation.over_pools(memory[rank])
+                if speculation.over_pools is not None else speculation.drafter(num_pages)
+                for rank in range(num_processes - tp, num_processes) if ranks[rank].own.attention.rank == 0}
     if num_processes == 1:
-        yield SingleStage(executors[0], GuidedSampler(None), drafter)
+        yield SingleStage(executors[0], GuidedSampler(None), drafters[0]), memory
         return
     channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in connected(num_processes)]
     for each, channel in zip(ranks, channels, strict=True):
         each.use(channel)
     followers = [FollowerStage(executors[rank], GuidedSampler(None), channels[rank], rank=rank, size=num_processes,
-                               drafter=drafter if rank == num_processes - tp else None, ranks=ranks[rank])
+                               drafter=drafters.get(rank), ranks=ranks[rank])
                  for rank in range(1, num_processes)]
     threads = [threading.Thread(target=_serve, args=(follower, channel), daemon=True)
                for follower, channel in zip(followers, channels[1:], strict=True)]
@@ -141,7 +155,7 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
         thread.start()
     try:
         yield (HeadStage(executors[0], channels[0], size=size, ranks=ranks[0]) if size > 1 else
-               SingleStage(executors[0], GuidedSampler(None), drafter, ranks[0]))
+               SingleStage(executors[0], GuidedSampler(None), drafters[0], ranks[0], channels[0])), memory
     finally:
         for channel in channels:
             channel.close()
@@ -190,15 +204,21 @@ def call(loop: EngineLoop, command: Callable[[], None]) -> None:
 @dataclass
 class LocalPool:
     loop: EngineLoop
-    scheduler: DecodeScheduler
+    schedulers: tuple[DecodeScheduler, ...]  # one of each data rank
+    memory: tuple[StagePools, ...]  # of each process
+
+    @property
+    def scheduler(self) -> DecodeScheduler:
+        """The first, which is the only one without data ranks."""
+        return self.schedulers[0]
 
     def generate(self, requests: list[Request], timeout_s: float = 240) -> list[Answer]:
-        """Submit all at once and wait for every answer."""
+        """Submit all at once, to the data ranks in turn, and wait for every answer."""
         answers = [Answer() for _ in requests]
 
         def submit() -> None:
-            for request, answer in zip(requests, answers, strict=True):
-                self.scheduler.submit_local(request, answer.emit)
+            for scheduler, request, answer in zip(cycle(self.schedulers), requests, answers, strict=False):
+                scheduler.submit_local(request, answer.emit)
 
         call(self.loop, submit)
         for answer in answers:
@@ -211,30 +231,36 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
                max_running: int = 8, max_held: int = 0, chunk_tokens: int = 128, partition: str | None = None,
                speculation: Speculation | None = None,
                connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
-               tp: int = 1) -> Iterator[LocalPool]:
+               tp: int = 1, dp: int = 1, overlaps: Sequence[Overlap] = ()) -> Iterator[LocalPool]:
     """Generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
     num_slots = (max_held or max_running) + 1 if needs_slots else 0
     num_scratch = max_running + 1 if needs_slots and speculation is not None else 0
-    scheduler = DecodeScheduler(
-        pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
-        scratch=SlotAllocator(num_scratch, name="states of trees"),
-        limits=DecodeLimits(page_size=page_size, grid=facts.chunk_grid, depth=size, max_running=max_running,
-                            max_held=max_held, chunk_tokens=chunk_tokens,
-                            max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
-                            growth_tokens=page_size,
-                            num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens),
-        clock=SystemClock())
-    if speculation is not None:
-        scheduler.draft_length = speculation.draft_length
-    loop = EngineLoop(scheduler)
+    limits = DecodeLimits(page_size=page_size, grid=facts.chunk_grid, depth=size, max_running=max_running,
+                          max_held=max_held, chunk_tokens=chunk_tokens,
+                          max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
+                          growth_tokens=page_size, has_states=needs_slots,
+                          num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens)
+    keys = count(1)
+    schedulers = tuple(DecodeScheduler(
+        pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots), limits=limits, clock=SystemClock(),
+        scratch=SlotAllocator(num_scratch, name="states of trees"), data_rank=rank, keys=keys) for rank in range(dp))
+    for scheduler in schedulers:
+        scheduler.draft_length = scheduler.draft_length if speculation is None else speculation.draft_length
     with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
                   num_scratch=num_scratch, partition=partition, speculation=speculation, connected=connected,
-                  tp=tp) as stages:
-        loop.start()
-        loop.post(lambda: loop.attach(stages))
-        try:
-            yield LocalPool(loop, scheduler)
-        finally:
-            loop.stop()
+                  tp=tp, dp=dp, overlaps=overlaps) as (stages, memory), running(stages, *schedulers) as loop:
+        yield LocalPool(loop, schedulers, memory)
+
+
+@contextmanager
+def running(stages: Pipeline, *schedulers: Scheduler) -> Iterator[EngineLoop]:
+    """A loop of these schedulers, one of each data rank."""
+    loop = EngineLoop(*schedulers)
+    loop.start()
+    loop.post(lambda: loop.attach(stages))
+    try:
+        yield loop
+    finally:
+        loop.stop()

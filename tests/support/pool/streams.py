@@ -25,12 +25,15 @@ class Stream(Generic[RequestT, ResponseT]):
 
     def __init__(self, method: Callable[[AsyncIterator[RequestT], Any], AsyncIterator[ResponseT]], *,
                  remaining_s: float | None = None) -> None:
-        self._messages: asyncio.Queue[RequestT] = asyncio.Queue()
+        self._messages: asyncio.Queue[RequestT | None] = asyncio.Queue()
         self.responses: asyncio.Queue[ResponseT] = asyncio.Queue()
         self._handler = asyncio.create_task(self._serve(method, CallContext(remaining_s)))
 
     def send(self, message: RequestT) -> None:
         self._messages.put_nowait(message)
+
+    def half_close(self) -> None:
+        self._messages.put_nowait(None)
 
     async def next(self, timeout_s: float = 60) -> ResponseT:
         async with asyncio.timeout(timeout_s):
@@ -53,5 +56,5 @@ class Stream(Generic[RequestT, ResponseT]):
                 self.responses.put_nowait(response)
 
     async def _read(self) -> AsyncIterator[RequestT]:
-        while True:
-            yield await self._messages.get()
+        while (message := await self._messages.get()) is not None:
+            yield message

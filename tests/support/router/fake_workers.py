@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from decode.steps import StepFeed, StepFeeds, StepOutlet
 from protos import (
     decode_pb2,
     decode_pb2_grpc,
@@ -29,7 +30,7 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.errors import CapacityError, ConfigError, FieldViolation, InvalidRequestError
+from runtime.errors import BatonError, CapacityError, ConfigError, FieldViolation, InvalidRequestError
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 
@@ -115,6 +116,7 @@ class FakeWorker(CachelessWorker):
         self.serving = True
         self.queued_tokens = 0  # what it says that waits
         self.start_s = 0.0  # how long it says that it took to start
+        self.local_rest_tokens = 0  # how short a rest of a prompt it says that it computes itself
         self.kept: tuple[bytes, ...] = ()  # names of the blocks of prompts that it says it has
         self.reports = True  # whether the watch stream says anything after its facts
         self.open_requests: list[str] = []
@@ -211,7 +213,7 @@ class FakeWorker(CachelessWorker):
                     cache_reports=len(said),
                     serving=self.serving, reason="" if self.serving else "draining",
                     queued_tokens=self.queued_tokens, running_requests=len(self.open_requests),
-                    pages_free=self.num_pages, start_s=self.start_s))
+                    pages_free=self.num_pages, start_s=self.start_s, local_rest_tokens=self.local_rest_tokens))
             await asyncio.sleep(request.interval_s)
 
 
@@ -269,7 +271,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
-    """Reserves, waits for the delivery and the first token, counts on."""
+    """Reserves, waits for the delivery and the first token, counts on. Without a source it draws the first one, too."""
 
     role = "decode"
     service = "baton.v1.Decode"
@@ -277,8 +279,24 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     tokens_per_chunk = 1
     sources_lost = 0  # how often a router said so
 
+    def __init__(self, name: str, fabric: Fabric, journal: Journal, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(name, fabric, journal, **options)
+        self.steps = StepFeeds()
+        self.steps_errors: list[BatonError] = []  # what the next message of steps is lost by
+        self.times_sent: Callable[[int], int] = lambda position: 1  # the tokens at a position; 0: they are lost
+
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+
+    async def Steps(self, request: decode_pb2.StepsRequest,
+                    context: Context) -> AsyncIterator[decode_pb2.StepsResponse]:
+        with self.steps.opened(request.steps_id) as stream:
+            async for message in stream.messages():
+                if self.steps_errors:
+                    raise self.steps_errors.pop()
+                yield decode_pb2.StepsResponse(events=[
+                    event for event in message.events
+                    for _ in range(self.times_sent(event.position) if event.HasField("tokens") else 1)])
 
     async def Generate(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
                        context: Context) -> AsyncIterator[decode_pb2.DecodeResponse]:
@@ -293,8 +311,15 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             inputs: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
             reader = asyncio.create_task(self._read_into(request_iterator, inputs))
             try:
-                async for response in self._receive_and_decode(pending, inputs):
-                    yield response
+                known: list[int] = []
+                if pending.HasField("source"):
+                    async for response in self._receive(pending, inputs, known):
+                        yield response
+                stream = await self.steps.named(pending.steps_id)
+                ended: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+                with stream.joined(pending.steps_key, ended.set_result):
+                    await self._decode(pending, stream, known)
+                    await asyncio.wait(set[asyncio.Future[Any]]({reader, ended}), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 reader.cancel()
 
@@ -306,9 +331,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             else:
                 await inputs.put(request)
 
-    async def _receive_and_decode(self, pending: decode_pb2.DecodeOpen,
-                                  inputs: "asyncio.Queue[decode_pb2.DecodeRequest]",
-                                  ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    async def _receive(self, pending: decode_pb2.DecodeOpen, inputs: "asyncio.Queue[decode_pb2.DecodeRequest]",
+                       known: list[int]) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        """Puts the tokens it gets into `known`."""
         session_id, first_token, request = uuid.uuid4().hex, None, pending.request
         for epoch in itertools.count():
             await self.reached(Point.POSTING, request)
@@ -325,14 +350,18 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if delivered.is_set() and first_token is not None:
                 break
         assert first_token is not None
-        async for response in self._decode(request, [first_token, *pending.replayed_token_ids]):
-            yield response
+        known += [first_token, *pending.replayed_token_ids]
 
-    async def _decode(self, request: types_pb2.EngineRequest,
-                      known: list[int]) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        await self.reached(Point.COMMIT, request)
-        yield decode_pb2.DecodeResponse(committed=decode_pb2.DecodeCommitted(transfer_exposed_s=0.0625, num_bytes=1))
-        tokens = list(known)
+    async def _decode(self, pending: decode_pb2.DecodeOpen, feed: StepFeed, tokens: list[int]) -> None:
+        request, outlet = pending.request, StepOutlet(feed, pending.steps_key, len(tokens))
+        if pending.HasField("source"):
+            await self.reached(Point.COMMIT, request)
+            outlet.committed(decode_pb2.DecodeCommitted(transfer_exposed_s=0.0625, num_bytes=1))
+        else:
+            outlet.local(decode_pb2.DecodeLocal(cached_tokens=16 * len(self.kept)))
+            await self.reached(Point.COMPUTED, request)
+            tokens += expected_tokens(list(request.prompt_token_ids), 1)
+            outlet.drawn(types_pb2.TokenChunk(token_ids=tokens))
         assert tokens == expected_tokens(list(request.prompt_token_ids), len(tokens)), "what it gets is what was drawn"
         while (reason := _finish_reason(request, tokens)) is None:
             if self.token_pause_s:
@@ -343,12 +372,13 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 chunk.append((tokens[-1] + 1) % VOCAB_SIZE)
                 tokens.append(chunk[-1])
             logprobs = [types_pb2.TokenLogprobs(logprob=-float(t)) for t in chunk]
-            yield decode_pb2.DecodeResponse(tokens=types_pb2.TokenChunk(
+            outlet.drawn(types_pb2.TokenChunk(
                 token_ids=chunk, logprobs=logprobs if request.HasField("num_top_logprobs") else None))
+            while feed._events:  # noqa: ASYNC110 - none joins another: routers read in time, or end the call
+                await asyncio.sleep(0)
         await self.reached(Point.FINISH, request)
         stopped = tokens[-1] if reason == types_pb2.FINISH_REASON_STOP else None
-        yield decode_pb2.DecodeResponse(finished=decode_pb2.DecodeFinished(
-            reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5))
+        outlet.finished(decode_pb2.DecodeFinished(reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5))
 
 
 @contextlib.contextmanager

@@ -4,12 +4,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
-from tests.support.cluster.clusters import running_cluster
 from tests.support.cluster.one_process import cluster_in_process
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 from tests.support.models.checkpoints import FAMILY_NAMES, make_checkpoint
 from tests.support.models.quantised import meant_by, write_quantised
 
@@ -36,11 +35,11 @@ async def test_quantised_is_served_like_what_it_means(tmp_path: Path, layout: st
         assert [shown(completion) for completion in completions] == expected
 
 
-async def test_selected_keys_cross_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("families"), "glm_moe_dsa")
-    expected = on_the_wire(Reference(checkpoint).answers(QUESTIONS))
-    async with running_cluster(checkpoint, prefill_pp=2, decode_pp=3) as running:
-        completions = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
+async def test_weights_in_eight_bits_are_served_like_in_one_process(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_5_moe_text", dtype=torch.bfloat16)
+    expected = on_the_wire(Reference(checkpoint, in_bytes=True).answers(QUESTIONS))
+    async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=3, decode_tp=2, weights="int8") as client:
+        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
                                              for question in QUESTIONS))
         assert [shown(completion) for completion in completions] == expected
-        await running.until_clean()
+        assert expected != on_the_wire(Reference(checkpoint).answers(QUESTIONS))

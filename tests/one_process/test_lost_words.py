@@ -15,10 +15,9 @@ from prefill import worker
 from prefill.service import Context, PrefillService
 from protos import prefill_pb2 as pb
 from runtime.errors import PeerLostError
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.one_process import cluster_in_process
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.session import ReceiveSession, ReceiveState
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,15 @@ import torch
 from baton.client import AsyncBatonClient
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
-from runtime.announce import read_announcement
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import Shown, on_the_wire
-from tests.cluster.test_metrics import scrape
-from tests.support.cluster.clusters import running_cluster
+from runtime.announce import Announcement, read_announcement
+from tests.support.cluster.clusters import scrape
 from tests.support.cluster.one_process import cluster_in_process
-from tests.support.cluster.questions import as_query, shown
+from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
 
 PAGE, CHUNK = 16, 64
+MAX_ROUNDS = 20
 ROOT = random.Random(5).choices(range(3, 256), k=330)
 
 
@@ -33,16 +33,17 @@ def question(name: str, prompt: list[int], *, is_sampled: bool = False) -> Reque
 
 # By turns: nothing is there; the same again; a longer one; one that parts in the middle of a page, then at its end; a
 # shorter one; one whose last token is the first behind a page. What is reused: of pages of 16; and where there are
-# states, too, of those at the ends of prompts and where prompts part, on a grid of 64.
+# states, too, of those at the ends of prompts and where prompts part: on a grid of 64, or of windows at any page.
 TURNS = (
-    (question("cold", ROOT[:200]), 0, 0),
-    (question("again", ROOT[:200]), 192, 192),
-    (question("longer", ROOT[:300], is_sampled=True), 192, 192),
-    (question("parted", [*ROOT[:155], *ROOT[3:80]]), 144, 0),
-    (question("parted at a page", [*ROOT[:160], *ROOT[5:80]], is_sampled=True), 160, 128),
-    (question("shorter", ROOT[:97]), 96, 0),
-    (question("whole pages", ROOT[:96]), 80, 64),
+    (question("cold", ROOT[:200]), 0, 0, 0),
+    (question("again", ROOT[:200]), 192, 192, 192),
+    (question("longer", ROOT[:300], is_sampled=True), 192, 192, 192),
+    (question("parted", [*ROOT[:155], *ROOT[3:80]]), 144, 0, 0),
+    (question("parted at a page", [*ROOT[:160], *ROOT[5:80]], is_sampled=True), 160, 128, 144),
+    (question("shorter", ROOT[:97]), 96, 0, 0),
+    (question("whole pages", ROOT[:96]), 80, 64, 0),
 )
+OF_PAGES, OF_STATES, OF_WINDOWS = range(3)
 # Of which nothing is there: one of them computes what they have in common.
 AT_ONCE = tuple(question(f"at once {i}", [*ROOT[40:330], i, *ROOT[:i]], is_sampled=bool(i % 2)) for i in range(5))
 QUESTIONS = (*(turn for turn, *_ in TURNS), *AT_ONCE)
@@ -52,29 +53,29 @@ async def ask(client: AsyncBatonClient, request: Request) -> Completion:
     return await client.complete(as_query(request), timeout_s=60)
 
 
+async def counter(metrics_port: int | None, family: str) -> float:
+    assert metrics_port is not None
+    return (await asyncio.to_thread(scrape, metrics_port))[family]
+
+
 ReusedTokens = Callable[[], Awaitable[float]]
 """Of the decode pool's counter: prompt tokens whose pages did not cross."""
 
 
 def reused_tokens(metrics_port: int | None) -> ReusedTokens:
-    assert metrics_port is not None
-
-    async def look() -> float:
-        return (await asyncio.to_thread(scrape, metrics_port))["baton_cache_reused_tokens"]
-
-    return look
+    return partial(counter, metrics_port, "baton_cache_reused_tokens")
 
 
 async def check(client: AsyncBatonClient, expected: dict[str, Shown], reused: ReusedTokens, *,
-                has_states: bool = False) -> None:
-    for turn, of_pages, of_states in TURNS:
+                kind: int = OF_PAGES) -> None:
+    for turn, *there in TURNS:
         before = await reused()
         completion = await ask(client, turn)
-        assert completion.finish.usage.cached_tokens == (of_states if has_states else of_pages), turn.request_id
-        assert await reused() - before == of_pages, f"{turn.request_id}: states come with each prompt"
+        assert completion.finish.usage.cached_tokens == there[kind], turn.request_id
+        assert await reused() - before == there[OF_PAGES], f"{turn.request_id}: states come with each prompt"
         assert shown(completion) == expected[turn.request_id], turn.request_id
     together = await asyncio.gather(*(ask(client, turn) for turn in AT_ONCE))
-    if not has_states:
+    if kind == OF_PAGES:
         assert sorted(completion.finish.usage.cached_tokens for completion in together) == [0, 288, 288, 288, 288]
     for completion, turn in zip(together, AT_ONCE, strict=True):
         assert shown(completion) == expected[turn.request_id], turn.request_id
@@ -90,20 +91,26 @@ def answers_of(checkpoint: Path, requests: Sequence[Request]) -> dict[str, Shown
     ("llama", torch.float32, 1, 1), ("llama", torch.bfloat16, 2, 1), ("qwen3_moe", torch.float32, 1, 2),
     ("deepseek_v3", torch.float32, 3, 1), ("glm_moe_dsa_pattern", torch.float32, 2, 2),
     ("glm_moe_dsa_pattern", torch.bfloat16, 1, 1), ("qwen3_5_text", torch.float32, 1, 1),
-    ("qwen3_5_text", torch.bfloat16, 2, 3), ("qwen3_5_moe_text", torch.float32, 3, 1)])
+    ("qwen3_5_text", torch.bfloat16, 2, 3), ("kimi_linear", torch.bfloat16, 3, 1),
+    ("gemma3", torch.bfloat16, 2, 2)])
 async def test_warm_answers_are_cold_answers(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, family: str,
                                              dtype: torch.dtype, prefill_pp: int, decode_pp: int) -> None:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family, dtype=dtype)
     expected = answers_of(checkpoint, QUESTIONS)
     async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, page_size=PAGE,
-                                  chunk_tokens=CHUNK, num_pages=200, announced=tmp_path, decode_cache=True) as client:
-        await check(client, expected, of_decode(tmp_path), has_states=family.startswith("qwen3_5"))
+                                  chunk_tokens=CHUNK, num_pages=200, announced=tmp_path) as client:
+        kind = OF_STATES if family.startswith(("qwen3_5", "kimi")) else OF_WINDOWS if family == "gemma3" else OF_PAGES
+        await check(client, expected, of_decode(tmp_path), kind=kind)
 
 
-def of_decode(announced: Path) -> ReusedTokens:
-    announcement = read_announcement(announced / "decode-0.json")
+def announced_as(folder: Path, name: str) -> Announcement:
+    announcement = read_announcement(folder / f"{name}.json")
     assert announcement is not None
-    return reused_tokens(announcement.metrics_port)
+    return announcement
+
+
+def of_decode(folder: Path) -> ReusedTokens:
+    return reused_tokens(announced_as(folder, "decode-0").metrics_port)
 
 
 async def converse(client: AsyncBatonClient, reference: Reference, reused: ReusedTokens) -> list[float]:
@@ -129,16 +136,40 @@ async def test_an_answer_is_there_when_the_next_turn_comes(
     Recurrent layers draw with other bits than they read with: there only prompts are kept."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family)
     async with cluster_in_process(checkpoint, decode_pp=decode_pp, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200,
-                                  announced=tmp_path, decode_cache=True) as client:
+                                  announced=tmp_path) as client:
         assert await converse(client, Reference(checkpoint), of_decode(tmp_path)) == found
+
+
+@pytest.mark.parametrize(("family", "decode_pp"), [("llama", 1), ("glm_moe_dsa_pattern", 2)])
+async def test_a_pool_that_has_nearly_all_computes_the_rest(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path,
+                                                            family: str, decode_pp: int) -> None:
+    """Its router knows what it holds by reports, four a second: it may be too early to know."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), family)
+    reference = Reference(checkpoint)
+    async with cluster_in_process(checkpoint, decode_pp=decode_pp, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200,
+                                  announced=tmp_path, decode={"local_rest_tokens": 32}) as client:
+        port = announced_as(tmp_path, "decode-0").metrics_port
+        for number in range(MAX_ROUNDS):
+            opening = replace(question(f"opening {number}", ROOT[number:number + 150]), max_tokens=41)
+            (first,) = on_the_wire(reference.answers([opening]))
+            assert shown(await ask(client, opening)) == first
+            turn = question(f"next {number}", [*opening.prompt_token_ids, *(token for token, _ in first), 7, 8, 9],
+                            is_sampled=True)
+            (expected,) = on_the_wire(reference.answers([turn]))
+            await asyncio.sleep(0.2 * number)
+            before = await counter(port, "baton_local_prefill")
+            completion = await ask(client, turn)
+            assert shown(completion) == expected
+            if await counter(port, "baton_local_prefill") > before:
+                break
+        assert completion.finish.usage.cached_tokens == 176, "18 of 194 tokens are computed"
 
 
 async def test_an_operator_empties_the_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """While a prompt that goes on from it is under way, too; what it leaves is there for the next one."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("warm"), "qwen3_5_text")
     turn = replace(TURNS[0][0], max_tokens=40)
-    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200,
-                                  decode_cache=True) as client:
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, num_pages=200) as client:
         cold = await ask(client, turn)
         again = asyncio.create_task(ask(client, turn))
         flushed = await client.flush_caches()
@@ -151,20 +182,18 @@ async def test_an_operator_empties_the_cache(tmp_path_factory: pytest.TempPathFa
             assert (after.finish.usage.cached_tokens, shown(after)) == (cached_tokens, shown(cold))
 
 
-async def test_with_a_draft_that_reads_prompts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Processes of their own, drafts on both sides, layers that share their selected keys."""
-    folder = tmp_path_factory.mktemp("warm")
-    checkpoint = add_nextn(make_checkpoint(folder, "glm_moe_dsa_pattern"), folder / "model",
+async def test_with_a_draft_that_reads_prompts(tmp_path: Path) -> None:
+    """Drafts on both sides, layers that share their selected keys."""
+    checkpoint = add_nextn(make_checkpoint(tmp_path, "glm_moe_dsa_pattern"), tmp_path / "model",
                            index_share_for_mtp_iteration=True)
-    flags = ("--page-size", str(PAGE), "--chunk-tokens", str(CHUNK), "--draft", str(checkpoint), "--spec-steps", "3",
-             "--spec-draft-tokens", "3", "--no-spec-adaptive", "--decode-cache")
     expected = answers_of(checkpoint, QUESTIONS)
-    async with running_cluster(checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags) as running:
-        reused = reused_tokens(await running.metrics_port("decode-0.0"))
-        await check(running.client, expected, reused)
-        found = await converse(running.client, Reference(checkpoint), reused)
+    async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=2, page_size=PAGE, chunk_tokens=CHUNK,
+                                  draft=checkpoint, spec_steps=3, spec_draft_tokens=3, spec_adaptive=False,
+                                  num_pages=200, announced=tmp_path) as client:
+        reused = of_decode(tmp_path)
+        await check(client, expected, reused)
+        found = await converse(client, Reference(checkpoint), reused)
         assert all(held >= least for held, least in zip(found[1:], [176, 224, 272], strict=True)), found
-        await running.until_clean()
 
 
 @pytest.mark.parametrize(("prefill", "decode", "max_tokens"), [
@@ -177,7 +206,7 @@ async def test_a_pool_short_of_pages_gives_up_what_nobody_uses(
     prompts = [replace(question(f"q{i}", [*ROOT[:40 * (i % 3)], *ROOT[i:i + 150]]), max_tokens=max_tokens)
                for i in range(6)]
     expected = on_the_wire(Reference(checkpoint).answers(prompts))
-    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=300, decode_cache=True,
+    async with cluster_in_process(checkpoint, page_size=PAGE, chunk_tokens=CHUNK, max_context=300,
                                   prefill=prefill, decode=decode) as client:
 
         async def drop(request: Request) -> None:

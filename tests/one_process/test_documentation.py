@@ -24,6 +24,7 @@ from baton.cli import app
 from baton.cluster_config import demo_model
 from baton.gateway import app as gateway_app
 from sim.command import app as simulate_app
+from sim.plan import app as plan_app
 from tests.support.cluster.one_process import cluster_in_process
 
 ROOT = Path(__file__).parent.parent.parent
@@ -122,7 +123,7 @@ def test_commands_in_the_pages_have_the_flags_they_are_given(page: str, line: st
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     words = shlex.split(line)
-    apart = {"gateway": gateway_app, "simulate": simulate_app}
+    apart = {"gateway": gateway_app, "simulate": simulate_app, "plan": plan_app}
     command = typer.main.get_command(apart[words[1]]) if words[1] in apart else group.commands[words[1]]
     known = {opt for option in command.params if isinstance(option, TyperOption) for opt in option.opts}
     assert {word for word in words[2:] if word.startswith("--")} <= known, f"{page}: {line}"

@@ -60,7 +60,8 @@ async def test_grammars_hold_and_no_topology_or_draft_changes_the_answer(
             assert set(value.get("more", [])) <= {1, 2}
     topologies: list[tuple[int, int, dict[str, Any]]] = [
         (2, 3, {}), (1, 2, {"draft": draft, "spec_topk": 1, "spec_steps": 3, "spec_draft_tokens": 3}),
-        (2, 1, {"draft": draft, "spec_topk": 4, "spec_steps": 3, "spec_draft_tokens": 12})]
+        (2, 1, {"draft": draft, "spec_topk": 4, "spec_steps": 3, "spec_draft_tokens": 12, "prefill_tp": 2,
+                "decode_tp": 2, "dp_attention": 2})]
     for prefill_pp, decode_pp, settings in topologies:
         found = await answers(speller, prefill_pp, decode_pp, settings)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]

@@ -15,10 +15,9 @@ from baton.values import Chunk, Query
 from engine.memory.layout import Buffer
 from pool.stage import stage as stage_module
 from runtime.errors import BatonError, IntegrityError
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import on_the_wire
 from tests.support.cluster.one_process import cluster_in_process
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 from tests.support.transfer.damaging_transport import send_damaged
 from transfer.transport.protocol import Operation, Peer
 from transfer.ucx.transport import UcxTransport

@@ -20,10 +20,9 @@ from tokenizers import Tokenizer
 from baton.cluster_config import demo_model
 from demo.corpus import speculation_prompts
 from engine.core.request import Request
-from tests.cluster.conftest import Reference
-from tests.cluster.test_equality import Shown, on_the_wire
 from tests.support.cluster.one_process import cluster_in_process
-from tests.support.cluster.questions import as_query, make_questions, shown
+from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
+from tests.support.cluster.reference import Reference
 from tests.support.drafts.drafters import CHAINS, TREES
 
 SHAPES = {**CHAINS, **TREES}
