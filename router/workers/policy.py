@@ -48,6 +48,7 @@ AFFINITY_SLACK = 8192.0
 UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = 1e-4, 5.0  # to compute a token, to draw an answer: until some were seen
 HALF_LIFE_S = 5.0  # of busy time
 MIN_PROMPTS = 3  # one alone may have met a cold start
+MIN_DRAWN = 32  # tokens: the first one after a start may have taken as long as a hundred others
 MEMORY_S = 30.0
 KEPT_SHARE = 0.9  # of what came before, per answer
 SEVERED_MEMORY_S = 30.0
@@ -288,13 +289,15 @@ class PrefillPace:
 
 @dataclass
 class _Sample:
-    """Weighed sums over the answers of one load."""
+    """Weighed sums over the answers of one load; `num_tokens` counts all of them, whatever they weigh by now."""
 
     tokens: float = 0.0
     seconds: float = 0.0
     seen_s: float = 0.0
+    num_tokens: int = 0
 
     def add(self, num_tokens: int, seconds: float, now_s: float) -> None:
+        self.num_tokens += num_tokens
         self.tokens = self.tokens * KEPT_SHARE + num_tokens
         self.seconds = self.seconds * KEPT_SHARE + seconds
         self.seen_s = now_s
@@ -302,7 +305,8 @@ class _Sample:
 
 @dataclass
 class DecodePace:
-    """Time between two tokens of one answer by how many requests share the pool. Loads of one power of two are one."""
+    """Time between two tokens of one answer by how many requests share the pool. Loads of one power of two are one; one
+    counts once it has drawn `MIN_DRAWN` tokens."""
 
     clock: Clock
     _by_load: dict[int, _Sample] = field(default_factory=dict)
@@ -316,9 +320,10 @@ class DecodePace:
 
     def token_s(self, num_requests: int) -> float | None:
         """At this load, or at the nearest lower one that was seen lately, which promises rather too much; without any
-        at the nearest higher one. None when nothing was seen."""
+        at the nearest higher one. None when nothing was seen, or too little."""
         oldest_s = self.clock.now() - MEMORY_S
-        known = [load for load, sample in self._by_load.items() if sample.seen_s >= oldest_s]
+        known = [load for load, sample in self._by_load.items()
+                 if sample.seen_s >= oldest_s and sample.num_tokens >= MIN_DRAWN]
         if not known:
             return None
         wanted = max(1, num_requests).bit_length()

@@ -163,7 +163,7 @@ async def test_estimates_take_as_much_of_a_router_however_many_workers_there_are
         for worker in known.directory.workers:
             serves(worker)
             worker.decode_pace = DecodePace(clock)
-            worker.decode_pace.observe(1, 10, 0.5)
+            worker.decode_pace.observe(1, 100, 5.0)
             worker.book(100)
         return known.directory.usable(WorkerRole.PREFILL), known.directory.usable(WorkerRole.DECODE)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.workers.policy import HALF_LIFE_S, MEMORY_S, MIN_PROMPTS, DecodePace, PrefillPace
+from router.workers.policy import HALF_LIFE_S, MEMORY_S, MIN_DRAWN, MIN_PROMPTS, DecodePace, PrefillPace
 from runtime.clock import ManualClock
 
 
@@ -94,14 +94,14 @@ def test_tokens_come_as_fast_as_at_this_load_or_the_nearest_lower_one() -> None:
     pace.observe(1, 100, 1.0)
     assert [pace.token_s(load) for load in (0, 1, 7, 8, 100)] == pytest.approx([0.01, 0.01, 0.01, 0.1, 0.1])
     pace.observe(20, 0, 1.0)
-    pace.observe(20, 5, 0.0)
+    pace.observe(20, 50, 0.0)
     assert pace.token_s(20) == pytest.approx(0.1), "what says nothing counts for nothing"
 
 
 def test_a_load_that_was_slow_long_ago_is_tried_again() -> None:
     clock = ManualClock()
     pace = DecodePace(clock)
-    pace.observe(8, 10, 10.0)
+    pace.observe(8, 100, 100.0)
     clock.advance(MEMORY_S - 1)
     pace.observe(1, 100, 1.0)
     assert pace.token_s(8) == pytest.approx(1.0)
@@ -112,8 +112,19 @@ def test_a_load_that_was_slow_long_ago_is_tried_again() -> None:
 
 
 def test_newer_answers_weigh_more() -> None:
-    """0.9 x 10 s + 1 s over 0.9 x 10 + 10 tokens."""
+    """0.9 x 100 s + 10 s over 0.9 x 100 + 100 tokens."""
     pace = DecodePace(ManualClock())
-    pace.observe(4, 10, 10.0)
-    pace.observe(4, 10, 1.0)
-    assert pace.token_s(4) == pytest.approx(10.0 / 19)
+    pace.observe(4, 100, 100.0)
+    pace.observe(4, 100, 10.0)
+    assert pace.token_s(4) == pytest.approx(100.0 / 190)
+
+
+def test_one_token_of_a_pool_that_has_just_started_says_nothing() -> None:
+    """It took 0.7 s; an answer of 175 tokens seemed to take two minutes, and was refused for its deadline."""
+    pace = DecodePace(ManualClock())
+    pace.observe(1, 1, 0.7)
+    assert pace.token_s(1) is None
+    pace.observe(1, MIN_DRAWN - 2, 0.3)
+    assert pace.token_s(1) is None
+    pace.observe(1, 70, 0.7)
+    assert pace.token_s(1) == pytest.approx(0.015, rel=0.2)
