@@ -353,4 +353,4 @@ def _row(entry: DecodeEntry, tokens: list[int], *, draws: bool) -> Row:
         sampling = sampling_row(entry.request, entry.outputs, key=entry.key, known=entry.told, is_only=False)
         if sampling.output is not None:
             entry.told = len(entry.outputs)
-    return Row(entry.key, tokens, entry.computed, entry.pages.page_ids, entry.slot.slot_id, sampling)
+    return Row(entry.key, tokens, entry.computed, entry.pages.table, entry.slot.slot_id, sampling)

@@ -289,7 +289,7 @@ class PrefillScheduler:
         if self.limits.drafts:
             spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)
         num_spare = self.slots.num_available - (self.limits.max_running - self._num_held)  # one for each that may start
-        rows.append(Row(entry.key, prompt[entry.computed:end], entry.computed, entry.pages.page_ids,
+        rows.append(Row(entry.key, prompt[entry.computed:end], entry.computed, entry.pages.table,
                         entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.computed, end),
                         self.cache.states_of(entry, end, num_spare=num_spare)))
         taken = end - entry.computed

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import SpecInfo, SpecRow, node_depths
@@ -18,7 +21,7 @@ class Row:
     key: int
     token_ids: Sequence[int]
     context_len: int
-    page_ids: Sequence[int]
+    page_ids: Sequence[int] | NDArray[np.int32]
     slot_id: int
     sampling: SamplingRow | None  # None: no token is drawn
     spec: SpecRow | None = None  # on a pool that speculates; then every row has one
@@ -38,25 +41,35 @@ BuildBatch = Callable[[ForwardMode, Sequence[Row]], ForwardBatch]
 
 def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
     """A batch of these rows, in this order; page tables are as wide as the longest row needs."""
-    positions = [position for row in rows for position in row.positions]
-    token_ids = torch.tensor([token for row in rows for token in row.token_ids], dtype=torch.int64)
+    token_ids = _longs([token for row in rows for token in row.token_ids])
     specs = tuple(row.spec for row in rows if row.spec is not None)
-    width = max((len(row.page_ids) for row in rows), default=1)
-    tables = [[*row.page_ids, *[0] * (width - len(row.page_ids))] for row in rows]
     return ForwardBatch(
         mode=mode,
         request_keys=tuple(row.key for row in rows),
         query_lens=tuple(len(row.token_ids) for row in rows),
         context_lens=tuple(row.context_len for row in rows),
         token_ids=token_ids,
-        positions=torch.tensor(positions, dtype=torch.int64),
-        page_tables=torch.tensor(tables, dtype=torch.int32).view(len(rows), width),
-        slot_ids=torch.tensor([row.slot_id for row in rows], dtype=torch.int32),
+        positions=_longs([position for row in rows for position in row.positions]),
+        page_tables=_page_tables(rows),
+        slot_ids=torch.from_numpy(np.array([row.slot_id for row in rows], np.int32)),
         sampling=tuple(row.sampling for row in rows),
         scoring=tuple(row.scoring for row in rows) if any(row.scoring is not None for row in rows) else (),
         states=tuple(row.states for row in rows) if any(row.states != NO_STATES for row in rows) else (),
         spec_info=SpecInfo(token_ids, specs) if specs else None,
     )
+
+
+def _longs(values: list[int]) -> Tensor:
+    """[n] int64. By way of numpy: torch takes four times as long over a short list."""
+    return torch.from_numpy(np.array(values, np.int64))
+
+
+def _page_tables(rows: Sequence[Row]) -> Tensor:
+    """[R, P] int32, as wide as the longest row, padded with the null page."""
+    tables = np.zeros((len(rows), max((len(row.page_ids) for row in rows), default=1)), np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[:len(row.page_ids)] = row.page_ids
+    return torch.from_numpy(tables)
 
 
 def sampling_row(request: Request, output_token_ids: Sequence[int], *, key: int = 0,

@@ -1,6 +1,5 @@
 """What a batch does with recurrent states besides advancing those of its rows. Plain data."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -12,8 +11,7 @@ class Snapshot(NamedTuple):
     slot_id: int
 
 
-@dataclass(frozen=True)
-class StateRow:
+class StateRow(NamedTuple):
     """One row's share. `resumed_slot`: the row goes on from the state in that slot, which is copied into its own before
     it runs; 0, the null slot: from its own. `snapshots`, by position, lie behind the row's first token and not behind
     its last."""

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.memory.layout import NULL_INDEX
 from engine.memory.ledger import Ledger
 from runtime.errors import CapacityError, InternalError
@@ -76,10 +79,22 @@ class Lease:
 class PageLease(Lease):
     """A request's pages, in position order."""
 
+    _table: NDArray[np.int32] | None = None
+
     @property
     def page_ids(self) -> list[int]:
         """A copy. Raises InternalError after the end."""
         return self.ids()
+
+    @property
+    def table(self) -> NDArray[np.int32]:
+        """The ids as [pages] int32, not to be written to; made anew only when pages come or go, since every step wants
+        them. Raises InternalError after the end."""
+        self._check_alive()
+        if self._table is None:
+            self._table = np.array(self._ids, np.int32)
+            self._table.flags.writeable = False
+        return self._table
 
     @property
     def num_pages(self) -> int:
@@ -96,6 +111,7 @@ class PageLease(Lease):
         """
         self._check_alive()
         self._ids += self._ledger.take(count, self.owner, after=self._ids[-1] if self._ids else None)
+        self._table = None
 
     def unshare(self) -> None:
         """Take pages of its own in place of the shared ones, whose content is not wanted any more.
@@ -107,6 +123,7 @@ class PageLease(Lease):
         self._check_alive()
         shared = self._ids[:self.num_shared]
         self._ids[:self.num_shared] = self._ledger.take(len(shared), self.owner)
+        self._table = None
         self.num_shared = 0
         self._ledger.give_back(shared)
 

@@ -175,6 +175,17 @@ def test_an_empty_lease_can_grow() -> None:
     assert lease.page_ids == [1, 2]
 
 
+def test_a_table_is_made_once_and_follows_the_lease() -> None:
+    lease = PageAllocator(5).alloc(2, owner="a")
+    before = lease.table
+    assert lease.table is before, "a step pays for every page of its requests"
+    assert before.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        before[0] = 3
+    lease.extend(1)
+    assert (before.tolist(), lease.table.tolist()) == ([1, 2], [1, 2, 3])
+
+
 def test_leaving_the_block_ends_the_lease_even_on_error() -> None:
     pages = PageAllocator(5)
     with pytest.raises(KeyError), pages.alloc(3, owner="a") as lease:
@@ -195,7 +206,8 @@ def test_ending_twice_frees_once() -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [lambda lease: lease.page_ids, lambda lease: lease.num_pages, lambda lease: lease.extend(1), PageLease.__enter__],
+    [lambda lease: lease.page_ids, lambda lease: lease.table, lambda lease: lease.num_pages,
+     lambda lease: lease.extend(1), PageLease.__enter__],
 )
 def test_a_lease_is_not_used_after_its_end(use: Callable[[PageLease], object]) -> None:
     lease = PageAllocator(5).alloc(1, owner="request 7")

@@ -115,6 +115,11 @@ class SharingMachine(RuleBasedStateMachine):
         assert self.pages.ledger.num_cached == books.num_cached
         assert self.pages.num_available == len(self.available)
 
+    @invariant()
+    def tables_are_those_of_the_leases(self) -> None:
+        for lease in self.held:
+            assert lease.table.tolist() == lease.page_ids
+
 
 TestSharingMachine = SharingMachine.TestCase
 TestSharingMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
