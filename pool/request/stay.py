@@ -56,7 +56,7 @@ class SessionChanged:
 
 class EventPost:
     """Takes the engine's events to the event loop, all of a step with one call: every call from another thread wakes
-    the loop, and that costs more than the event."""
+    the loop, and that costs more than the event; a callback of the loop's own for each costs as much."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -74,7 +74,11 @@ class EventPost:
 
     def _deliver(self, events: list[tuple[Callable[..., object], object]]) -> None:
         for receive, event in events:
-            self._loop.call_soon(receive, event)
+            try:
+                receive(event)
+            except Exception as error:  # noqa: BLE001 - as of every callback of the loop; the others get theirs
+                self._loop.call_exception_handler({"message": "an event of the engine was not taken",
+                                                   "exception": error})
 
 
 class Inbox(Generic[MessageT, EventT]):

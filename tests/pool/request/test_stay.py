@@ -16,7 +16,7 @@ from engine.core.layer_range import Placement
 from engine.core.request import Request, SamplingParams
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.request import stay as module
-from pool.request.stay import MAX_UNREAD, Inbox, MemoryReclaimer, RequestParts, serve
+from pool.request.stay import MAX_UNREAD, EventPost, Inbox, MemoryReclaimer, RequestParts, serve
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc
 from runtime.client import open_channel
@@ -231,3 +231,20 @@ async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drai
     reports.deliver(0, StageSessionEvent("s", 1, StageSessionState.DRAINED))
     await until(lambda: released == [0, 1])
     assert (group.open_sessions, told) == (0, [])
+
+
+async def test_what_a_step_posted_arrives_at_once_and_an_error_holds_nothing_up() -> None:
+    loop, seen, errors = asyncio.get_running_loop(), list[object](), list[object]()
+    loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    failure = RuntimeError("of one request")
+
+    def fail(event: object) -> None:
+        raise failure
+
+    post = EventPost(loop)
+    for receive, event in ((seen.append, 1), (fail, 2), (seen.append, 3)):
+        post.put(receive, event)
+    post.flush()
+    loop.call_soon(seen.append, "the loop's next callback")
+    await until(lambda: len(seen) == 3)
+    assert (seen, errors) == ([1, 3, "the loop's next callback"], [failure])
