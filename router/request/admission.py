@@ -1,8 +1,9 @@
 """Holds requests back until a pair of workers could take them soon, and refuses those that would wait in vain.
 
-`WaitingLine` is who waits and in which order. The first of it waits for room; a request for which no worker that is
-alive is large enough is passed over. When no pair is left at all, waiting has a short grace (a worker that restarts is
-back within it), then requests are refused at once. `PriorityLimits` bounds the priority that a client may ask for.
+`WaitingLine` is who waits and in which order. The first of it waits for room, which may go to one who finds more of its
+prompt there; a request for which no worker that is alive is large enough is passed over. When no pair is left at all,
+waiting has a short grace (a worker that restarts is back within it), then requests are refused at once.
+`PriorityLimits` bounds the priority that a client may ask for.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from runtime.security import Caller
 EVERYBODY = "*"
 DEFAULT_LIMITS = ("*=0",)
 
+LOOK_S = 1.0  # between two looks for who has a waiting prompt
 SWEEP_S = 0.25  # between two looks for those whose time does not suffice any more
 MAX_AWAY_S = 30.0
 
@@ -40,12 +42,22 @@ class AdmissionLimits:
     pairless_grace_s: float = 4.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Held:
-    """A request that waits, and what its task waits for."""
+    """A request that waits, and what its task waits for. `num_held`: tokens of its prompt that prefill workers have, by
+    address, as of `looked_s`."""
 
     request: AdmissibleRequest
     placed: "asyncio.Future[WorkerPair]"
+    num_held: Mapping[str, int] = field(default_factory=dict)
+    most_held: int = 0
+    looked_s: float = -math.inf
+
+    def gain(self, sources: Iterable[str]) -> int:
+        """Tokens that some of these workers have, less those that only others have: there they would be computed once
+        more."""
+        here = max((self.num_held.get(address, 0) for address in sources), default=0)
+        return here - (self.most_held - here)
 
 
 class Admission:
@@ -226,6 +238,7 @@ class Admission:
         if not len(self._line):
             return
         self._sweep()
+        self._place_by_caches()
         rates: Rates | None = None  # reckoned anew after each that is placed
         # The tokens of a prompt for which prefill has no room, but for much shorter ones; and those of a request whose
         # workers are away, but not those of smaller ones.
@@ -253,6 +266,34 @@ class Admission:
                 passed_by = num_tokens
             else:
                 break
+
+    def _place_by_caches(self) -> None:
+        """As long as workers have room for the first of several that wait, give it to whoever finds most there. Else a
+        prompt would go wherever room was when its turn came, and be computed anew there."""
+        while len(self._line) > 1:
+            request = self._line.first.item.request
+            sources = self._directory.caches_with_room(request.prompt.num_tokens, request.context_tokens)
+            if not sources:
+                return
+            waiter = self._line.best(lambda held: self._looked(held).gain(sources), self._clock.now())  # noqa: B023
+            request = waiter.item.request
+            if self._is_orphan(request):
+                return
+            if self._drop_if_hopeless(waiter, self._rates()):
+                continue
+            pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
+            if pair is None:
+                return
+            self._line.passes(waiter)
+            self._place(waiter, pair)
+
+    def _looked(self, held: _Held) -> _Held:
+        """With who has its prompt, as of late."""
+        now_s = self._clock.now()
+        if now_s - held.looked_s >= LOOK_S:
+            held.num_held = self._directory.num_held(held.request.prompt)
+            held.most_held, held.looked_s = max(held.num_held.values(), default=0), now_s
+        return held
 
     def _place(self, waiter: Waiter[_Held], pair: WorkerPair) -> None:
         self._line.leave(waiter)

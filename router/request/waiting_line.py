@@ -2,7 +2,8 @@
 
 Order: priority, then by when a request must begin: its deadline less what serving it takes, but not later than the
 limit of waiting allows. So those without a deadline stand in order of arrival, and time brings each of them to the
-front.
+front. Where workers have parts of prompts, who finds more there may go before those who would find less
+(`WaitingLine.best`), as long as these can wait.
 
 Who comes is refused if it could not be served in time behind those who go before it; who was let in leaves only by
 being placed, by going away, or when its time does not suffice any more.
@@ -10,7 +11,7 @@ being placed, by going away, or when its time does not suffice any more.
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -21,6 +22,8 @@ from router.request.service_times import Outlook, Rates, TokenWork
 T = TypeVar("T")
 
 MIN_RETRY_S = 0.05
+LOOK_AHEAD = 32  # so many from the front may go first, and so often may one be passed
+LEAST_SLACK_S = 5.0  # who has to begin within this is not passed
 
 
 class Cause(StrEnum):
@@ -75,6 +78,7 @@ class Waiter(Generic[T]):
     demand: Demand = field(compare=False)
     since_s: float = field(compare=False)
     item: T = field(compare=False)
+    num_passed: int = field(default=0, compare=False)  # how often another one went before it
 
 
 @dataclass
@@ -110,6 +114,30 @@ class WaitingLine(Generic[T]):
         self.num_arrived += 1
         self._waiters.insert(place, waiter)
         return waiter
+
+    @property
+    def first(self) -> Waiter[T]:
+        """Of a line that is not empty."""
+        return self._waiters[0]
+
+    def best(self, gain: Callable[[T], float], now_s: float) -> Waiter[T]:
+        """Who gains most if it is served now, the first of equals: of the first `LOOK_AHEAD`, as urgent as the first,
+        and behind nobody who cannot wait longer. The line must not be empty."""
+        best, most = self.first, gain(self.first.item)
+        for waiter in islice(self._waiters, LOOK_AHEAD):
+            if waiter.priority != self.first.priority:
+                break
+            gained = gain(waiter.item)
+            if gained > most:
+                best, most = waiter, gained
+            if waiter.num_passed >= LOOK_AHEAD or waiter.begin_by_s < now_s + LEAST_SLACK_S:
+                break
+        return best
+
+    def passes(self, waiter: Waiter[T]) -> None:
+        """It is about to be served before those in front of it."""
+        for passed in islice(self._waiters, bisect.bisect_left(self._waiters, waiter)):
+            passed.num_passed += 1
 
     def leave(self, waiter: Waiter[T]) -> bool:
         """Whether it was there."""

@@ -8,7 +8,7 @@ is another. Choosing a worker books the request on it; the caller must release i
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -249,6 +249,18 @@ class Directory:
         """Whether decode pools have room for such a request, and all that it waits for is prefill."""
         return any(worker.standing.has_room(num_tokens, context_tokens)
                    for worker in self._usable(WorkerRole.DECODE, context_tokens))
+
+    def caches_with_room(self, num_tokens: int, context_tokens: int) -> list[str]:
+        """Addresses of the prefill workers that have room for such a request, where caches decide who gets one and a
+        decode pool has room, too; else none."""
+        if self._options.policy is not Policy.PREFIX_CACHE or not self.awaits_prefill(num_tokens, context_tokens):
+            return []
+        return [worker.address for worker in self._usable(WorkerRole.PREFILL, context_tokens)
+                if worker.standing.has_room(num_tokens, context_tokens)]
+
+    def num_held(self, prompt: RoutedPrompt) -> Mapping[str, int]:
+        """Tokens of the prompt that prefill workers have in their caches, by address."""
+        return self._num_held(WorkerRole.PREFILL, prompt)
 
     def book_prefill(self, prompt: RoutedPrompt, pool: Booking, *,
                      tried: frozenset[str], context_tokens: int = 0) -> Booking | None:

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from protos import types_pb2
+from router.workers.policy import Policy
 from router.workers.prefix_index import RoutedPrompt
 from runtime.clock import ManualClock
 from runtime.digests import block_names
@@ -119,3 +121,29 @@ async def test_who_waits_counts_with_the_tokens_that_are_missing() -> None:
         assert router.services.admission._line.work.prompt_tokens == 70 * router.services.admission.num_waiting
         goes_on.set()
         assert [answer.token_ids for answer in await asyncio.gather(*calls)] == [tokens[2:]] * 4
+
+
+@pytest.mark.parametrize(("policy", "order"), [(Policy.PREFIX_CACHE, [1, 2]), (Policy.LEAST_LOAD, [2, 1])])
+async def test_room_goes_to_who_finds_its_prompt_there(policy: Policy, order: list[int]) -> None:
+    """Prompts of ones are there, in part; one of twos came first. Those of nines fill the pool."""
+    prefill, decode = workers()
+    decode.max_running = 1
+    began: list[int] = []
+
+    async def note(request: types_pb2.EngineRequest) -> None:
+        began.append(request.prompt_token_ids[0])
+
+    prefill.at(Point.QUEUED, note)
+    async with running_router(prefill, decode, policy=policy) as router:
+        await keeps(router, prefill, 128)
+        goes_on, calls = asyncio.Event(), list[asyncio.Task[object]]()
+        decode.at(Point.TOKEN, lambda _: goes_on.wait())
+        while not router.services.admission.num_waiting:
+            calls.append(asyncio.create_task(router.ask(token_request([9] * 16))))
+            await asyncio.sleep(0.01)
+        for num_waiting, first in enumerate((2, 1), 2):
+            calls.append(asyncio.create_task(router.ask(token_request([first] * 200))))
+            await eventually(lambda: router.services.admission.num_waiting == num_waiting, "the queue")  # noqa: B023
+        goes_on.set()
+        await asyncio.gather(*calls)
+    assert [first for first in began if first != 9] == order

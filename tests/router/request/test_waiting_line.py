@@ -1,14 +1,23 @@
 """Who waits, who goes first and who waits in vain: by hand, and as properties of any sequence of happenings."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.request.service_times import MIN_ERRORS, START_CAUTION, Outlook, Rates, TokenWork
-from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
+from router.request.waiting_line import (
+    LEAST_SLACK_S,
+    LOOK_AHEAD,
+    Cause,
+    Demand,
+    Refusal,
+    Waiter,
+    WaitingLimits,
+    WaitingLine,
+)
 from runtime.clock import ManualClock
 from runtime.pace import MIN_TOKENS
 
@@ -143,6 +152,44 @@ def test_nobody_waits_for_longer_than_the_limit() -> None:
     line.clock.advance(10.0)
     (waiter, refusal), = line.line.drop_hopeless(Rates(), line.clock.now())
     assert (waiter.item, refusal.cause) == ("a", Cause.WAIT)
+
+
+def gain_of(gains: dict[str, int]) -> Callable[[str], int]:
+    return lambda name: gains.get(name, 0)
+
+
+def test_who_gains_most_may_go_first_and_of_equals_the_first() -> None:
+    line = Line()
+    for name in "abcd":
+        line.enter(name)
+    line.enter("unimportant", priority=1)
+    now_s = line.clock.now()
+    assert line.line.best(gain_of({"b": 5, "c": 7, "d": 7, "unimportant": 9}), now_s).item == "c"
+    assert line.line.best(gain_of({}), now_s).item == "a"
+    assert line.line.best(gain_of({"a": -3, "b": -1}), now_s).item == "c"
+
+
+def test_nobody_goes_before_one_who_cannot_wait_longer() -> None:
+    line = Line(max_wait_s=60.0)
+    line.enter("a")
+    line.clock.advance(60.0 - LEAST_SLACK_S - 0.5)
+    line.enter("b")
+    gains = gain_of({"b": 5})
+    assert line.line.best(gains, line.clock.now()).item == "b"
+    line.clock.advance(1.0)
+    assert line.line.best(gains, line.clock.now()).item == "a"
+
+
+def test_nobody_is_passed_for_ever() -> None:
+    """However many come whose prompts are there."""
+    line = Line(max_waiting=2)
+    line.enter("patient")
+    for turn in range(LOOK_AHEAD + 1):
+        line.enter("known")
+        best = line.line.best(gain_of({"known": 5}), line.clock.now())
+        line.line.passes(best)
+        line.line.leave(best)
+        assert best.item == ("patient" if turn == LOOK_AHEAD else "known")
 
 
 def test_errors_of_estimates_make_the_next_ones_cautious_and_are_forgotten() -> None:
