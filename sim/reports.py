@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pool.prefix.journal import PointWatcher
 from protos import worker_pb2
 from router.text.model_facts import ModelLimits
-from router.workers.watch import apply_report, silence_s_of
+from router.workers.watch import apply_load, apply_report, silence_s_of
 from router.workers.worker import Worker
 from sim.worker import SimulatedWorker
 
@@ -119,7 +119,7 @@ class _Watch:
     def _begin(self) -> None:
         self._incarnation = self._worker.incarnation
         self._cache = self._scope.enter_context(self._worker.journal.watch())
-        self._send([worker_pb2.WatchResponse(info=self._worker.info())])
+        self._loop.call_later(self._latency_s, self._arrive, [worker_pb2.WatchResponse(info=self._worker.info())])
         self._report()
 
     def _report(self) -> None:
@@ -132,7 +132,7 @@ class _Watch:
         self._timer = None
         if news or worker.num_requests or load != self._sent:
             self._sent = load
-            self._send([*news, worker_pb2.WatchResponse(load=load)])
+            self._loop.call_later(self._latency_s, self._loaded, news, load)
             self._next_s += self._interval_s
             self._timer = self._loop.call_at(self._next_s, self._report)
 
@@ -141,13 +141,16 @@ class _Watch:
             self._timer.cancel()
         self._timer = None
 
-    def _send(self, responses: Sequence[worker_pb2.WatchResponse]) -> None:
-        self._loop.call_later(self._latency_s, self._arrive, responses)
-
     def _arrive(self, responses: Sequence[worker_pb2.WatchResponse]) -> None:
         for response in responses:
             if not self.ended.done() and (problem := apply_report(self._reader, self._facts, response)):
                 self._end(problem)
+
+    def _loaded(self, news: Sequence[worker_pb2.WatchResponse], load: worker_pb2.WorkerLoad) -> None:
+        """As `_arrive` of what is new and of a load, which is not put into a message of its own."""
+        self._arrive(news)
+        if not self.ended.done() and (problem := apply_load(self._reader, load)):
+            self._end(problem)
 
     def _end_later(self, details: str) -> None:
         self._loop.call_later(self._latency_s, self._end, f"cannot be reached: {details}")

@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from contextvars import Context, copy_context
+from contextvars import Context
 from itertools import count
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -29,7 +29,7 @@ class _Due(asyncio.TimerHandle):
     __slots__ = ("_virtual", "arguments", "callback", "context", "is_cancelled")
 
     def __init__(self, when_s: float, callback: Callable[..., object], arguments: tuple[object, ...],
-                 loop: "VirtualLoop", context: Context) -> None:
+                 loop: "VirtualLoop", context: Context | None) -> None:
         self._when = when_s
         self._virtual = loop
         self.callback, self.arguments, self.context = callback, arguments, context
@@ -47,7 +47,7 @@ class _Due(asyncio.TimerHandle):
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """Starts at 0 s. Sockets and threads have no place on it. A callback that raises ends the run. Callbacks that bring
-    no context of their own share the loop's."""
+    no context of their own share that of whoever runs it."""
 
     def __init__(self) -> None:
         self._is_running = False  # asyncio asks while it makes its part
@@ -55,7 +55,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.num_cancelled = 0  # at least as many as are still in the heap
         self._now_s = 0.0
         self._serial = count()
-        self._context = copy_context()
         self._soon: deque[_Due] = deque()
         self._timers: list[tuple[float, int, _Due]] = []
         self._is_stopping = False
@@ -71,7 +70,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts,
                   context: Context | None = None) -> asyncio.Handle:
-        due = _Due(self._now_s, callback, args, self, context or self._context)
+        due = _Due(self._now_s, callback, args, self, context)
         self._soon.append(due)
         return due
 
@@ -85,7 +84,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_at(self, when: float, callback: Callable[[*Ts], object], *args: *Ts,
                 context: Context | None = None) -> asyncio.TimerHandle:
-        due = _Due(when, callback, args, self, context or self._context)
+        due = _Due(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._serial), due))
         return due
 
@@ -101,7 +100,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         try:
             while not self._is_stopping:
                 due = soon.popleft() if soon else self._next_timer()
-                if not due.is_cancelled:
+                if due.is_cancelled:
+                    continue
+                if due.context is None:
+                    due.callback(*due.arguments)
+                else:
                     due.context.run(due.callback, *due.arguments)
         finally:
             self._is_running = False

@@ -112,15 +112,18 @@ class Ledger:
 
     def give_back(self, ids: Iterable[int]) -> None:
         """One lease less on each of them."""
+        holders, kept, free = self._holders, self._kept, list[int]()
         for item in ids:
-            self._holders[item] -= 1
-            if self._holders[item]:
+            left = holders[item] - 1
+            if left:
+                holders[item] = left
                 continue
-            del self._holders[item]
-            if item in self._kept:
+            holders.pop(item)
+            if item in kept:
                 self._num_cached += 1
             else:
-                self._free.add([item])
+                free.append(item)
+        self._free.add(free)
 
     def serve(self, evict: Evict) -> None:
         """`evict` is asked when ids are missing. A ledger has one cache at most."""
@@ -132,11 +135,12 @@ class Ledger:
         Raises:
             InternalError: an id is kept already, or under no lease.
         """
+        holders, kept = self._holders, self._kept
         for item in ids:
-            if item in self._kept or not self.is_leased(item):
+            if item in kept or not holders[item]:
                 raise InternalError(f"{self.name} {item} cannot be kept: it is "
-                                    f"{'kept already' if item in self._kept else 'under no lease'}")
-            self._kept.add(item)
+                                    f"{'kept already' if item in kept else 'under no lease'}")
+            kept.add(item)
 
     def let_go(self, ids: Iterable[int]) -> None:
         """The cache holds these no longer; those under no lease are free.

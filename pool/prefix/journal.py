@@ -3,7 +3,7 @@
 The thread that schedules notes changes, another one reports them to watchers.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -20,11 +20,11 @@ class PointJournal:
         self._points: dict[bytes, int] = {}  # how many caches have it
         self._watchers: list[PointWatcher] = []
 
-    def stored(self, names: Iterable[bytes]) -> None:
+    def stored(self, names: Sequence[bytes]) -> None:
         with self._lock:
             for name in names:
                 self._points[name] = self._points.get(name, 0) + 1
-                self._note(name, is_stored=True)
+            self._note(names, is_stored=True)
 
     def removed(self, name: bytes) -> None:
         with self._lock:
@@ -32,7 +32,7 @@ class PointJournal:
             if left:
                 self._points[name] = left
             else:
-                self._note(name, is_stored=False)
+                self._note((name,), is_stored=False)
 
     @contextmanager
     def watch(self) -> "Iterator[PointWatcher]":
@@ -45,9 +45,9 @@ class PointJournal:
             with self._lock:
                 self._watchers.remove(watcher)
 
-    def _note(self, name: bytes, *, is_stored: bool) -> None:
+    def _note(self, names: Sequence[bytes], *, is_stored: bool) -> None:
         for watcher in self._watchers:
-            watcher.note(name, is_stored=is_stored)
+            watcher.note(names, is_stored=is_stored)
 
 
 class PointWatcher:
@@ -60,11 +60,11 @@ class PointWatcher:
         self._changed: dict[bytes, bool] | None = None  # whether it is there; None: a whole account is due
         self.num_reports = 0
 
-    def note(self, name: bytes, *, is_stored: bool) -> None:
+    def note(self, names: Sequence[bytes], *, is_stored: bool) -> None:
         """The journal, under its lock."""
         if self._changed is None:
             return
-        self._changed[name] = is_stored
+        self._changed.update(dict.fromkeys(names, is_stored))
         if len(self._changed) > len(self._points) + MAX_NAMES:
             self._changed = None
 

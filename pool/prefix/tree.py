@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import log2
+from math import gcd, log2
 
 from pool.prefix.journal import PointJournal
 from runtime.clock import Clock
@@ -129,6 +129,11 @@ class ResumeRule:
         """Whether a prompt may be cut after so many blocks."""
         return depth * self.block_tokens % self.grid_tokens == 0
 
+    def points(self, depths: range) -> range:
+        """Those of consecutive depths after which a prompt may be cut."""
+        step = self.grid_tokens // gcd(self.grid_tokens, self.block_tokens)
+        return range(-(-depths.start // step) * step, depths.stop, step)
+
 
 def _never(item: int) -> bool:
     return False
@@ -183,15 +188,10 @@ class PrefixTree:
             raise InternalError(f"{len(names)} pages {'with' if slot_id else 'without'} a state behind them")
         if slot_id is not None and not self._rule.is_point(len(names)):
             raise InternalError(f"a state behind {len(names)} pages, where no prompt is cut")
-        node, taken, points = self._deepest(names), Changed(), list[bytes]()
-        for depth in range(node.depth, len(names)):
-            self._leaves.discard(node)
-            node.num_children += 1
-            node = BlockNode(names[depth], node, depth + 1, page_ids[depth], self._clock.now())
-            self._nodes[node.name] = node
-            taken.page_ids.append(node.page_id)
-            if not self._rule.has_states and self._is_resume_point(node):
-                points.append(node.name)
+        known, points = self._deepest(names), list[bytes]()
+        node, taken = self._grown(known, names, page_ids), Changed(page_ids=list(page_ids[known.depth:len(names)]))
+        if not self._rule.has_states:
+            points = [names[depth - 1] for depth in self._rule.points(range(known.depth + 1, len(names) + 1))]
         if slot_id is not None and node.slot_id is None:
             node.slot_id, node.num_saved = slot_id, node.depth - self._resume_point(node).depth
             taken.slot_ids.append(slot_id)
@@ -200,6 +200,17 @@ class PrefixTree:
             self.journal.stored(points)
         self._use(node)
         return taken
+
+    def _grown(self, node: BlockNode, names: Sequence[bytes], page_ids: Sequence[int]) -> BlockNode:
+        """The last of these blocks, those behind `node` made. A long prompt has thousands."""
+        if node.depth < len(names):
+            self._leaves.discard(node)
+        now_s, nodes = self._clock.now(), self._nodes
+        for depth in range(node.depth, len(names)):
+            node.num_children += 1
+            name = names[depth]
+            node = nodes[name] = BlockNode(name, node, depth + 1, page_ids[depth], now_s)
+        return node
 
     def evict_pages(self, num_pages: int) -> Changed:
         """Give up what is worth least, until `num_pages` that nobody holds are among it, or nothing is left."""

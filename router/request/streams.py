@@ -327,9 +327,11 @@ class DecodeStream:
         self.stream = WorkerStream.open(stub.Generate, worker, self._parts.inbox.deliver, self._parts.group,
                                         self._parts.time_left_s())
         self._num_offers = 0
-        self.stream.send(decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(
-            request=self._parts.request, source=source, replayed_token_ids=self._replayed,
-            steps_id=self._steps.steps_id, steps_key=self._steps_key)))
+        message = decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(
+            source=source, replayed_token_ids=self._replayed, steps_id=self._steps.steps_id,
+            steps_key=self._steps_key))
+        message.open.request.CopyFrom(self._parts.request)  # last: a message within messages is copied with each
+        self.stream.send(message)
         self._expect_destination()
 
     def _send_first_token(self, token: types_pb2.TokenChunk) -> None:

@@ -4,6 +4,7 @@ All violations are reported at once, each with the path of its field and the lim
 `AdmissibleRequest`: tokenised, every default resolved, ready for the workers.
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,7 +64,8 @@ SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
 class AdmissibleRequest:
     """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none.
     `resumed`: of each choice in turn, the tokens its client has already, as far as there are any; `resumed_from`: of
-    each choice the compatibility of the workers that drew them, "" where any workers may go on."""
+    each choice the compatibility of the workers that drew them, "" where any workers may go on. `prompt_ids` are those
+    of `engine` as machine integers: to read them back from a message takes ten times as long. None: nobody has them."""
 
     engine: types_pb2.EngineRequest
     stop_strings: tuple[str, ...]
@@ -71,11 +73,12 @@ class AdmissibleRequest:
     num_choices: int = 1
     resumed: tuple[tuple[int, ...], ...] = ()
     resumed_from: tuple[str, ...] = ()
+    prompt_ids: "array[int] | None" = None
 
     @cached_property
     def prompt(self) -> RoutedPrompt:
         """For choosing workers."""
-        return prompt_of(self.engine)
+        return prompt_of(self.engine, self.prompt_ids)
 
     def resumed_of(self, index: int) -> tuple[int, ...]:
         """Of choice `index`."""
@@ -312,7 +315,7 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt
     )
     return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
                              num_choices=request.n if request.HasField("n") else 1, resumed=resumed,
-                             resumed_from=tuple(request.resumed_from))
+                             resumed_from=tuple(request.resumed_from), prompt_ids=array("I", prompt))
 
 
 def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], int]) -> types_pb2.SamplingParams:

@@ -95,7 +95,7 @@ class Directory:
         self._turns = dict.fromkeys(WorkerRole, 0)
         self.index = PrefixIndex()  # of what prefill workers have
         self._pool_index = PrefixIndex()  # of what need not be sent to decode pools
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None  # of those that wait for one, if anybody does
         self._pairless_since_s: float | None = self._clock.now()
         self._severed = SeveredPairs(self._clock)
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
@@ -132,6 +132,8 @@ class Directory:
 
     async def changed(self) -> None:
         """Return at the next change of any worker or booking."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
         await self._changed.wait()
 
     async def until(self, attempt: Callable[[], T | None]) -> T:
@@ -429,8 +431,9 @@ class Directory:
     def _on_change(self, worker: Worker) -> None:
         if self._worker_set.changed(worker) and self.is_paired != (self._pairless_since_s is None):
             self._pairless_since_s = None if self.is_paired else self._clock.now()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def _num_workers(self, role: WorkerRole, *, is_usable: bool) -> int:
         """Any thread."""

@@ -321,15 +321,17 @@ class DecodePace:
     def token_s(self, num_requests: int) -> float | None:
         """At this load, or at the nearest lower one that was seen lately, which promises rather too much; without any
         at the nearest higher one. None when nothing was seen, or too little."""
-        oldest_s = self.clock.now() - MEMORY_S
-        known = [load for load, sample in self._by_load.items()
-                 if sample.seen_s >= oldest_s and sample.num_tokens >= MIN_DRAWN]
-        if not known:
-            return None
-        wanted = max(1, num_requests).bit_length()
-        lower = [load for load in known if load <= wanted]
-        sample = self._by_load[max(lower) if lower else min(known)]
-        return sample.seconds / sample.tokens
+        oldest_s, wanted = self.clock.now() - MEMORY_S, max(1, num_requests).bit_length()
+        lower, higher = 0, 0
+        for load, sample in self._by_load.items():  # once, as every request asks this of many pools
+            if sample.seen_s < oldest_s or sample.num_tokens < MIN_DRAWN:
+                continue
+            if load > wanted:
+                higher = min(load, higher or load)
+            elif load > lower:
+                lower = load
+        found = self._by_load.get(lower or higher)
+        return None if found is None else found.seconds / found.tokens
 
 
 @dataclass

@@ -37,10 +37,12 @@ class RoutedPrompt:
         return self._names[key]
 
 
-def prompt_of(request: types_pb2.EngineRequest) -> RoutedPrompt:
+def prompt_of(request: types_pb2.EngineRequest, token_ids: Sequence[int] | None = None) -> RoutedPrompt:
+    """`token_ids` are those of the prompt, where they are at hand outside of the message."""
     uses_cache = request.prefix_cache if request.HasField("prefix_cache") else True
     is_scored = request.HasField("num_prompt_logprobs")  # then every token is computed
-    return RoutedPrompt(request.prompt_token_ids, request.cache_salt, uses_cache and not is_scored)
+    return RoutedPrompt(request.prompt_token_ids if token_ids is None else token_ids, request.cache_salt,
+                        uses_cache and not is_scored)
 
 
 class IndexListener(Protocol):
@@ -71,6 +73,7 @@ class PrefixIndex:
         self._workers: list[str] = []  # by the place of their bit
         self._free: list[int] = []  # places of those that were forgotten
         self._num_reports: dict[str, int] = {}
+        self._latest: tuple[Sequence[bytes], dict[str, int]] | None = None  # what `depths` found, until a change
 
     def report(self, worker: str, report: worker_pb2.CacheReport) -> bool:
         """Apply what a worker reports; one that was applied before, or superseded, changes nothing. False if one is
@@ -83,6 +86,7 @@ class PrefixIndex:
         elif report.number > expected:
             return False
         self._num_reports[worker] = report.number + 1
+        self._latest = None
         held = self._held.setdefault(worker, set())
         if report.stored:
             self._store(_names(report.stored), held, self._bit(worker))
@@ -97,6 +101,7 @@ class PrefixIndex:
 
     def forget(self, worker: str) -> None:
         """It has nothing, or nothing is known of it. Idempotent."""
+        self._latest = None
         bit = self._bits.pop(worker, 0)
         if bit:
             self._everyone ^= bit
@@ -111,8 +116,16 @@ class PrefixIndex:
 
     def depths(self, names: Sequence[bytes]) -> dict[str, int]:
         """How many of these blocks, in order from a prompt's first, each worker need not compute: those up to its
-        deepest resume point among them. Workers that have none are left out."""
+        deepest resume point among them. Workers that have none are left out. A request asks for the same names several
+        times on end: the answer is one dictionary then, for nobody to change."""
+        if self._latest is None or self._latest[0] is not names:
+            self._latest = names, self._found(names)
+        return self._latest[1]
+
+    def _found(self, names: Sequence[bytes]) -> dict[str, int]:
         found: dict[str, int] = {}
+        if not self._everyone:
+            return found
         others = self._everyone  # but those that were found
         depth = len(names) + 1
         for holders in map(self._holders.get, reversed(names), repeat(0)):

@@ -19,6 +19,7 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4  # a worker that is back is found in l
 MIN_SILENCE_S = 2.0  # a worker whose reports are missing for this long, and for this many intervals, is lost
 SILENT_INTERVALS = 5
 _LOOKS = 8  # how often a silence is looked at before it is over
+_MISSING = "a report of its prefix cache is missing"
 
 
 Follow = Callable[[Worker, ModelLimits, float], Awaitable[str]]
@@ -97,6 +98,12 @@ def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchR
     elif response.HasField("cache"):
         has_all = worker.index.report(worker.address, response.cache)
     elif response.HasField("load"):
-        has_all = worker.index.has_all(worker.address, response.load.cache_reports)
-        worker.reported(response.load)
-    return "" if has_all else "a report of its prefix cache is missing"
+        return apply_load(worker, response.load)
+    return "" if has_all else _MISSING
+
+
+def apply_load(worker: Worker, load: worker_pb2.WorkerLoad) -> str:
+    """As `apply_report`, of a worker that has said what it is."""
+    has_all = worker.index.has_all(worker.address, load.cache_reports)
+    worker.reported(load)
+    return "" if has_all else _MISSING

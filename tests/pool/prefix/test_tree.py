@@ -187,3 +187,11 @@ def test_where_two_prompts_parted_the_second_leaves_a_state_for_the_third() -> N
     assert tree.find(names((1, 2, 8, 9)), 65) == Found(snapshot_tokens=(32, 64))
     tree.insert(names((1, 2)), [5, 6], 2)
     assert tree.find(names((1, 2, 7)), 49) == Found(32, (1, 2), 2, snapshot_tokens=(48,))
+
+
+@pytest.mark.parametrize(("block", "grid"), [(16, 16), (16, 64), (64, 16), (16, 24), (1, 1)])
+def test_points_are_the_depths_that_are_points(block: int, grid: int) -> None:
+    rule = ResumeRule(block, grid)
+    for first in range(1, 9):
+        depths = range(first, 20)
+        assert list(rule.points(depths)) == [depth for depth in depths if rule.is_point(depth)]

@@ -1,6 +1,7 @@
 """Bad requests: each is refused with the path of the field and the limit, all violations at once, before any work."""
 
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -207,6 +208,12 @@ async def test_declined_drafts_are_declined_on_the_worker(given: dict[str, bool]
     with_fields(**given)(request)
     heard = request_from_proto((await check(request)).engine, vocab_size=VOCAB_SIZE, max_context_tokens=256)
     assert heard.speculates is speculates
+
+
+async def test_a_prompt_is_not_read_back_from_its_message() -> None:
+    """That takes longer than to name all of its blocks."""
+    request = await check(good())
+    assert request.prompt.token_ids == array("I", request.engine.prompt_token_ids)
 
 
 async def test_the_largest_allowed_values_pass() -> None:

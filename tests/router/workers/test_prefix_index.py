@@ -44,6 +44,19 @@ def test_a_prompt_goes_on_from_the_deepest_name_that_a_worker_has(
     assert index.depths(names) == {worker: depth for worker, depth in deepest.items() if depth}
 
 
+def test_what_a_request_asks_again_is_not_looked_for_again_before_a_change() -> None:
+    index, names = PrefixIndex(), tuple(NAMES)
+    index.report("a", report(0, NAMES[:1]))
+    found = index.depths(names)
+    assert index.depths(names) is found
+    assert index.depths(names[:2]) == {"a": 1}
+    assert index.depths(names) is not found
+    index.report("b", report(0, NAMES[1:2]))
+    assert index.depths(names) == {"a": 1, "b": 2}
+    index.forget("b")
+    assert index.depths(names) == {"a": 1}
+
+
 def test_a_report_that_does_not_follow_is_refused_until_a_whole_account() -> None:
     index = PrefixIndex()
     assert index.report("a", report(0, NAMES[:1], whole=True))
