@@ -13,7 +13,7 @@ from decode.speculation import DraftState
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.request import DrawnToken, FinishReason, Request
-from engine.core.rows import Row, build_batch, chunk_end, sampling_row
+from engine.core.rows import NOT_DRAWN, Row, build_batch, chunk_end, sampling_row
 from engine.memory.leases import PageAllocator, SlotAllocator, SlotLease, pages_for_tokens
 from pool.prefix.tree import Found
 from pool.request.entry import Entry, Failed, PrefixCache
@@ -56,6 +56,7 @@ class DecodeEntry(Entry[Event]):
     told: int | None = None  # tokens of the output that the last stage keeps; None: it has no state of the request
     draft: DraftState = field(default_factory=DraftState)
     scratch: SlotLease | None = None  # where the states of its trees are kept; without it runs without trees
+    num_due: int = 0  # tokens that batches in flight draw
     running: bool = False  # has its memory filled and may be scheduled
     joined_s: float = 0.0
     first_step_s: float | None = None
@@ -69,15 +70,22 @@ class DecodeEntry(Entry[Event]):
     @property
     def num_final(self) -> int:
         """Tokens, from its first, whose entries are where they stay, the draft's among them if they are to be. What a
-        tree has left is moved there with the next step only. Of an entry with nothing in flight."""
+        tree has left is moved there with the next step only; the newest token's is written by a step ahead, if at all.
+        Of an entry with nothing else in flight."""
         if names_draft(self.compatibility) and not self.draft.is_whole:
             return 0
-        return self.computed if self.draft.accepted is None else self.draft.accepted.context_len
+        final = min(self.computed, self.num_tokens - 1)
+        return final if self.draft.accepted is None else self.draft.accepted.context_len
 
     @property
     def num_left(self) -> int:
         """Tokens it may still draw, as far as the request goes."""
         return self.request.max_tokens - len(self.outputs)
+
+    def ends_with_due(self, max_context_tokens: int) -> bool:
+        """Whether a token in flight is its last one, whatever it is."""
+        longest = min(self.request.max_tokens, max_context_tokens - len(self.request.prompt_token_ids))
+        return self.num_due > 0 and len(self.outputs) + self.num_due >= longest
 
     def lease_scratch(self, scratch: SlotAllocator) -> None:
         """Take a record unless it has one, or none is free."""
@@ -102,7 +110,8 @@ class DecodeLimits:
     `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission. A pool that speculates
     verifies up to `num_draft_tokens` at once; where recurrent layers keep a state per node, of at most `max_running`
     requests: the others take plain steps until one of those leaves. With `has_states` nothing goes on without a state
-    (GatedDeltaNet, sliding windows), and tokens may have other bits read than drawn."""
+    (GatedDeltaNet, sliding windows), and tokens may have other bits read than drawn. With `steps_ahead`, which is for
+    pools of one stage that do not speculate, a step is prepared while the one before it computes."""
 
     page_size: int
     grid: int
@@ -115,6 +124,7 @@ class DecodeLimits:
     num_draft_tokens: int = 0
     has_states: bool = False
     local_rest_tokens: int = 0  # of a prompt that is computed here, at most
+    steps_ahead: bool = False
 
     @property
     def speculates(self) -> bool:
@@ -301,15 +311,16 @@ class StepBuilder:
 
     def _decode_row(self, entry: DecodeEntry) -> Row:
         if not self.limits.speculates:
-            return self._known_row(entry, entry.computed + 1, draws=entry.computed == entry.num_tokens - 1)
+            return self._known_row(entry, entry.computed + 1,
+                                   draws=entry.computed == entry.num_tokens + entry.num_due - 1)
         row = self._replayed_row(entry) if entry.num_tokens - entry.computed > 1 else self._verified_row(entry)
         if entry.scratch is None or row.spec is None:
             return row
         return replace(row, spec=replace(row.spec, scratch=entry.scratch.slot_id))
 
     def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
-        """Known tokens up to `end`."""
-        row = _row(entry, entry.tokens(entry.computed, end), draws=draws)
+        """Known tokens up to `end`, or the one that is due."""
+        row = _row(entry, [NOT_DRAWN] if entry.num_due else entry.tokens(entry.computed, end), draws=draws)
         entry.advance(end)
         if not self.limits.speculates:
             return row
@@ -350,7 +361,9 @@ def _row(entry: DecodeEntry, tokens: list[int], *, draws: bool) -> Row:
     assert entry.slot is not None
     sampling = None
     if draws:
-        sampling = sampling_row(entry.request, entry.outputs, key=entry.key, known=entry.told, is_only=False)
+        sampling = sampling_row(entry.request, entry.outputs, key=entry.key, known=entry.told, is_only=False,
+                                num_due=entry.num_due)
+        entry.num_due += 1
         if sampling.output is not None:
             entry.told = len(entry.outputs)
     return Row(entry.key, tokens, entry.computed, entry.pages.table, entry.slot.slot_id, sampling)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count, islice
 
+from decode.ahead import lease_ahead
 from decode.entry import (
     DecodeEntry,
     DecodeLimits,
@@ -129,12 +130,14 @@ class DecodeScheduler:
         return entry.key
 
     def release(self, key: int) -> None:
-        """The request is over and nothing writes its memory any more. Idempotent."""
+        """The request is over and nothing writes its memory any more, but for steps in flight. Idempotent."""
         entry = self._entries.get(key)
         if entry is None:
             return
         entry.released = True
-        if not entry.in_flight:
+        if entry.in_flight:
+            self._stop_running(entry)
+        else:
             self._forget(entry)
 
     def holds(self, key: int) -> bool:
@@ -155,9 +158,11 @@ class DecodeScheduler:
 
     def next_batch(self) -> ForwardBatch | None:
         self._drop_late()
-        self._readmit()
         if not any(entry.in_flight for entry in self._entries.values()):
             self._since_s = self.clock.now()
+        elif self.limits.steps_ahead:
+            return self._next_ahead()
+        self._readmit()
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         for entry in ready:
             entry.lease_scratch(self.scratch)
@@ -184,13 +189,16 @@ class DecodeScheduler:
         drawn, verified = iter(result.tokens), iter(result.verified)
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
-            entry.in_flight = 0
+            entry.in_flight -= 1
+            entry.num_due -= sampling is not None
             outcome, tokens = Verified(), []
             if result.error is None and (sampling is not None or batch.mode is ForwardMode.PREBUILT):
                 outcome = next(verified) if self.limits.speculates else outcome
                 tokens = [next(drawn) for _ in outcome.accepted]
             if entry.released:
-                self._forget(entry)
+                self.release(key)
+            elif entry.has_failed:
+                continue  # its owner knows; this step was prepared before
             elif result.error is not None:
                 self._fail(entry, result.error)
             else:
@@ -354,11 +362,27 @@ class DecodeScheduler:
                 chosen.append(entry)
         return chosen
 
+    def _next_ahead(self) -> ForwardBatch | None:
+        """The step after the one in flight; None where it has to wait for that one's result. What is late takes none,
+        and fails with that result."""
+        now_s = self.clock.now()
+        punctual = [entry for key in self._turns if (entry := self._entries[key]).ends_at_s >= now_s]
+        stepping = [] if self._waiting else lease_ahead(punctual, self.limits, self.pages)
+        for entry in stepping:
+            entry.in_flight += 1
+            entry.first_step_s = now_s if entry.first_step_s is None else entry.first_step_s
+        return self._turned(self._steps.decode(stepping)) if stepping else None
+
     def _launched(self, batch: ForwardBatch) -> ForwardBatch:
+        """Of requests with nothing else in flight."""
+        for key in batch.request_keys:
+            self._entries[key].in_flight = 1
+        return self._turned(batch)
+
+    def _turned(self, batch: ForwardBatch) -> ForwardBatch:
         """Its requests go to the end of the queue for turns."""
         batch.ended_keys = tuple(islice(self._ended, MAX_ENDED_KEYS))
         for key in batch.request_keys:
-            self._entries[key].in_flight = 1
             del self._turns[key]
             self._turns[key] = None
         return batch
@@ -391,7 +415,7 @@ class DecodeScheduler:
         first = now if entry.first_step_s is None else entry.first_step_s
         stop = entry.outputs[-1] if reason is FinishReason.STOP else None
         self._memory.keep_drawn(entry)
-        self._forget(entry)
+        self.release(entry.key)
         entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
 
     def _fail(self, entry: DecodeEntry, error: BatonError) -> None:

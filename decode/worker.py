@@ -52,7 +52,8 @@ class DecodeRole:
                               max_context_tokens=stage.plan.max_context_tokens,
                               chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
                               num_draft_tokens=stage.plan.num_draft_tokens,
-                              has_states=has_states, local_rest_tokens=0 if has_states else config.local_rest_tokens)
+                              has_states=has_states, local_rest_tokens=0 if has_states else config.local_rest_tokens,
+                              steps_ahead=config.overlap_steps)
         keys, journal = itertools.count(1), PointJournal()
         return DecodeLeading(DataRanks(tuple(DecodeScheduler(
             pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),

@@ -1,7 +1,8 @@
 """The only loop: schedule → prepare → launch → collect → publish, with a window of batches in flight.
 
-The window is the pipeline's depth: 1 on a single stage, the number of stages on a pipelined pool. One thread runs the
-loop and owns the scheduler, its allocators and the stage channel; other threads hand it commands.
+The window is the pipeline's depth: 1 on a single stage, 2 where its next step is prepared while one computes, and the
+number of stages on a pipelined pool. One thread runs the loop and owns the scheduler, its allocators and the stage
+channel; other threads hand it commands.
 
     commands ─▶ [ scheduler.next_batch ─▶ pipeline.launch ]* ─▶ pipeline.collect ─▶ scheduler.on_result ─▶ …
 
@@ -94,6 +95,7 @@ class EngineLoop:
         self._on_lost: LostListener = lambda error: None
         self._failure: BaseException | None = None
         self._in_flight: deque[tuple[Step, float]] = deque()
+        self._collected_s = 0.0  # when the last result came
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._was_busy = False
@@ -217,7 +219,7 @@ class EngineLoop:
                 launched = self._note_busy()
                 self._in_flight.append((step, launched))
                 pipeline.launch(step)
-                if step[0] is not None:
+                if step[0] is not None and not pipeline.runs_apart:
                     self._observer.launched_s(time.monotonic() - launched, step[0])
                 self._was_busy = has_launched = True
             if self._in_flight:
@@ -248,14 +250,20 @@ class EngineLoop:
         began = time.monotonic()
         step, launched = self._in_flight[0]
         results = pipeline.collect(0.5)
-        self._observer.waited_s(time.monotonic() - began)
+        if pipeline.runs_apart:
+            launched = max(launched, self._collected_s)  # it waited for the step before
+        else:
+            self._observer.waited_s(time.monotonic() - began)
         if results is None:
             if time.monotonic() - launched > self.step_limit.seconds:
                 raise PeerLostError(f"a step took longer than {self.step_limit.seconds:g} s")
             return
         self._in_flight.popleft()
-        step_s = time.monotonic() - launched
+        self._collected_s = time.monotonic()
+        step_s = self._collected_s - launched
         self.step_limit.observe(step_s)
+        if pipeline.runs_apart and step[0] is not None:
+            self._observer.launched_s(step_s, step[0])
         for scheduler, batch, result in zip(self._schedulers, step, results, strict=True):
             if _has_rows(batch) and result is not None:
                 self._observer.step_s(step_s, batch)

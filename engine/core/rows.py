@@ -12,6 +12,9 @@ from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRo
 from engine.core.draft_trees import SpecInfo, SpecRow, node_depths
 from engine.core.request import Request
 from engine.core.state_rows import NO_STATES, StateRow
+from runtime.errors import InternalError
+
+NOT_DRAWN = -1  # in place of the token that the step before draws, in a batch that is made before its result
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,18 @@ def _page_tables(rows: Sequence[Row]) -> Tensor:
 
 
 def sampling_row(request: Request, output_token_ids: Sequence[int], *, key: int = 0,
-                 known: int | None = None, is_only: bool = True) -> SamplingRow:
-    """How the token after `output_token_ids` is drawn. `known`: tokens of the output that the last stage has under
-    `key`, None where it has nothing; `is_only`: it needs to keep nothing."""
-    banned = tuple(sorted(request.stop_token_ids)) if len(output_token_ids) < request.min_tokens else ()
-    position = len(request.prompt_token_ids) + len(output_token_ids)
+                 known: int | None = None, is_only: bool = True, num_due: int = 0) -> SamplingRow:
+    """How the token after `output_token_ids`, and `num_due` that are not drawn yet, is drawn. `known`: tokens of the
+    output that the last stage has under `key`, None where it has nothing; `is_only`: it needs to keep nothing.
+
+    Raises:
+        InternalError: tokens are due that drawing depends on.
+    """
+    if num_due and request.needs_output:
+        raise InternalError(f"{request.request_id}: its next token depends on one that is not drawn yet")
+    num_tokens = len(output_token_ids) + num_due
+    banned = tuple(sorted(request.stop_token_ids)) if num_tokens < request.min_tokens else ()
+    position = len(request.prompt_token_ids) + num_tokens
     banned_before = len(request.prompt_token_ids) + request.min_tokens if banned else 0
     output = None
     if request.needs_output:

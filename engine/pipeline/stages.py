@@ -111,6 +111,13 @@ class StageExecutor:
                                  lambda: self._forward(second, given_second, done))
 
     @torch.inference_mode()
+    def plan_ahead(self, batch: ForwardBatch) -> None:
+        """Plan and mark a batch while another one may run. Not where plans share memory: those of a device lie in
+        buffers that the running batch reads, and are made behind it by `run`."""
+        if self._device == HOST and self._graphs is None and batch.mode not in (ForwardMode.PREBUILT, ForwardMode.IDLE):
+            self.num_plans += plan_where_needed(batch, self._planner)
+
+    @torch.inference_mode()
     def _forward(self, batch: ForwardBatch, given: StageOutput, done: Callable[[int], None] | None) -> StageOutput:
         self.num_plans += plan_where_needed(batch, self._planner)
         context = ForwardContext(self._attention, self._recurrent, done, self._latent_attention)
@@ -150,6 +157,11 @@ class Pipeline(Protocol):
     @property
     def depth(self) -> int:
         """How many steps keep every stage busy."""
+        ...
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether steps compute in another thread, one after the other, and `launch` only hands them over."""
         ...
 
     def launch(self, step: Step) -> None: ...
@@ -239,6 +251,7 @@ class SingleStage:
     """The whole model in this process, which is the first of the stage's `ranks`."""
 
     depth = 1
+    runs_apart = False
 
     def __init__(self, executor: StageExecutor, sampler: RequestSampler, drafter: Drafter | None = None,
                  ranks: StageRanks | None = None, channel: StageChannel | None = None) -> None:
@@ -278,6 +291,8 @@ class SingleStage:
 
 class HeadStage:
     """Rank 0 of a pool with more stages: runs its layers at launch, reads the last stage's results at collect."""
+
+    runs_apart = False
 
     def __init__(self, executor: StageExecutor, channel: StageChannel, *, size: int,
                  frame_timeout_s: float = 10, ranks: StageRanks | None = None) -> None:

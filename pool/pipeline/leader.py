@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from engine.core.layer_range import Placement
 from engine.core.time_limits import HangWatch, StepLimit
 from engine.loop import EngineLoop, LoopObserver, LostListener, Scheduler
+from engine.pipeline.ahead import AheadStage
 from engine.pipeline.stages import HeadStage, Pipeline, SingleStage
 from engine.sampling.sampler import RequestSampler
 from models.weights_digest import PoolWeights
@@ -74,6 +75,7 @@ class Leader:
                                 grammars=stage.grammars)
         self.loop = EngineLoop(*schedulers, observer=observer, step_limit=StepLimit(config.step_limit_s))
         self._channel: PoolChannel | None = None
+        self._ahead: AheadStage | None = None
         self._warming: asyncio.Task[None] | None = None
         self.service: PipelineService | None = None
         self._weights: PoolWeights | None = None  # known once all stages are there, as is what follows from it
@@ -117,7 +119,7 @@ class Leader:
         self.loop.start()
         if self._channel is None:
             self._know_weights([])
-            single = self._single()
+            single = self._of_one_process()
             on_lost = self._when_lost(self._fail)
             self.loop.post(lambda: self.loop.attach(single, on_lost))
             self._warming = asyncio.create_task(self._become_ready())
@@ -137,6 +139,8 @@ class Leader:
         if self._is_hung:
             return  # its thread will not take the command, and is perhaps within the channel
         self.loop.stop()
+        if self._ahead is not None:
+            self._ahead.close()
         if self._channel is not None:
             self._channel.close()
 
@@ -160,6 +164,12 @@ class Leader:
 
         self.loop.post(attach)
         self._warming = asyncio.create_task(self._become_ready())
+
+    def _of_one_process(self) -> Pipeline:
+        if not self._config.overlap_steps:
+            return self._single()
+        self._ahead = AheadStage(self._single(), self._stage.executor)
+        return self._ahead
 
     def _single(self, channel: PoolChannel | None = None) -> SingleStage:
         return SingleStage(self._stage.executor, self._sampler, self._stage.drafter, self._stage.ranks, channel)

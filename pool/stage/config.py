@@ -36,6 +36,8 @@ class WorkerConfig(TlsConfig):
                                                                        "halves on the ranks of a stage, and one "
                                                                        "computes while the other's parts are under "
                                                                        "way; 0: none do")
+    overlap_steps: bool = Field(default=False, description="prepare a decode step while the one before it computes (a "
+                                                          "decode pool of one process, without a draft)")
     leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server, or the file:///PATH that it "
                                                 "announces itself in; needed by the other stages")
     partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')

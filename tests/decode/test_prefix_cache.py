@@ -50,8 +50,10 @@ class Asked:
 
     @property
     def expected(self) -> list[int]:
-        """What is to be drawn here."""
-        return self.tokens[len(self.request.prompt_token_ids) + self.num_known:]
+        """What is to be drawn here, up to a stop token."""
+        answer = self.tokens[len(self.request.prompt_token_ids):]
+        ends = [place + 1 for place, token in enumerate(answer) if token in self.request.stop_token_ids]
+        return answer[self.num_known:min(ends, default=len(answer))]
 
     @property
     def drawn(self) -> list[int]:
@@ -66,14 +68,16 @@ class Rig(CacheRig[DecodeScheduler]):
     """A scheduler over pages of four tokens, and what a source and a model do there. With a `grid` the model has
     recurrent layers, whose states come with the prompts."""
 
-    def __init__(self, *, num_pages: int = 40, depth: int = 1, grid: int = 1, local_rest_tokens: int = 0) -> None:
+    def __init__(self, *, num_pages: int = 40, depth: int = 1, grid: int = 1, local_rest_tokens: int = 0,
+                 steps_ahead: bool = False) -> None:
         self.clock = ManualClock()
         super().__init__(DecodeScheduler(
             pages=PageAllocator(num_pages), slots=SlotAllocator(0 if grid == 1 else 9), clock=self.clock,
             cache_rule=ResumeRule(PAGE),
             limits=DecodeLimits(page_size=PAGE, grid=grid, depth=depth, max_running=4, max_held=8, chunk_tokens=8,
                                 max_context_tokens=(num_pages - 1) * PAGE, growth_tokens=PAGE,
-                                local_rest_tokens=local_rest_tokens, has_states=grid > 1)), PAGE)
+                                local_rest_tokens=local_rest_tokens, has_states=grid > 1,
+                                steps_ahead=steps_ahead)), PAGE)
         self.asked: dict[int, Asked] = {}
         self.num_read = 0  # tokens, prompts' and replayed ones
 
@@ -89,9 +93,10 @@ class Rig(CacheRig[DecodeScheduler]):
             self.scheduler.release(key)
 
     def reserve(self, prompt: Sequence[int], *, max_tokens: int = 5, salt: str = "", caches: bool = True,
-                compatibility: str = "c", replayed: int = 0) -> Asked:
+                compatibility: str = "c", replayed: int = 0, stops: frozenset[int] = frozenset()) -> Asked:
         """`replayed` tokens after the first were drawn on another pool."""
-        request = Request("r", tuple(prompt), max_tokens, SamplingParams(temperature=0), cache_salt=salt)
+        request = Request("r", tuple(prompt), max_tokens, SamplingParams(temperature=0), cache_salt=salt,
+                          stop_token_ids=stops)
         asked = Asked(request, Reservation(0, (), 0), 1 + replayed)
         blocks = block_names(prompt, PAGE, compatibility=compatibility, salt=salt) if caches else ()
         known = asked.tokens[len(prompt) + 1:len(prompt) + 1 + replayed]
@@ -299,9 +304,13 @@ class DecodeHistories(CacheMachine):
     rig: Rig
     asked = Bundle("asked")
 
-    @initialize(num_pages=st.integers(6, 24), depth=st.integers(1, 2), grid=st.sampled_from((1, 1, 8)))
-    def begin(self, num_pages: int, depth: int, grid: int) -> None:
-        self.rig, self.depth = Rig(num_pages=num_pages, depth=depth, grid=grid, local_rest_tokens=9), depth
+    @initialize(num_pages=st.integers(6, 24), window=st.sampled_from(("one", "two", "ahead")),
+                grid=st.sampled_from((1, 1, 8)))
+    def begin(self, num_pages: int, window: str, grid: int) -> None:
+        """Steps ahead: two in flight on one stage."""
+        self.depth = 1 if window == "one" else 2
+        self.rig = Rig(num_pages=num_pages, depth=2 if window == "two" else 1, grid=grid, local_rest_tokens=9,
+                       steps_ahead=window == "ahead")
 
     @rule(target=asked, start=st.lists(st.sampled_from((0, 1)), min_size=0, max_size=4), tail=st.integers(1, 5),
           max_tokens=st.integers(1, 9), replayed=st.sampled_from((0, 0, 3)), caches=st.booleans())
@@ -310,9 +319,11 @@ class DecodeHistories(CacheMachine):
         return self.try_reserve([*itertools.chain(*([block] * PAGE for block in start)), *[2] * tail],
                                 max_tokens=max_tokens, replayed=min(replayed, max_tokens - 1), caches=caches)
 
-    @rule(target=asked, earlier=asked, cut=st.integers(1, 9), max_tokens=st.integers(1, 9))
-    def go_on(self, earlier: Asked | None, cut: int, max_tokens: int) -> object:
-        return None if earlier is None else self.try_reserve(earlier.tokens[:-cut] or [1], max_tokens=max_tokens)
+    @rule(target=asked, earlier=asked, cut=st.integers(1, 9), max_tokens=st.integers(1, 9),
+          stops=st.frozensets(st.sampled_from((0, 1, 2)), max_size=1))
+    def go_on(self, earlier: Asked | None, cut: int, max_tokens: int, stops: frozenset[int]) -> object:
+        return None if earlier is None else self.try_reserve(earlier.tokens[:-cut] or [1], max_tokens=max_tokens,
+                                                             stops=stops)
 
     @rule(target=asked, earlier=asked, cut=st.integers(1, 9), max_tokens=st.integers(1, 9))
     def go_on_here(self, earlier: Asked | None, cut: int, max_tokens: int) -> object:
@@ -325,11 +336,11 @@ class DecodeHistories(CacheMachine):
             return None
 
     def try_reserve(self, prompt: list[int], *, max_tokens: int, replayed: int = 0,
-                    caches: bool = True) -> Asked | None:
+                    caches: bool = True, stops: frozenset[int] = frozenset()) -> Asked | None:
         if len(prompt) + max_tokens > self.rig.scheduler.limits.max_context_tokens:
             return None
         try:
-            return self.rig.reserve(prompt, max_tokens=max_tokens, replayed=replayed, caches=caches)
+            return self.rig.reserve(prompt, max_tokens=max_tokens, replayed=replayed, caches=caches, stops=stops)
         except CapacityError:
             return None
 

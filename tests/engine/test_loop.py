@@ -5,6 +5,7 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,8 @@ class ScriptedScheduler:
 
 class ScriptedPipeline:
     """Returns results in order once `depth` batches are in; remembers the widest window."""
+
+    runs_apart = False
 
     def __init__(self, depth: int, *, dies_at: int = 0, fails_at: int = 0) -> None:
         self.depth = depth
@@ -95,6 +98,29 @@ def test_the_window_is_the_pipelines_depth(running: list[EngineLoop], depth: int
     assert scheduler.idle.wait(30)
     assert pipeline.widest == depth
     assert scheduler.log == [f"result {i} ok" for i in range(1, 10)]
+
+
+def test_a_step_behind_another_counts_from_the_others_result(running: list[EngineLoop],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps compute apart, the loop's waits are no pauses of the stage, and its launches no forwards."""
+    clock, seen = ManualClock(), list[tuple[str, float]]()
+
+    class OneSecondEach(ScriptedPipeline):
+        runs_apart = True
+
+        def collect(self, timeout_s: float) -> StepResults | None:
+            clock.advance(1.0)
+            return super().collect(timeout_s)
+
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=clock.now))
+    scheduler = ScriptedScheduler(work=3)
+    loop = start(running, scheduler, LoopObserver(
+        launched_s=lambda seconds, batch: seen.append(("forward", seconds)),
+        step_s=lambda seconds, batch: seen.append(("step", seconds)),
+        waited_s=lambda seconds: seen.append(("waited", seconds))))
+    loop.post(lambda: loop.attach(OneSecondEach(2)))
+    assert scheduler.idle.wait(30)
+    assert seen == [("forward", 1.0), ("step", 1.0)] * 3
 
 
 def test_a_failed_step_is_published_and_the_loop_goes_on(running: list[EngineLoop]) -> None:

@@ -48,6 +48,18 @@ def test_scores_of_a_prompt_are_those_of_transformers(checkpoint: Path,
         assert [value for _, value in ours.top] == pytest.approx(at.topk(3).values.tolist(), abs=1e-4)
 
 
+async def test_steps_that_are_prepared_ahead_give_the_same_bits(checkpoint: Path, expected: list[Shown]) -> None:
+    """Together with a client that leaves in mid-answer. Leaving the cluster checks that all was given back."""
+    questions = make_questions(8)
+    async with cluster_in_process(checkpoint, decode={"overlap_steps": True}) as client:
+        async for _ in client.generate(as_query(replace(questions[0], request_id="left", max_tokens=64)),
+                                       timeout_s=60):
+            break
+        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
+                                             for question in questions))
+        assert [shown(completion) for completion in completions] == expected
+
+
 @pytest.mark.parametrize("decode_pp", [1, 2, 3, 4])
 @pytest.mark.parametrize("prefill_pp", [1, 2, 3, 4])
 async def test_every_split_gives_the_same_bits_s0_7_s4_9(

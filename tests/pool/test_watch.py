@@ -33,6 +33,7 @@ class LongForward:
     """A pipeline of one stage that computes until the test lets it end."""
 
     depth = 1
+    runs_apart = False
 
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()

@@ -221,6 +221,12 @@ def check_executor() -> None:
     stage.run(planned)
     assert attention.num_plans == 2, "a batch that was planned outside is not planned again"
     assert model.plans[1:] == [planned.forward_metadata_plan] * 2
+    ahead = decode_batch()
+    stage.plan_ahead(ahead)
+    assert ahead.forward_metadata_planner is attention, "a batch is planned while another one runs"
+    stage.run(ahead)
+    assert attention.num_plans == 3, "a plan made ahead is the one that the forward uses"
+    assert model.plans[-1] is ahead.forward_metadata_plan
 
 
 def test_s1_2_a_forward_plans_what_was_not_planned_and_nothing_else() -> None:

@@ -23,6 +23,7 @@ class Mute:
     """A pipeline from which nothing comes back."""
 
     depth = 1
+    runs_apart = False
 
     def launch(self, step: Step) -> None: ...
 

@@ -25,6 +25,7 @@ from engine.loop import EngineLoop, Scheduler
 from engine.memory.layout import CacheKind, PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.memory.pools import StagePools
+from engine.pipeline.ahead import AheadStage
 from engine.pipeline.channel import FrameChannel
 from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import StageRanks
@@ -124,8 +125,8 @@ class Leftovers:
 def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pages: int, num_slots: int,
              num_scratch: int = 2, partition: str | None = None, speculation: Speculation | None = None,
              connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
-             tp: int = 1, dp: int = 1,
-             overlaps: Sequence[Overlap] = ()) -> Iterator[tuple[Pipeline, tuple[StagePools, ...]]]:
+             tp: int = 1, dp: int = 1, overlaps: Sequence[Overlap] = (),
+             steps_ahead: bool = False) -> Iterator[tuple[Pipeline, tuple[StagePools, ...]]]:
     """A pipeline of `size` stages of `tp` ranks, and what each has in its memory; those behind the head run in threads
     of their own. `overlaps`: one of each process, where batches run in halves."""
     ranges = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
@@ -141,7 +142,13 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
                 if speculation.over_pools is not None else speculation.drafter(num_pages)
                 for rank in range(num_processes - tp, num_processes) if ranks[rank].own.attention.rank == 0}
     if num_processes == 1:
-        yield SingleStage(executors[0], GuidedSampler(None), drafters[0]), memory
+        single = SingleStage(executors[0], GuidedSampler(None), drafters[0])
+        ahead = AheadStage(single, executors[0]) if steps_ahead else None
+        try:
+            yield ahead or single, memory
+        finally:
+            if ahead is not None:
+                ahead.close()
         return
     channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in connected(num_processes)]
     for each, channel in zip(ranks, channels, strict=True):
@@ -231,7 +238,8 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
                max_running: int = 8, max_held: int = 0, chunk_tokens: int = 128, partition: str | None = None,
                speculation: Speculation | None = None,
                connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
-               tp: int = 1, dp: int = 1, overlaps: Sequence[Overlap] = ()) -> Iterator[LocalPool]:
+               tp: int = 1, dp: int = 1, overlaps: Sequence[Overlap] = (),
+               steps_ahead: bool = False) -> Iterator[LocalPool]:
     """Generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
@@ -240,7 +248,7 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
     limits = DecodeLimits(page_size=page_size, grid=facts.chunk_grid, depth=size, max_running=max_running,
                           max_held=max_held, chunk_tokens=chunk_tokens,
                           max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
-                          growth_tokens=page_size, has_states=needs_slots,
+                          growth_tokens=page_size, has_states=needs_slots, steps_ahead=steps_ahead,
                           num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens)
     keys = count(1)
     schedulers = tuple(DecodeScheduler(
@@ -250,7 +258,8 @@ def local_pool(description: ModelDescription, size: int = 1, *, page_size: int =
         scheduler.draft_length = scheduler.draft_length if speculation is None else speculation.draft_length
     with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
                   num_scratch=num_scratch, partition=partition, speculation=speculation, connected=connected,
-                  tp=tp, dp=dp, overlaps=overlaps) as (stages, memory), running(stages, *schedulers) as loop:
+                  tp=tp, dp=dp, overlaps=overlaps, steps_ahead=steps_ahead) as (stages, memory), \
+            running(stages, *schedulers) as loop:
         yield LocalPool(loop, schedulers, memory)
 
 
