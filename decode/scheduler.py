@@ -136,7 +136,7 @@ class DecodeScheduler:
             return
         entry.released = True
         if entry.in_flight:
-            self._stop_running(entry)
+            self._turns.pop(key, None)  # no step is prepared for it any more
         else:
             self._forget(entry)
 
@@ -407,7 +407,8 @@ class DecodeScheduler:
 
     def _finish_if_done(self, entry: DecodeEntry) -> None:
         """Notify the owner and drop the entry: with its last token nothing is left that could write its memory, which
-        is free before the owner releases it. `_fail` leaves that to the owner."""
+        is free before the owner releases it, but for a step ahead, whose result frees it. `_fail` leaves that to the
+        owner."""
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
         if reason is None:
             return

@@ -104,6 +104,7 @@ def test_a_stop_token_drops_the_row_ahead_and_keeps_its_pages_until_that_has_end
     assert isinstance(client.last, Finished)
     assert client.last.reason is FinishReason.STOP
     assert scheduler.pages.num_available == free, "the step ahead still writes there"
+    assert scheduler.occupancy().leases == {"landing": 0, "running": 2}
     scheduler.release(key)
     assert scheduler.pages.num_available == free
     third = launched(scheduler)
