@@ -5,17 +5,20 @@ from each other when they serve. Prompts of many lengths, one at a time for each
 message takes beside it; answers drawn beside more and more others, short ones and long ones, give what a round takes.
 The costs are least squares of the medians, none below 0, as `sim.costs` describes them; they go to --output. What a
 cluster of one machine cannot show, bandwidth between hosts and how long a start takes elsewhere, stays as in --like.
+Then each role is measured alone and, in turn with that, while the other is busy: on a machine with fewer cores than
+processes that compute, both take longer.
 
 With --compare, as with `--compare 0.6 1.3`, the cluster then gets the same load as its simulation, and every figure is
 shown beside the simulated one. Where processes have no cores of their own, a router and a client that are busy slow
-workers down, which no simulation has.
+workers down, too, which a simulation has only as far as they were busy while costs were measured.
 """
 
 import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,13 +33,18 @@ from baton.workload import Arrivals, Lengths, Planned, Shape, make_queries, plan
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.report import Value
 from pool.stage.config import WorkerConfig
-from sim.costs import Costs
+from sim.costs import BesideCosts, Costs
 from sim.fleet import FleetConfig, simulate
 
 PROMPTS = (16, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536)  # tokens
 ROWS = (1, 2, 4, 8, 12, 16)
 CONTEXTS = (32, 256, 768)
 ROUND_TOKENS = 48  # of each answer
+BESIDE_PROMPT = 1024  # tokens; a worker that is to be busy has
+BESIDE_PROMPTS = 2  # such prompts at a time,
+BESIDE_ROWS = 4  # or draws as many answers
+BESIDE_TOKENS = 512  # of these
+BUSY_S = 0.5  # until those that are to be busy are
 SHAPE = Shape(Lengths.parse("uniform:512-1536"), Lengths.parse("uniform:8-24"))
 
 
@@ -82,7 +90,42 @@ async def measured(client: AsyncBatonClient, like: Costs, num_workers: int, repe
             "step_s": round_s, "row_s": row_s, "context_s": context_s, "replay_s": token_s, "num_pages": num_pages,
             "max_running": int(WorkerConfig.model_fields["max_running"].default),
             "max_held": load.max_running_requests // num_workers}),
-        network=like.network.model_copy(update={"latency_s": latency_s}))
+        network=like.network.model_copy(update={"latency_s": latency_s}),
+        beside=await measured_beside(client, num_workers, repeats))
+
+
+async def measured_beside(client: AsyncBatonClient, num_workers: int, repeats: int) -> BesideCosts:
+    """How many times as long either role takes while the other is busy."""
+    prefill: list[list[float]] = [[], []]  # alone, and beside the other role
+    decode: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for place, others in enumerate((0, num_workers * BESIDE_ROWS)):
+            async with _kept_busy(client, others, PROMPTS[0], BESIDE_TOKENS):
+                prefill[place] += [seen.prefill_s for seen in await _asked(client, num_workers, BESIDE_PROMPT, 1)]
+        for place, others in enumerate((0, num_workers * BESIDE_PROMPTS)):
+            async with _kept_busy(client, others, BESIDE_PROMPT, 2):  # which are handed over
+                seen = await _asked(client, num_workers * BESIDE_ROWS, PROMPTS[0], ROUND_TOKENS)
+                decode[place] += [each.token_s for each in seen if each.token_s is not None]
+    return BesideCosts(prefill=max(1.0, median(prefill[1]) / median(prefill[0])),
+                       decode=max(1.0, median(decode[1]) / median(decode[0])))
+
+
+@asynccontextmanager
+async def _kept_busy(client: AsyncBatonClient, count: int, prompt_tokens: int, output_tokens: int
+                     ) -> AsyncIterator[None]:
+    """So many requests are under way at any time of the block."""
+    async def one_after_the_other() -> None:
+        while True:
+            await _asked(client, 1, prompt_tokens, output_tokens)
+
+    tasks = [asyncio.create_task(one_after_the_other()) for _ in range(count)]
+    try:
+        await asyncio.sleep(BUSY_S if count else 0.0)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def fitted(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
@@ -115,12 +158,14 @@ def _seen(outcome: Outcome) -> UnloadedTimes:
 
 
 def capacity(costs: Costs, shape: Shape, num_prefill: int, num_decode: int) -> float:
-    """Requests per second that such workers can serve, by their costs alone."""
+    """Requests per second that such workers can serve while both roles are busy, by their costs alone."""
     mean_prompt, mean_output = ((lengths.first + lengths.second) / 2 for lengths in (shape.prompt, shape.output))
     num_chunks = -(-mean_prompt // costs.prefill.chunk_tokens)
     prompt_s = costs.prefill.chunk_s(round(mean_prompt), mean_prompt ** 2 / 2) + (num_chunks - 1) * costs.prefill.step_s
+    prompt_s *= costs.beside.prefill
     rows = costs.decode.max_running
     answer_s = mean_output * costs.decode.round_s(rows, rows * (mean_prompt + mean_output / 2)) / rows
+    answer_s *= costs.beside.decode
     return min(num_prefill / prompt_s, num_decode / answer_s)
 
 
@@ -161,6 +206,7 @@ def _figures(costs: Costs, num_workers: int, took_s: float) -> dict[str, Value]:
         "prefill_token_s": costs.prefill.token_s, "prefill_pair_s": costs.prefill.pair_s,
         "decode_step_s": costs.decode.step_s, "decode_row_s": costs.decode.row_s,
         "decode_context_s": costs.decode.context_s, "latency_s": costs.network.latency_s,
+        "prefill_beside": costs.beside.prefill, "decode_beside": costs.beside.decode,
         "capacity_per_s": capacity(costs, SHAPE, num_workers, num_workers)}
 
 

@@ -1,6 +1,6 @@
 """What workers and their network take for what they do: the file that `python -m bench.calibrate` writes.
 
-    {"model": {...}, "prefill": {...}, "decode": {...}, "network": {...}}
+    {"model": {...}, "prefill": {...}, "decode": {...}, "network": {...}, "beside": {...}}
 
 All times are seconds, all sizes bytes. The defaults are a dense model of 70 billion parameters on nodes of eight H100
 at the rates that public benchmarks show, rounded; they are no measurement.
@@ -78,6 +78,14 @@ class NetworkCosts(_Part):
     bytes_per_s: float = Field(default=5e10, gt=0)
 
 
+class BesideCosts(_Part):
+    """How many times as long workers of a role take while all of the other are busy: more than 1 where processes share
+    cores, as on one machine."""
+
+    prefill: float = Field(default=1.0, ge=1)
+    decode: float = Field(default=1.0, ge=1)
+
+
 class Costs(_Part):
     """All of it."""
 
@@ -85,6 +93,7 @@ class Costs(_Part):
     prefill: PrefillCosts = PrefillCosts()
     decode: DecodeCosts = DecodeCosts()
     network: NetworkCosts = NetworkCosts()
+    beside: BesideCosts = BesideCosts()
 
     @classmethod
     def read(cls, path: Path) -> "Costs":

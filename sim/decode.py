@@ -10,6 +10,7 @@ from pool.prefix.journal import PointJournal
 from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.clock import Clock
 from runtime.errors import BatonError, DrainingError
+from sim.cores import SharedCores
 from sim.costs import Costs
 from sim.decode_pool import DecodePool, DrawnRow
 from sim.links import Arrival, Arrivals, Interface
@@ -45,7 +46,7 @@ class DecodeWorker(SimulatedWorker):
 
     role = "decode"
 
-    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, clock: Clock) -> None:
+    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, clock: Clock, cores: SharedCores) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self.num_landed_bytes = 0.0
         self._arrivals = arrivals
@@ -53,7 +54,8 @@ class DecodeWorker(SimulatedWorker):
         self._loop = asyncio.get_running_loop()
         self._num_stays = 0
         self._timer: asyncio.TimerHandle | None = None
-        super().__init__(address, costs)
+        super().__init__(address, costs, cores)
+        cores.on_change(self.role, self._paced)
 
     @property
     def start_s(self) -> float:
@@ -80,12 +82,18 @@ class DecodeWorker(SimulatedWorker):
 
     def slow_down(self, slowness: float) -> None:
         super().slow_down(slowness)
-        self.pool.slowness = slowness
+        self._paced()
+
+    def _paced(self) -> None:
+        """It is slower or faster now, from the next round on."""
+        if self.server.is_up and self.pool.slowness != self.pace:
+            self.pool.change_pace(self.pace, self._clock.now())
+            self._plan()
 
     def _begin(self) -> PointJournal:
         if self._timer is not None:
             self._timer.cancel()
-        self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self.slowness)
+        self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self.pace)
         self._stays: dict[int, _DecodeStay] = {}
         self._steps: dict[str, SimulatedCall] = {}  # by their ids
         return PointJournal()
@@ -197,6 +205,7 @@ class DecodeWorker(SimulatedWorker):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
+        self._computes(is_busy=self.pool.span is not None)
         if self.pool.span is not None:
             self._timer = self._loop.call_at(self.pool.span.ends_s, self._advance)
 

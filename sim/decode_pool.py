@@ -118,6 +118,12 @@ class DecodePool:
                 rows.remove(row)
         self._change(now_s)
 
+    def change_pace(self, slowness: float, now_s: float) -> None:
+        """Everything takes so many times as long, after the round under way."""
+        self.slowness = slowness
+        if self.span is not None:
+            self._change(now_s)
+
     def advance(self, now_s: float) -> list[DrawnRow]:
         """The span is over. Returns the rows that have all their tokens, and are gone."""
         if self.span is not None:

@@ -12,6 +12,7 @@ from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits
 from runtime.errors import InternalError
 from sim.clients import Answered, Clients
+from sim.cores import SharedCores
 from sim.costs import Costs
 from sim.decode import DecodeWorker
 from sim.faults import Mishap, check_target, unleash
@@ -94,9 +95,10 @@ class Fleet:
         self._clock = LoopClock(self._loop)
         self._began_s = time.perf_counter()
         costs, arrivals, prompts = config.costs, Arrivals(), Prompts()
-        self._prefill = [PrefillWorker(f"prefill-{index}:1", costs, arrivals, prompts, self._clock)
+        cores = SharedCores(costs.beside, config.num_prefill, config.num_decode)
+        self._prefill = [PrefillWorker(f"prefill-{index}:1", costs, arrivals, prompts, self._clock, cores)
                          for index in range(config.num_prefill)]
-        self._decode = [DecodeWorker(f"decode-{index}:1", costs, arrivals, self._clock)
+        self._decode = [DecodeWorker(f"decode-{index}:1", costs, arrivals, self._clock, cores)
                         for index in range(config.num_decode)]
         self._workers: list[SimulatedWorker] = [*self._prefill, *self._decode]
         facts = ModelLimits("simulated", ARCHITECTURE, VOCAB_SIZE, costs.model.max_context_tokens,

@@ -21,6 +21,7 @@ from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.clock import Clock
 from runtime.digests import block_names
 from runtime.errors import BatonError, DrainingError
+from sim.cores import SharedCores
 from sim.costs import Costs
 from sim.links import Arrivals, Interface, Sending
 from sim.network import Method, SimulatedCall
@@ -54,13 +55,14 @@ class PrefillWorker(SimulatedWorker):
 
     role = "prefill"
 
-    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, clock: Clock) -> None:
+    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, clock: Clock,
+                 cores: SharedCores) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self._arrivals = arrivals
         self._prompts = prompts
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        super().__init__(address, costs)
+        super().__init__(address, costs, cores)
 
     @property
     def start_s(self) -> float:
@@ -192,6 +194,7 @@ class PrefillWorker(SimulatedWorker):
         """Chunks, as long as a stage waits for one."""
         while self._num_in_flight < self.costs.prefill.stages:
             batch = self._scheduler.next_batch()
+            self._computes(is_busy=batch is not None or self._num_in_flight > 0)
             if batch is None:
                 return
             self._num_in_flight += 1
@@ -203,7 +206,7 @@ class PrefillWorker(SimulatedWorker):
         """When a chunk begins on the first stage and leaves the last."""
         mine, lengths = self.costs.prefill, list(zip(batch.query_lens, batch.context_lens, strict=True))
         pairs = sum(count * (context + (count + 1) / 2) for count, context in lengths)
-        stage_s = mine.chunk_s(sum(batch.query_lens), pairs) * self.slowness / mine.stages
+        stage_s = mine.chunk_s(sum(batch.query_lens), pairs) * self.pace / mine.stages
         self.busy_s += stage_s
         at_s = began_s = max(self._clock.now(), self._stage_free_s[0])
         for stage, free_s in enumerate(self._stage_free_s):

@@ -6,6 +6,7 @@ from typing import Protocol
 from pool.prefix.journal import PointJournal
 from protos import worker_pb2
 from router.workers.prefix_index import RoutedPrompt
+from sim.cores import SharedCores
 from sim.costs import Costs
 from sim.network import Method, Server
 
@@ -38,9 +39,11 @@ class SimulatedWorker(ABC):
 
     role = ""
 
-    def __init__(self, address: str, costs: Costs) -> None:
+    def __init__(self, address: str, costs: Costs, cores: SharedCores) -> None:
         self.address = address
         self.costs = costs
+        self._cores = cores
+        self._is_busy = False
         self.slowness = 1.0  # everything takes so many times as long
         self.busy_s = 0.0  # it computed so far
         self.num_tokens = 0  # computed or drawn so far
@@ -59,6 +62,7 @@ class SimulatedWorker(ABC):
 
     def die(self) -> None:
         """At once."""
+        self._computes(is_busy=False)
         self.server.die()
         for watcher in tuple(self.watchers):
             watcher.died()
@@ -84,6 +88,17 @@ class SimulatedWorker(ABC):
     def slow_down(self, slowness: float) -> None:
         """From now on."""
         self.slowness = slowness
+
+    @property
+    def pace(self) -> float:
+        """How many times as long it takes now, for a fault and for others on its cores."""
+        return self.slowness * self._cores.slowness(self.role)
+
+    def _computes(self, *, is_busy: bool) -> None:
+        """Whether it does, from now on."""
+        if is_busy != self._is_busy:
+            self._is_busy = is_busy
+            self._cores.busy(self.role, is_busy=is_busy)
 
     @property
     def incarnation(self) -> str:

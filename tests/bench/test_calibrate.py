@@ -7,7 +7,7 @@ import pytest
 
 from baton.cluster_config import demo_model
 from bench.calibrate import PROMPTS, SHAPE, capacity, fitted, measure
-from sim.costs import Costs, DecodeCosts, PrefillCosts
+from sim.costs import BesideCosts, Costs, DecodeCosts, PrefillCosts
 
 
 def test_costs_are_found_in_times_that_they_make() -> None:
@@ -28,6 +28,9 @@ def test_the_slower_role_bounds_a_fleet() -> None:
                   decode=DecodeCosts(step_s=0.01, row_s=0, context_s=0, max_running=16))
     assert capacity(costs, SHAPE, 2, 2) == pytest.approx(2 / 1.024)
     assert capacity(costs, SHAPE, 1000, 1) == pytest.approx(16 / 0.16)
+    shared = costs.model_copy(update={"beside": BesideCosts(prefill=4, decode=2)})
+    assert capacity(shared, SHAPE, 2, 2) == pytest.approx(2 / 4.096)
+    assert capacity(shared, SHAPE, 1000, 1) == pytest.approx(8 / 0.16)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from baton.load import Slo
 from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan
 from router.workers.policy import Policy
 from runtime.errors import ConfigError
-from sim.costs import Costs, DecodeCosts, ModelCosts, NetworkCosts, PrefillCosts
+from sim.costs import BesideCosts, Costs, DecodeCosts, ModelCosts, NetworkCosts, PrefillCosts
 from sim.faults import Mishap
 from sim.fleet import NUM_SAMPLES, FleetConfig, FleetRun, simulate
 from sim.report import figures_of, lines_of
@@ -39,6 +39,20 @@ def test_one_request_takes_what_its_parts_take() -> None:
     outcome, = simulate(FLEET, [Planned(0.0, 500, 11)]).outcomes
     assert outcome.ttft_s == pytest.approx(2 * LATENCY_S + 0.6)
     assert outcome.tpot_s == pytest.approx((2 * LATENCY_S + 0.2) / 10)
+
+
+def test_workers_that_share_cores_slow_each_other_down() -> None:
+    """While the only prefill worker computes the second prompt, rounds of 0.02 s take three times as long; while the
+    only pool draws, chunks take twice as long: 2 * 0.6 s, in which there are 20 rounds and not 60. Rounds under way at
+    either end stay as they are."""
+    shared = COSTS.model_copy(update={"beside": BesideCosts(prefill=2, decode=3)})
+    load = [Planned(0.0, 500, 201), Planned(1.0, 500, 1)]
+    alone, other = sorted(simulate(replace(FLEET, costs=COSTS), load).outcomes, key=lambda each: each.arrived_s)
+    slowed, late = sorted(simulate(replace(FLEET, costs=shared), load).outcomes, key=lambda each: each.arrived_s)
+    assert other.ttft_s == pytest.approx(2 * LATENCY_S + 0.6)
+    assert late.ttft_s == pytest.approx(2 * LATENCY_S + 1.2)
+    assert alone.e2e_s is not None
+    assert slowed.e2e_s == pytest.approx(alone.e2e_s + 1.2 * 2 / 3, abs=0.06)
 
 
 def test_a_slow_link_shows_behind_the_first_token() -> None:
