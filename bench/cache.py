@@ -1,15 +1,23 @@
 """`python -m bench.cache`: what the prefix cache gives and what it costs, on a whole local cluster.
 
-A prefill worker and a decode worker on a core each, with random bf16 weights of Qwen3-0.6B's shape. Turns alternate, so
-that a machine that drifts slows both sides of a ratio.
+A prefill worker and a decode worker on a core each, with random bf16 weights of Qwen3-0.6B's shape. Turns alternate,
+and a ratio is the median over pairs of neighbouring turns, so that a machine that drifts slows both sides; `_least` is
+the ratio of both sides' least, which other work touches last, and `cpu` one of CPU time, which does not count waits for
+a core.
 
     ttft_ratio        first token of a prompt of which 90 % is there / of one of which nothing is, one at a time
     miss_ttft_ratio   first token of prompts of which nothing is there / of such that decline the cache, one at a time
     miss_rate_ratio   the same two: prompts answered per second, four at a time
+    miss_cpu_ratio    the same two: CPU time of all processes per answer
     itl_p99_ratio     gap between the messages of streams while warm turns arrive / while none do
 
-Bars: at most 0.15, from 0.98 to 1.02 (rates and first tokens), at most 1.1. `--parts` takes some of: reuse, misses,
+Bars: at most 0.15, 1.02, at least 0.98, at most 1.02, 1.1. `--parts` takes some of: reuse, misses,
 others. `foreign_cores` says how many cores other processes took: above 0.2 the figures are noise.
+
+Only whole pages are reused: of the default's 30 pages of 64 tokens a warm prompt finds 27, nine tenths. Streams have
+prompts as long as those of warm turns, and none ends while gaps are measured: each row more makes steps longer by what
+its context takes, so what one row adds is told apart as `itl_p50_prefill_ratio` (while a warm prompt is computed) and
+`itl_p50_row_ratio` (while its answer is drawn).
 
 With `--local-rest-tokens`, and a `--reused-share` that leaves no more than these, the decode worker reads the rest of
 warm turns itself; `local_rests` says how many.
@@ -18,33 +26,49 @@ warm turns itself; `local_rests` says how many.
 import argparse
 import asyncio
 import contextlib
+import math
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 
 from baton.client import AsyncBatonClient
+from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
-from baton.load import percentiles
 from baton.values import Chunk, Query, Sampling, Stop
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.engine_sides import VOCAB_SIZE
 from bench.peer_files import write_checkpoint
 from bench.pool_metrics import decode_ports
-from bench.report import OtherLoad, Value
+from bench.report import OtherLoad, Value, process_cpu_s
 
 MAX_CONTEXT = 4096
 ANSWER_TOKENS = 8
-STREAM_PROMPT, STREAM_TOKENS = 64, 160
 AT_ONCE = 4
+SETTLE_S = 0.5  # what was cancelled is off the workers
 TIMEOUT_S = 600.0
-BARS = {"ttft_ratio": (0.0, 0.15), "miss_ttft_ratio": (0.98, 1.02), "miss_rate_ratio": (0.98, 1.02),
-        "itl_p99_ratio": (0.0, 1.1)}
+BARS = {"ttft_ratio": (0.0, 0.15), "miss_ttft_ratio": (0.0, 1.02), "miss_cpu_ratio": (0.0, 1.02),
+        "miss_rate_ratio": (0.98, math.inf), "itl_p99_ratio": (0.0, 1.1)}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every part has. `cluster`'s processes are those that CPU time is counted of."""
+
+    cluster: LocalCluster
+    client: AsyncBatonClient
+    prompts: "RandomPrompts"
+    flags: argparse.Namespace
+
+    def cpu_s(self, role: str = "") -> float:
+        """CPU time so far of the processes of a role, or of all."""
+        found = [process.pid for name, process in self.cluster.processes.items() if name.startswith(role)]
+        return sum(process_cpu_s(pid) for pid in found if pid is not None)
 
 
 @dataclass(frozen=True)
@@ -88,59 +112,146 @@ def query_of(prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Query:
     return Query(tuple(prompt), Sampling(temperature=0), Stop(max_tokens=max_tokens, ignore_eos=True), skip_text=True)
 
 
-async def reuse(client: AsyncBatonClient, prompts: RandomPrompts, flags: argparse.Namespace) -> dict[str, Value]:
-    cold, warm, shares = [], [], []
-    for _ in range(flags.turns):
-        query = prompts.cold()
-        cold.append((await ask(client, query)).times_s[0])
-        told = await ask(client, prompts.warm(query))
-        warm.append(told.times_s[0])
-        shares.append(told.cached_tokens / len(query.prompt))
-    return {"ttft_cold_s": median(cold), "ttft_warm_s": median(warm), "reused_share": fmean(shares),
-            "ttft_ratio": median(after / before for after, before in zip(warm, cold, strict=True))}
+@dataclass
+class Sides:
+    """What one and the other side of a ratio took, turn by turn."""
+
+    side: list[float] = field(default_factory=list)
+    base: list[float] = field(default_factory=list)
+
+    def add(self, side: float, base: float) -> None:
+        self.side.append(side)
+        self.base.append(base)
+
+    @property
+    def ratio(self) -> float:
+        return median(side / base for side, base in zip(self.side, self.base, strict=True))
+
+    @property
+    def least_ratio(self) -> float:
+        return min(self.side) / min(self.base)
 
 
-async def misses(client: AsyncBatonClient, prompts: RandomPrompts, flags: argparse.Namespace) -> dict[str, Value]:
+async def reuse(bench: Bench) -> dict[str, Value]:
+    ttfts, cpus, shares = Sides(), Sides(), []
+    for _ in range(bench.flags.turns):
+        query = bench.prompts.cold()
+        cold_s, cold_cpu_s, _ = await _timed(bench, query)
+        warm_s, warm_cpu_s, num_cached = await _timed(bench, bench.prompts.warm(query))
+        ttfts.add(warm_s, cold_s)
+        cpus.add(warm_cpu_s, cold_cpu_s)
+        shares.append(num_cached / len(query.prompt))
+    return {"ttft_cold_s": median(ttfts.base), "ttft_warm_s": median(ttfts.side), "reused_share": fmean(shares),
+            "ttft_ratio": ttfts.ratio, "ttft_ratio_least": ttfts.least_ratio, "prefill_cpu_ratio": cpus.ratio}
+
+
+async def _timed(bench: Bench, query: Query) -> tuple[float, float, int]:
+    """To the first token, prefill's CPU time, and tokens of the prompt that were there."""
+    began_s = bench.cpu_s("prefill")
+    told = await ask(bench.client, query)
+    return told.times_s[0], bench.cpu_s("prefill") - began_s, told.cached_tokens
+
+
+async def misses(bench: Bench) -> dict[str, Value]:
     """Every other turn declines the cache. The cache is full of what earlier turns left."""
-    ttfts: dict[bool, list[float]] = {True: [], False: []}
-    rates: dict[bool, list[float]] = {True: [], False: []}
+    ttfts, gaps, cpus = Sides(), Sides(), Sides()
+    for turn in range(bench.flags.miss_turns):
+        order = (True, False) if turn % 2 else (False, True)
+        taken = {uses_cache: await _missed_turn(bench, uses_cache=uses_cache) for uses_cache in order}
+        for sides, used, declined in zip((ttfts, gaps, cpus), taken[True], taken[False], strict=True):
+            sides.add(used, declined)
+    return {"miss_ttft_s": median(ttfts.side), "declined_ttft_s": median(ttfts.base),
+            "miss_ttft_ratio": ttfts.ratio, "miss_ttft_ratio_least": ttfts.least_ratio,
+            "miss_rate_ratio": 1 / gaps.ratio, "miss_rate_ratio_least": 1 / gaps.least_ratio,
+            "miss_cpu_s": median(cpus.side), "miss_cpu_ratio": cpus.ratio, "miss_cpu_ratio_least": cpus.least_ratio}
+
+
+async def _missed_turn(bench: Bench, *, uses_cache: bool) -> tuple[float, float, float]:
+    """First token of one prompt; seconds per answer of several at once; CPU time per answer of all processes."""
+    began_cpu_s = bench.cpu_s()
+    first, *rest = [replace(query_of(bench.prompts.tokens(bench.flags.miss_tokens)), prefix_cache=uses_cache)
+                    for _ in range(1 + AT_ONCE)]
+    ttft_s = (await ask(bench.client, first)).times_s[0]
+    began_s = time.monotonic()
+    await asyncio.gather(*(ask(bench.client, query) for query in rest))
+    lasted_s = time.monotonic() - began_s
+    return ttft_s, lasted_s / AT_ONCE, (bench.cpu_s() - began_cpu_s) / (1 + AT_ONCE)
+
+
+@dataclass(frozen=True)
+class TimeSpan:
+    """A stretch of time."""
+
+    began_s: float
+    ended_s: float
+
+    def gaps(self, streams: Iterable[Sequence[float]]) -> list[float]:
+        """Those between messages of the same stream that lie within."""
+        return [late - early for times in streams for early, late in pairwise(times)
+                if self.began_s <= early and late <= self.ended_s]
+
+
+async def others(bench: Bench) -> dict[str, Value]:
+    """Streams that go on; warm turns come in every other window of time."""
+    flags, before = bench.flags, bench.prompts.cold()
+    await ask(bench.client, before)
+    streams: list[list[float]] = [[] for _ in range(flags.streams)]
+    reading = [asyncio.create_task(_read(bench, bench.prompts.cold(), times)) for times in streams]
+    while not all(streams):  # noqa: ASYNC110 - once per run
+        await asyncio.sleep(SETTLE_S)
+    p99s, medians, computing, drawing = Sides(), Sides(), [], []
     for turn in range(flags.turns):
-        for uses_cache in (True, False) if turn % 2 else (False, True):
-            first, *rest = [replace(prompts.cold(), prefix_cache=uses_cache) for _ in range(1 + AT_ONCE)]
-            ttfts[uses_cache].append((await ask(client, first)).times_s[0])
-            began_s = time.monotonic()
-            await asyncio.gather(*(ask(client, query) for query in rest))
-            rates[uses_cache].append(AT_ONCE / (time.monotonic() - began_s))
-    return {"miss_ttft_s": median(ttfts[True]), "declined_ttft_s": median(ttfts[False]),
-            "miss_ttft_ratio": median(ttfts[True]) / median(ttfts[False]),
-            "miss_rate_ratio": median(rates[True]) / median(rates[False])}
+        gaps: dict[bool, list[float]] = {}
+        for is_warm in (True, False) if turn % 2 else (False, True):
+            span, spans = await _window(bench, before, is_warm=is_warm)
+            gaps[is_warm] = span.gaps(streams)
+            computing += [gap for prefill, _ in spans for gap in prefill.gaps(streams)]
+            drawing += [gap for _, row in spans for gap in row.gaps(streams)]
+        p99s.add(_quantile(gaps[True], 99), _quantile(gaps[False], 99))
+        medians.add(median(gaps[True]), median(gaps[False]))
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    alone_s = median(medians.base)
+    return {"itl_p50_alone_s": alone_s, "itl_p99_alone_s": median(p99s.base), "itl_p99_warm_s": median(p99s.side),
+            "itl_p99_ratio": p99s.ratio, "itl_p99_ratio_least": p99s.least_ratio, "itl_p50_ratio": medians.ratio,
+            "itl_p50_prefill_ratio": median(computing) / alone_s, "itl_p50_row_ratio": median(drawing) / alone_s}
 
 
-async def others(client: AsyncBatonClient, prompts: RandomPrompts, flags: argparse.Namespace) -> dict[str, Value]:
-    """Streams alone and beside warm turns, in turns."""
-    before = prompts.cold()
-    await ask(client, before)
-    gaps: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(2 * flags.turns):
-        streams = [asyncio.create_task(ask(client, query_of(prompts.tokens(STREAM_PROMPT), STREAM_TOKENS)))
-                   for _ in range(flags.streams)]
-        beside = asyncio.create_task(_keep_asking(client, prompts, before, flags.interval)) if turn % 2 else None
-        gaps[beside is not None] += [late - early for told in await asyncio.gather(*streams)
-                                     for early, late in pairwise(told.times_s)]
-        if beside is not None:
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
-    alone, warm = (percentiles(gaps[is_beside], "itl") for is_beside in (False, True))
-    assert alone["itl_p99"] is not None
-    assert warm["itl_p99"] is not None
-    return {"itl_p50_alone_s": alone["itl_p50"], "itl_p50_warm_s": warm["itl_p50"], "itl_p99_alone_s": alone["itl_p99"],
-            "itl_p99_warm_s": warm["itl_p99"], "itl_p99_ratio": warm["itl_p99"] / alone["itl_p99"]}
+async def _window(bench: Bench, before: Query, *, is_warm: bool) -> tuple[TimeSpan, list[tuple[TimeSpan, TimeSpan]]]:
+    """It, and of each warm turn in it when its prompt was computed and when its answer was drawn."""
+    spans: list[tuple[TimeSpan, TimeSpan]] = []
+    asking = asyncio.create_task(_keep_asking(bench, before, spans)) if is_warm else None
+    began_s = time.monotonic()
+    await asyncio.sleep(bench.flags.window)
+    span = TimeSpan(began_s, time.monotonic())
+    if asking is not None:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    await asyncio.sleep(SETTLE_S)
+    return span, spans
 
 
-async def _keep_asking(client: AsyncBatonClient, prompts: RandomPrompts, before: Query, interval_s: float) -> None:
+async def _read(bench: Bench, query: Query, times: list[float]) -> None:
+    """An answer as long as the context allows, and when its messages came."""
+    most = MAX_CONTEXT - len(query.prompt)
+    endless = replace(query, stop=Stop(max_tokens=most, ignore_eos=True))
+    async with contextlib.aclosing(bench.client.generate(endless, timeout_s=TIMEOUT_S)) as events:
+        async for _ in events:
+            times.append(time.monotonic())
+
+
+async def _keep_asking(bench: Bench, before: Query, spans: list[tuple[TimeSpan, TimeSpan]]) -> None:
     while True:
-        await asyncio.sleep(interval_s)
-        await ask(client, prompts.warm(before))
+        await asyncio.sleep(bench.flags.interval)
+        sent_s = time.monotonic()
+        told = await ask(bench.client, bench.prompts.warm(before))
+        first_s, last_s = sent_s + told.times_s[0], sent_s + told.times_s[-1]
+        spans.append((TimeSpan(sent_s, first_s), TimeSpan(first_s, last_s)))
+
+
+def _quantile(samples: Sequence[float], percent: int) -> float:
+    return quantiles(samples, n=100, method="inclusive")[percent - 1]
 
 
 PARTS = {"reuse": reuse, "misses": misses, "others": others}
@@ -155,14 +266,15 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     prompts = RandomPrompts(flags.prompt_tokens, flags.reused_share)
     config = ClusterConfig(model=write_checkpoint(flags.folder / "checkpoint"), memory_mb=flags.memory_mb,
                            max_context=MAX_CONTEXT, listen="127.0.0.1:0", log_level="warning",
-                           worker_flags=("--local-rest-tokens", str(flags.local_rest_tokens)))
+                           worker_flags=("--local-rest-tokens", str(flags.local_rest_tokens),
+                                         "--page-size", str(flags.page_size)))
     async with running_cluster(config) as (cluster, client):
         for _ in range(2):
             await ask(client, prompts.cold())  # warms up
         others_load = OtherLoad()
         values: dict[str, Value] = {"prompt_tokens": flags.prompt_tokens, "turns": flags.turns}
         for part in flags.parts.split(","):
-            values.update(await PARTS[part](client, prompts, flags))
+            values.update(await PARTS[part](Bench(cluster, client, prompts, flags)))
         figures = await (await decode_ports(cluster)).leader()
         values["local_rests"] = int(figures.value("baton_local_prefill_total", reason="short_rest"))
         return {**values, **others_load.figures()}
@@ -172,10 +284,12 @@ def main() -> int:
     parser = benchmark_flags(__doc__)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "baton-bench-peers",
                         help="where the weights are written, 1.2 GB (default %(default)s)")
-    for name, default in (("prompt-tokens", 2048), ("turns", 6), ("streams", 4), ("memory-mb", 2048),
-                          ("local-rest-tokens", 0)):
+    for name, default in (("prompt-tokens", 1920), ("turns", 6), ("miss-tokens", 256), ("miss-turns", 10),
+                          ("streams", 8), ("memory-mb", 3072), ("page-size", 64), ("local-rest-tokens", 0)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--interval", type=float, default=0.5, help="seconds between two warm turns, default 0.5")
+    for name, seconds, text in (("interval", 0.5, "between two warm turns"),
+                                ("window", 8.0, "with warm turns, or without")):
+        parser.add_argument(f"--{name}", type=float, default=seconds, help=f"seconds {text}, default {seconds:g}")
     parser.add_argument("--reused-share", type=float, default=0.9, help="of the prompts of warm turns, default 0.9")
     parser.add_argument("--parts", default=",".join(PARTS), help="default %(default)s")
     return run_benchmark("cache", parser, measure, missed)
