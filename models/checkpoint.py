@@ -104,6 +104,35 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class TransposedStack:
+    """A `WeightEntry` [items, out, in] of one that the files hold as [items, in, out]."""
+
+    held: WeightEntry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, columns, rows = self.held.shape
+        return (*stack, rows, columns)
+
+    @property
+    def kind(self) -> str:
+        return self.held.kind
+
+    @property
+    def stored(self) -> "tuple[TensorEntry, ...]":
+        return self.held.stored
+
+    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
+        """See `WeightEntry.read`."""
+        turned = torch.empty(out.mT.shape, dtype=out.dtype)
+        self.held.read(turned, hashed, item=item)
+        out.copy_(turned.mT)
+
+    def row_scales(self, *, item: int | None = None) -> None:
+        """See `WeightEntry.row_scales`."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """All weights of a checkpoint by the names its files give them."""
 

@@ -26,7 +26,7 @@ from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.blocks.spec import DecoderSpec
 from models.blocks.weights import PartSource, RandomWeights, Weights
-from models.checkpoint import Checkpoint, WeightEntry, read_rows, read_tensor, same_content
+from models.checkpoint import Checkpoint, TransposedStack, WeightEntry, read_rows, read_tensor, same_content
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
 from models.quantised_formats import open_checkpoint
 from models.registry import read_decoder
@@ -37,8 +37,8 @@ from runtime.model_folder import check_model_folder
 # Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
 # wrapper saved as its text model keeps the wrapper's keys.
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-_NOT_OURS = re.compile(r"^(model\.)?(mtp|visual|vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\."
-                       r"|\.rotary_emb\.inv_freq$")
+_NOT_OURS = re.compile(r"^(model\.)?(mtp|visual|vision_(tower|model)|multi_modal_projector|audio_tower|"
+                       r"embed_(vision|audio))\.|\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _NOTHING = torch.empty(0)
 _REVISION_IGNORES = ("transformers_version", "_name_or_path")
@@ -284,7 +284,7 @@ def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange)
             layer_id = int(layer[1])
             mine = layer_id in layers or layer_id >= end
         if mine:
-            owned[name] = entry
+            owned[name] = TransposedStack(entry) if name.endswith(spec.inputs_first) else entry
     return owned
 
 

@@ -11,6 +11,7 @@ from models import (
     glm_moe_dsa,
     kimi_linear,
     llama,
+    llama4,
     minimax_m2,
     mistral,
     qwen2,
@@ -27,6 +28,8 @@ from runtime.errors import ConfigError
 
 _FAMILIES: dict[str, Callable[[RawConfig], DecoderSpec]] = {
     "LlamaForCausalLM": llama.read_decoder,
+    "Llama4ForCausalLM": llama4.read_decoder,
+    "Llama4ForConditionalGeneration": llama4.read_decoder,
     "MistralForCausalLM": mistral.read_decoder,
     "Gemma3ForCausalLM": gemma3.read_decoder,
     "Gemma3ForConditionalGeneration": gemma3.read_decoder,

@@ -1,6 +1,8 @@
 """Grouped-query attention over paged K/V, with the variations of the families in scope."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -17,13 +19,22 @@ from models.blocks.weights import Weights
 from runtime.errors import ConfigError
 
 
+class Rotation(Enum):
+    """Which two values of a head turn together: i and i + dim/2, or 2i and 2i + 1."""
+
+    NONE = "none"  # the layer knows no positions
+    HALVES = "halves"
+    PAIRS = "pairs"
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """`qk_norm` normalises each head of q and k before rope. With `output_gate` the query projection is twice as
     wide, each head's [query | gate], and the heads' output is multiplied by sigmoid(gate). With `window` a token sees
     so many before itself, and no more are kept. Scores are divided by the root of `score_dim`, else of `head_dim`.
     With `norms_whole` the norm is over all heads of q together, and over all of k. `value_norm` normalises each head of
-    v, without weights. With `keys_are_values` k before norm and rope is v, too."""
+    v, without weights. With `keys_are_values` k before norm and rope is v, too. `rotation`: how positions get into q
+    and k."""
 
     hidden_size: int
     num_heads: int
@@ -38,6 +49,7 @@ class AttentionSpec:
     norms_whole: bool = False
     value_norm: NormSpec | None = None
     keys_are_values: bool = False
+    rotation: Rotation = Rotation.HALVES
     rank: TensorRank = ONLY_RANK
 
     shares_selection = False
@@ -125,9 +137,8 @@ class Attention:
             self._whole_norms = [spec.qk_norm.build(weights, "q_norm", len(queries)),
                                  spec.qk_norm.build(weights, "k_norm", len(keys))]
         elif spec.qk_norm is not None:
-            each = [weights.tensor(f"{name}_norm.weight", spec.head_dim).expand(count, -1)
-                    for name, count in (("q", self._num_heads), ("k", self._num_kv_heads))]
-            self._head_norm = RmsNorm(weight=torch.cat(each), spec=spec.qk_norm)
+            self._head_norm = _head_norm(spec.qk_norm, weights, spec.head_dim,
+                                         {"q": self._num_heads, "k": self._num_kv_heads})
         self._value_norm: RmsNorm | None = None
         if spec.value_norm is not None:
             ones = torch.ones(spec.head_dim, dtype=torch.float32, device=weights.device)
@@ -145,10 +156,26 @@ class Attention:
             value = self._value_norm.forward(value)
         if self._head_norm is not None:
             heads = self._head_norm.forward(heads)
-        heads = stage_pass.rotary_table(is_window=spec.window is not None).rotate_halves(heads)
+        heads = self._rotated(heads, stage_pass)
         query, key = heads[:, :self._num_heads], heads[:, self._num_heads:]
         out = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch).flatten(1)
         return self._output(out * sigmoid(gate) if spec.output_gate else out)
+
+    def _rotated(self, heads: Tensor, stage_pass: StagePass) -> Tensor:
+        """[T, heads, head_dim], of q and k."""
+        if self._spec.rotation is Rotation.NONE:
+            return heads
+        table = stage_pass.rotary_table(is_window=self._spec.window is not None)
+        return table.rotate_pairs(heads) if self._spec.rotation is Rotation.PAIRS else table.rotate_halves(heads)
+
+
+def _head_norm(spec: NormSpec, weights: Weights, head_dim: int, counts: Mapping[str, int]) -> RmsNorm:
+    """Of so many heads of q and of k, side by side."""
+    if not spec.has_weights:
+        ones = torch.ones(head_dim, dtype=torch.float32, device=weights.device)
+        return RmsNorm(weight=ones, spec=spec)
+    each = [weights.tensor(f"{name}_norm.weight", head_dim).expand(count, -1) for name, count in counts.items()]
+    return RmsNorm(weight=torch.cat(each), spec=spec)
 
 
 def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:

@@ -1,9 +1,10 @@
 """Mixture of experts: a router picks a few feed-forwards per token and weighs their outputs.
 
-Two kinds of router:
+Three kinds of router:
     softmax   p = softmax(W x); the k largest; weights p, optionally renormalised over the chosen
     sigmoid   s = sigmoid(W x); chosen by s + bias, optionally within the best groups of experts only;
               weights s, optionally renormalised, times a scale
+    input     the k largest of W x; an expert is given s x, s = sigmoid(W x), and its output has no weight
 A shared expert sees every token; its output is added, behind a sigmoid gate of its own where the family has one.
 
 A token's sum runs over its experts in ascending id, so its bits do not depend on the other tokens.
@@ -62,14 +63,22 @@ class SigmoidRouting:
 
 
 @dataclass(frozen=True)
+class InputRouting:
+    def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
+        """logits: [T, experts]. Returns weights fp32 of what goes in, and expert ids, [T, num_chosen] each."""
+        best, ids = logits.topk(num_chosen, dim=-1)
+        return sigmoid(best.float()), ids
+
+
+@dataclass(frozen=True)
 class MoeSpec:
-    """`shared_width` 0 means no shared expert. The softmax families gate theirs, the sigmoid families do not."""
+    """`shared_width` 0 means no shared expert. The softmax families gate theirs, the others do not."""
 
     hidden_size: int
     num_experts: int
     num_chosen: int
     expert_width: int
-    routing: SoftmaxRouting | SigmoidRouting
+    routing: SoftmaxRouting | SigmoidRouting | InputRouting
     shared_width: int = 0
     rank: TensorRank = ONLY_RANK
 
@@ -135,19 +144,19 @@ class Moe:
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
         self._spec = spec
         self._experts = _Experts(spec=spec, weights=weights.at("experts"))
-        is_softmax = isinstance(spec.routing, SoftmaxRouting)
-        self._is_gated = is_softmax and spec.shared_width > 0
-        self._router_dtype = None if is_softmax else torch.float32
+        is_sigmoid = isinstance(spec.routing, SigmoidRouting)
+        self._is_gated = isinstance(spec.routing, SoftmaxRouting) and spec.shared_width > 0
+        self._router_dtype = torch.float32 if is_sigmoid else None
         names, rows = ["gate"], [spec.num_experts]
         if self._is_gated:
             names, rows = [*names, "shared_expert_gate"], [*rows, 1]
         self._router = weights.whole().linear(*names, rows=rows, in_features=spec.hidden_size, dtype=self._router_dtype)
-        if not is_softmax:
+        if is_sigmoid:
             self._bias = weights.tensor("gate.e_score_correction_bias", spec.num_experts, dtype=torch.float32)
         self._shared: Mlp | None = None
         if spec.shared_width:
             shared = MlpSpec(hidden_size=spec.hidden_size, intermediate_size=spec.shared_width, rank=spec.rank)
-            self._shared = Mlp(spec=shared, weights=weights.at("shared_expert" if is_softmax else "shared_experts"))
+            self._shared = Mlp(spec=shared, weights=weights.at("shared_experts" if is_sigmoid else "shared_expert"))
 
     @property
     def expert_tokens(self) -> ExpertTokens:
@@ -157,10 +166,10 @@ class Moe:
         routing, num_chosen = self._spec.routing, self._spec.num_chosen
         logits = self._router(x if self._router_dtype is None else x.to(self._router_dtype))
         scores = logits[:, :self._spec.num_experts]
-        if isinstance(routing, SoftmaxRouting):
-            weights, ids = routing.choose(scores, num_chosen=num_chosen)
-        else:
+        if isinstance(routing, SigmoidRouting):
             weights, ids = routing.choose(scores, self._bias, num_chosen=num_chosen)
+        else:
+            weights, ids = routing.choose(scores, num_chosen=num_chosen)
         homes = self._experts.homes(x)
         out = self._experts.forward(x, weights, ids, homes)
         if self._shared is not None:
@@ -177,6 +186,7 @@ class _Experts:
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
         self._num_experts, self._num_chosen = spec.num_experts, spec.num_chosen
+        self._weighs_inputs = isinstance(spec.routing, InputRouting)
         self._own, self._ranks = spec.experts, weights.ranks
         self.tokens = ExpertTokens(torch.zeros(spec.num_experts, dtype=torch.int64), spec.experts)
         width, hidden = spec.expert_width, spec.hidden_size
@@ -201,15 +211,17 @@ class _Experts:
         return Homes(self._ranks, len(x), x.nbytes * self._num_chosen * len(self._own) // self._num_experts)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, homes: Homes) -> Tensor:
-        """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the weighted sums of the tokens at home here,
-        [tokens, hidden] fp32."""
+        """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the sums of the tokens at home here, weighted
+        going in or coming out, [tokens, hidden] fp32."""
         by_expert = ids.flatten().argsort(stable=True)
         counts = torch.bincount(ids.flatten(), minlength=self._num_experts).cpu()
         self.tokens.counts.add_(counts)
-        results = self._results(x, by_expert // self._num_chosen, counts.tolist(), ids, homes).float()
+        gains = weights.flatten()[by_expert, None].to(x.dtype) if self._weighs_inputs else None
+        results = self._results(x, by_expert // self._num_chosen, gains, counts.tolist(), ids, homes).float()
         weights, ids = weights[homes.own], ids[homes.own]
         by_expert = by_expert if homes.counts is None else ids.flatten().argsort(stable=True)
-        results *= weights.flatten()[by_expert, None]
+        if not self._weighs_inputs:
+            results *= weights.flatten()[by_expert, None]
         # A token's results stand by expert; its own come together again in that order.
         own = (by_expert // self._num_chosen).argsort(stable=True).view(ids.shape)
         out = results[own[:, 0]]
@@ -217,13 +229,16 @@ class _Experts:
             out += results[own[:, place]]
         return out
 
-    def _results(self, x: Tensor, tokens: Tensor, counts: list[int], ids: Tensor, homes: Homes) -> Tensor:
-        """x: [T, hidden]; tokens: [T * chosen], of which the first counts[0] are for the first expert, and so on.
-        Returns what the experts made of those at home here, [tokens * chosen, hidden], likewise by expert."""
+    def _results(self, x: Tensor, tokens: Tensor, gains: Tensor | None, counts: list[int], ids: Tensor,
+                 homes: Homes) -> Tensor:
+        """x: [T, hidden]; tokens: [T * chosen], of which the first counts[0] are for the first expert, and so on, each
+        times its gain, [T * chosen, 1]. Returns what the experts made of those at home here, [tokens * chosen, hidden],
+        likewise by expert."""
         own = counts[self._own.start:self._own.stop]
-        start = sum(counts[:self._own.start])
-        tokens = tokens[start:start + sum(own)]
-        results = self._down(self._gate_up(x[tokens], own), own)
+        mine = slice(start := sum(counts[:self._own.start]), start + sum(own))
+        tokens = tokens[mine]
+        given = x[tokens] if gains is None else x[tokens] * gains[mine]
+        results = self._down(self._gate_up(given, own), own)
         if self._ranks is None:
             return results
         each = len(own)

@@ -16,11 +16,12 @@ from models.blocks.weights import Weights
 @dataclass(frozen=True)
 class NormSpec:
     """`zero_centred` norms multiply by (1 + w), the others by w. Those, and with `rounds_last` these, multiply in fp32
-    and cast last; else they cast first."""
+    and cast last; else they cast first. Without `has_weights` w is 1, and not in the files."""
 
     eps: float
     zero_centred: bool = False
     rounds_last: bool = False
+    has_weights: bool = True
 
     def build(self, weights: Weights, name: str, size: int) -> "RmsNorm":
         return RmsNorm(weight=weights.tensor(f"{name}.weight", size), spec=self)

@@ -142,7 +142,8 @@ class DecoderSpec:
     feed-forwards have a norm behind them, too. With `scales_layers` what a layer gives is multiplied by a number of its
     own. Embeddings are multiplied by `embedding_scale`, rounded to the model's type. With `logit_bound` b logits x
     become b tanh(x / b). `other_names`: parts of names that files spell in another way than blocks do, with the blocks'
-    spelling, in the order in which they are replaced."""
+    spelling, in the order in which they are replaced. `inputs_first`: ends of names of stacks of matrices that files
+    hold as [items, in, out]."""
 
     vocab_size: int
     hidden_size: int
@@ -159,6 +160,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_bound: float | None = None
     other_names: tuple[tuple[str, str], ...] = ()
+    inputs_first: tuple[str, ...] = ()
     rank: TensorRank = ONLY_RANK
 
     @property

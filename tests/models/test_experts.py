@@ -1,6 +1,7 @@
 """Experts: both file layouts, routing by hand, refusals, and layers that belong to drafts."""
 
 import json
+import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
-from models.blocks.moe import SigmoidRouting, SoftmaxRouting
+from models.blocks.moe import InputRouting, MoeSpec, SigmoidRouting, SoftmaxRouting
+from models.blocks.weights import RandomWeights, Weights
 from models.loader import random_model, read_model
 from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker
@@ -107,6 +109,28 @@ def test_sigmoid_routing_by_hand() -> None:
     torch.testing.assert_close(weights, torch.tensor([[2 * 0.5 / 1.1, 2 * 0.6 / 1.1]]))
 
 
+def test_input_routing_by_hand() -> None:
+    """Two experts of one inner value and weights a, b, c: each makes c silu(a x) b x of x times its score."""
+    spec = MoeSpec(hidden_size=1, num_experts=3, num_chosen=2, expert_width=1, routing=InputRouting())
+    scores, x = torch.tensor([0.9, 0.2, 0.6]), torch.tensor([[2.0]])
+    tensors = {"gate.weight": torch.logit(scores)[:, None] / 2} | {
+        f"experts.{index}.{name}_proj.weight": torch.tensor([[value + index]])
+        for index in range(3) for name, value in (("gate", 1.0), ("up", 0.5), ("down", -1.5))}
+
+    class Source(RandomWeights):
+        def has(self, name: str) -> bool:
+            return name in tensors
+
+        def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
+            out.copy_(tensors[name])
+
+    built = spec.build(Weights(Source(seed=0), prefix="", dtype=torch.float32, numerics=Numerics.EXACT))
+    given = [(index, 2.0 * float(scores[index])) for index in (0, 2)]
+    expected = sum((index - 1.5) * (1.0 + index) * y / (1 + math.exp(-(1.0 + index) * y)) * (0.5 + index) * y
+                   for index, y in given)
+    torch.testing.assert_close(built.forward(x), torch.tensor([[expected]]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("family", "change", "field"), [
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
@@ -117,6 +141,8 @@ def test_sigmoid_routing_by_hand() -> None:
     ("glm4_moe", {"topk_group": 3}, "topk_group"),
     ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
     ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    ("llama4", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("llama4", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
 ])
 def test_bad_field_is_named(family: str, change: dict[str, Any], field: str, checkpoint: CheckpointMaker) -> None:
     config = json.loads((checkpoint(family) / "config.json").read_text())

@@ -30,6 +30,7 @@ SPLITS = [  # stages, ranks, data ranks; 4 ranks have 2 heads of keys and values
     (models.GLM_DSA, "float32", 1, 4, 1), (models.QWEN3, "bfloat16", 1, 4, 2), (models.HYBRID_MOE, "float32", 2, 2, 2),
     (models.GLM_DSA, "float32", 1, 2, 2), (models.QWEN3_NEXT, "float32", 1, 2, 1), (models.GEMMA4, "bfloat16", 2, 2, 1),
     (models.GEMMA3, "float32", 1, 2, 2), (models.KIMI_LINEAR, "bfloat16", 2, 2, 1),
+    (models.LLAMA4, "bfloat16", 1, 4, 1),
 ]
 
 
@@ -111,7 +112,7 @@ def test_results_of_experts_go_to_the_homes_of_their_tokens(num_tokens: int, *, 
         assert num_bytes <= (spec.num_chosen + 3) * num_tokens * row_bytes, "each result once, each sum to three"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next", "glm_moe_dsa", "kimi_linear"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next", "glm_moe_dsa", "kimi_linear", "llama4"])
 def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, family: str) -> None:
     """So ranks, and pools of any widths, compare one digest."""
     model, totals = read_model(checkpoint(family)), set()

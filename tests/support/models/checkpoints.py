@@ -65,6 +65,9 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
                              mlp_bias=True),
     "llama_yarn": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _YARN}),
     "llama_linear": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _LINEAR}),
+    "llama4": _text("Llama4ForCausalLM", "Llama4TextConfig", **{
+        **_BASE, "head_dim": 32, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 8,
+        "interleave_moe_layer_step": 2, "rope_parameters": _LLAMA3}),
     "mistral": _text("MistralForCausalLM", "MistralConfig", **_BASE, head_dim=32, sliding_window=None),
     "gemma3": _text("Gemma3ForCausalLM", "Gemma3TextConfig", **{
         **_BASE, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 24, "layer_types": [

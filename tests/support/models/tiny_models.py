@@ -30,6 +30,11 @@ GEMMA4: dict[str, object] = {
     "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 30.0, "layer_types": [*("sliding_attention",) * 4, "full_attention"],
 }
+LLAMA4: dict[str, object] = {
+    **_BASE, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "tie_word_embeddings": False,
+    "rope_parameters": _ROPE, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,
+}
 QWEN3: dict[str, object] = {
     **_BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False,
     "rope_parameters": _ROPE,
