@@ -24,6 +24,7 @@ from sim.worker import ARCHITECTURE, VOCAB_SIZE, Prompts, SimulatedWorker
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
 COOL_DOWN_S = 5.0  # from the last request's end until nothing may be left of any
+LEAST_INTERVAL_S = 0.01  # between two samples: a round of a pool takes about that
 NUM_SAMPLES = 240  # of the time in which requests come; of a run that goes on for long, up to twice as many
 
 
@@ -142,20 +143,22 @@ class Fleet:
 
     async def _look(self, start_s: float, interval_s: float) -> None:
         """Take samples until cancelled."""
+        num_pages = sum(worker.costs.decode.num_pages for worker in self._decode)
+        interval_s = max(interval_s, LEAST_INTERVAL_S)
         while True:
             now = self._clock.now()
-            sources = [worker for worker in self._prefill if worker.num_requests]
-            pools = [worker.pool for worker in self._decode if worker.num_requests]
-            pages_used = sum(pool.costs.num_pages - pool.pages_free(now) for pool in pools)
+            sources = [worker for worker in self._prefill if worker.was_used]  # of many workers few are
+            pools = [worker.pool for worker in self._decode if worker.was_used]
+            pages_used = sum(pool.costs.num_pages - pool.pages_free(now) for pool in pools if pool.num_held)
             self._samples.append(FleetState(
                 now - start_s, sum(router.services.admission.num_waiting for router in self._routers.values()),
                 sum(worker.queued_tokens for worker in sources), sum(pool.num_held for pool in pools),
-                pages_used / sum(worker.costs.decode.num_pages for worker in self._decode),
-                sum(worker.busy_s for worker in self._prefill), sum(worker.pool.busy_s for worker in self._decode)))
+                pages_used / num_pages,
+                sum(worker.busy_s for worker in sources), sum(pool.busy_s for pool in pools)))
             if len(self._samples) == 2 * NUM_SAMPLES:
                 del self._samples[::2]
                 interval_s *= 2
-            await asyncio.sleep(max(interval_s, 1e-3))
+            await asyncio.sleep(interval_s)
 
     def _check(self, num_requests: int) -> None:
         """Raises InternalError if something does not add up."""

@@ -47,6 +47,7 @@ class SimulatedWorker(ABC):
         self.slowness = 1.0  # everything takes so many times as long
         self.busy_s = 0.0  # it computed so far
         self.num_tokens = 0  # computed or drawn so far
+        self.was_used = False  # it got a request, ever
         self._num_starts = 0
         self._is_draining = False
         self.watchers: dict[Watcher, None] = {}
@@ -135,6 +136,7 @@ class SimulatedWorker(ABC):
         """What differs between roles."""
 
     def _woken(self) -> None:
+        self.was_used = True
         for watcher in self.watchers:
             watcher.woken()
 

@@ -12,6 +12,7 @@ from runtime.errors import ConfigError
 from sim.costs import BesideCosts, Costs, DecodeCosts, ModelCosts, NetworkCosts, PrefillCosts
 from sim.faults import Mishap
 from sim.fleet import NUM_SAMPLES, FleetConfig, FleetRun, simulate
+from sim.prefill import PrefillWorker
 from sim.report import figures_of, lines_of
 from sim.router import RouterOptions
 
@@ -124,6 +125,21 @@ def test_a_long_end_takes_no_more_samples() -> None:
     run = simulate(FLEET, [Planned(0.0, 500, 400)])
     assert NUM_SAMPLES <= len(run.samples) <= 2 * NUM_SAMPLES
     assert run.duration_s - run.samples[-1].at_s < 0.1
+
+
+def test_samples_do_not_look_at_workers_without_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are hundreds of samples, and may be thousands of such workers."""
+    asked: list[PrefillWorker] = []
+    num_requests = vars(PrefillWorker)["num_requests"].fget
+
+    def noted(worker: PrefillWorker) -> int:
+        asked.append(worker)
+        return int(num_requests(worker))
+
+    monkeypatch.setattr(PrefillWorker, "num_requests", property(noted))
+    run = simulate(replace(FLEET, num_prefill=50), [Planned(0.0, 500, 400)])
+    assert len(run.samples) >= NUM_SAMPLES
+    assert len(asked) < NUM_SAMPLES
 
 
 def test_figures_are_plain_values() -> None:
