@@ -68,12 +68,12 @@ class Frame(NamedTuple):
 
 
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+    return tuple([TensorSpec(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
 
 
 def run_bytes(specs: Sequence[TensorSpec]) -> int:
     """Length of the run that holds such tensors."""
-    return sum(_aligned(spec.num_bytes) for spec in specs)
+    return sum([_aligned(spec.num_bytes) for spec in specs])
 
 
 def write(route: TensorRoute, packet: Packet) -> bytearray:
@@ -113,7 +113,7 @@ def read(data: memoryview) -> Frame:
         raise IntegrityError(f"frame {sequence} of {len(data)} bytes: what arrived is not what was sent (digest)")
     try:
         start = _HEADER.size + _ENTRY.size * count
-        specs = tuple(_spec(*_ENTRY.unpack_from(data, at)) for at in range(_HEADER.size, start, _ENTRY.size))
+        specs = tuple([_spec(*entry) for entry in _ENTRY.iter_unpack(data[_HEADER.size:start])])
         end = start + record_bytes
         is_within = TensorRoute(route) is TensorRoute.WITHIN and count > 0
         run = _aligned(end) if is_within else end
@@ -143,8 +143,10 @@ def cut(run: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
     """The tensors in a run, as views."""
     tensors, at = [], 0
     for spec in specs:
-        tensors.append(run[at:at + spec.num_bytes].view(spec.dtype).view(spec.shape))
-        at += _aligned(spec.num_bytes)
+        end = at + spec.num_bytes
+        whole = run if end - at == len(run) else run[at:end]  # one tensor without padding, as a rule: no view needed
+        tensors.append(whole.view(spec.dtype).view(spec.shape))
+        at = _aligned(end)
     return tuple(tensors)
 
 
