@@ -222,6 +222,8 @@ class DataRanks(Generic[SchedulerT]):
     def occupancy(self) -> PoolOccupancy:
         """Of all together; of what waits the oldest."""
         every = [scheduler.occupancy() for scheduler in self.schedulers]
+        if len(every) == 1:
+            return every[0]
         leases = {state: sum(each.leases[state] for each in every) for state in every[0].leases}
         return PoolOccupancy(leases, sum(each.num_pages_held for each in every), max(each.oldest_s for each in every))
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol, Self
 
 import torch
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from torch import Tensor
 
 from engine.contracts.model import ExpertTokens
@@ -149,24 +149,35 @@ class StageMeters:
     def _experts(self) -> ExpertBalance:
         return ExpertBalance(self.metrics, self.counts.experts)
 
+    @cached_property
+    def _step_s(self) -> Histogram:
+        """Of this stage; likewise `_link_bytes`. To look a label up takes longer than to observe."""
+        return self.metrics.step_s.labels(str(self.rank))
+
+    @cached_property
+    def _link_bytes(self) -> Counter:
+        return self.metrics.link_bytes.labels(str(self.rank))
+
     def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
         """The stage ran its layers on one batch."""
         self._add_new(self.metrics.plans, "plans", self.counts.plans())
         self._add_new(self.metrics.forwards, "forwards", self.counts.forwards())
         self._experts.on_forward()
-        self.metrics.step_s.labels(str(self.rank)).observe(seconds)
+        self._step_s.observe(seconds)
         self.metrics.batch_rows.observe(batch.num_rows)
         self.metrics.batch_tokens.observe(batch.num_tokens)
 
     def on_frame(self, num_bytes: int) -> None:
         """A frame went to the next stage."""
-        self.metrics.link_bytes.labels(str(self.rank)).inc(num_bytes)
+        self._link_bytes.inc(num_bytes)
 
     def _add_new(self, counter: Counter, name: str, counts: Mapping[str, int]) -> None:
-        """Add what came since the last time, by label."""
+        """Add what came since the last time, by label. The first time shows what is zero, too."""
         for label, count in counts.items():
-            counter.labels(label).inc(count - self._counted.get((name, label), 0))
-            self._counted[name, label] = count
+            counted = self._counted.get((name, label))
+            if count != counted:
+                counter.labels(label).inc(count - (counted or 0))
+                self._counted[name, label] = count
 
 
 @dataclass

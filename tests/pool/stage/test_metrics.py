@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from engine.contracts.model import ExpertTokens
 from engine.core.batch import ForwardMode
@@ -88,6 +88,28 @@ def test_steps_and_handoffs_are_counted() -> None:
     assert value(registry, "baton_kv_transfer_bytes_total", kind="kv") == 3 * 2 * 4 * 8 * 4
     assert value(registry, "baton_kv_transfer_bytes_total", kind="state") == 2 * 4 * 4 * 4
     assert value(registry, "baton_kv_transfer_seconds_sum") == 0.5
+
+
+def test_a_step_looks_no_label_up_but_of_what_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, forwards, looked_up = CollectorRegistry(), {"graph": 0, "eager": 1}, list[tuple[str, ...]]()
+    meters = LeaderMeters.create(registry, GEOMETRY, counts=StageCounts(lambda: {"target": 1}, lambda: forwards))
+    batch = build_batch(ForwardMode.PREFILL, [Row(1, [5], 0, [1], 0, None)])
+    meters.on_launch(0.01, batch)
+    meters.on_frame(100)
+    assert value(registry, "baton_forwards_total", kind="graph") == 0, "what is zero must show"
+    labels = Counter.labels
+
+    def look_up(counter: Counter, *given: str) -> Counter:
+        looked_up.append(given)
+        return labels(counter, *given)
+
+    monkeypatch.setattr(Counter, "labels", look_up)
+    forwards["eager"] = 3
+    meters.on_launch(0.01, batch)
+    meters.on_frame(100)
+    assert looked_up == [("eager",)]
+    assert value(registry, "baton_forwards_total", kind="eager") == 3
+    assert value(registry, "baton_pp_link_bytes_total", stage="0") == 200
 
 
 def test_a_process_reports_its_own_experts_and_the_most_uneven_layer() -> None:
