@@ -306,7 +306,7 @@ class StepBuilder:
     def begin(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
         """The first trees of entries whose drafts have landed with their prompts; nothing else is computed."""
         return build_batch(ForwardMode.PREBUILT, [
-            replace(_row(entry, [], draws=False), spec=entry.draft.begin(self.draft_tokens(entry)))
+            _row(entry, [], draws=False)._replace(spec=entry.draft.begin(self.draft_tokens(entry)))
             for entry in entries])
 
     def _decode_row(self, entry: DecodeEntry) -> Row:
@@ -316,7 +316,7 @@ class StepBuilder:
         row = self._replayed_row(entry) if entry.num_tokens - entry.computed > 1 else self._verified_row(entry)
         if entry.scratch is None or row.spec is None:
             return row
-        return replace(row, spec=replace(row.spec, scratch=entry.scratch.slot_id))
+        return row._replace(spec=replace(row.spec, scratch=entry.scratch.slot_id))
 
     def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
         """Known tokens up to `end`, or the one that is due."""
@@ -325,7 +325,7 @@ class StepBuilder:
         if not self.limits.speculates:
             return row
         next_token_id = None if draws else entry.tokens(end, end + 1)[0]
-        return replace(row, spec=entry.draft.prefill(row.context_len, next_token_id, self.draft_tokens(entry)))
+        return row._replace(spec=entry.draft.prefill(row.context_len, next_token_id, self.draft_tokens(entry)))
 
     def _replayed_row(self, entry: DecodeEntry) -> Row:
         """Known tokens of the answer, which all stand, as a chain."""
@@ -335,7 +335,7 @@ class StepBuilder:
         spec = entry.draft.replay(entry.computed, count, entry.tokens(end, end + 1)[0], self.draft_tokens(entry))
         entry.draft.accepted = AcceptedNodes(entry.computed, tuple(range(count)))
         entry.advance(end)
-        return replace(row, spec=spec)
+        return row._replace(spec=spec)
 
     def _verified_row(self, entry: DecodeEntry) -> Row:
         """The newest token with the tree drafted after it. What counts as computed is known once it is verified."""
@@ -344,7 +344,7 @@ class StepBuilder:
         tree, spec = entry.draft.verify(entry.computed, max_nodes=max_nodes, max_depth=num_left - 1,
                                         num_draft_tokens=self.draft_tokens(entry))
         newest = entry.tokens(entry.computed, entry.num_tokens)
-        return replace(_row(entry, [*newest, *tree.token_ids], draws=True), spec=spec)
+        return _row(entry, [*newest, *tree.token_ids], draws=True)._replace(spec=spec)
 
     def _room(self, entry: DecodeEntry, wanted: int) -> int:
         """How many of `wanted` more tokens the entry has memory for; takes free pages, but none from others."""

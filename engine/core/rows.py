@@ -1,7 +1,7 @@
 """From scheduled rows to a complete `ForwardBatch`: the one place that lays out tokens, positions and page tables."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ from runtime.errors import InternalError
 NOT_DRAWN = -1  # in place of the token that the step before draws, in a batch that is made before its result
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One request's part of a batch: its new tokens, what is cached already, and where."""
 
     key: int

@@ -41,13 +41,13 @@ TREES = st.lists(st.integers(0, 99), max_size=4).map(
 def batches() -> st.SearchStrategy[ForwardBatch]:
     row = st.builds(Row, key=st.integers(1, 2**40), token_ids=st.lists(st.integers(0, 99), min_size=1, max_size=5),
                     context_len=st.integers(0, 70), page_ids=st.lists(st.integers(1, 50), min_size=1, max_size=4),
-                    slot_id=st.integers(0, 9), sampling=SAMPLING,
+                    slot_id=st.integers(0, 9), sampling=SAMPLING, spec=st.none(),
                     scoring=st.none() | st.builds(ScoringRow, TOKENS, st.integers(0, 20)),
                     states=st.just(StateRow()) | st.builds(StateRow, st.integers(0, 9), st.lists(st.builds(
                         Snapshot, st.integers(1, 10**6), st.integers(1, 9)), max_size=2).map(tuple)))
     plain = st.builds(lambda batch, ended: replace(batch, ended_keys=ended), st.builds(
         build_batch, st.sampled_from(ForwardMode), st.lists(row, max_size=4)), TOKENS)
-    chain = st.builds(lambda row, spec: replace(row, spec=replace(
+    chain = st.builds(lambda row, spec: row._replace(spec=replace(
         spec, parents=tuple(range(-1, len(row.token_ids) - 1)))), row, SPEC_ROWS)
     return plain | st.builds(build_batch, st.just(ForwardMode.VERIFY), st.lists(chain, max_size=4))
 
