@@ -263,7 +263,7 @@ def test_a_device_plans_behind_the_batch_that_runs() -> None:
 
 @pytest.mark.parametrize(("role", "settings"), [
     (PrefillRole(), {}), (DecodeRole(), {"world_size": 2}), (DecodeRole(), {"world_size": 2, "tp": 2}),
-    (DecodeRole(), {"draft": "."})], ids=str)
+    (DecodeRole(), {"draft": "."})], ids=["prefill", "stages", "ranks", "draft"])
 def test_pools_that_prepare_no_step_ahead_refuse_the_flag(role: PoolRole, settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="a decode pool of one process, without a draft") as refused:
         check_overlap(WorkerConfig.model_validate({"model": ".", "overlap_steps": True, **settings}), role)
