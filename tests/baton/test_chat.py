@@ -1,14 +1,20 @@
 """`baton chat` as a person uses it: in a terminal of its own, against an echo router."""
 
 import asyncio
+import fcntl
 import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from typing import cast
 
 import pexpect
 import pytest
+from pexpect.fdpexpect import fdspawn
 
 from baton.client import BatonClient
 from baton.conversation import Conversation
@@ -16,34 +22,46 @@ from baton.values import ChatMessage, Chunk, Event, Finish, FinishReason, Query,
 from runtime.errors import FieldViolation, InvalidRequestError
 from tests.support.router.generation import EchoGeneration, serve_echo
 
-# Python 3.12 warns of what a pseudo-terminal needs in a process with threads.
-pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
+# The first terminal that the leader of a session opens is the one whose Ctrl-C interrupts it.
+IN_TERMINAL = ("import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); "
+               "os.execv(sys.executable, [sys.executable, '-m', 'baton', *sys.argv[1:]])")
 AT_PROMPT = "\x1b[?2004h"  # asks the terminal to mark what is pasted
 PASTE, PASTED, ENTER = "\x1b[200~", "\x1b[201~", "\r"
 
 
 class Person:
-    """Types and reads. Every wait is on a thread: the echo answers on the test's own loop."""
+    """Types and reads. Every wait is on a thread: the echo answers on the test's own loop.
+
+    The terminal is not made by forking this process, as pexpect would: gRPC's threads are in it."""
 
     def __init__(self, echo: EchoGeneration, address: str, *flags: str) -> None:
         self.echo = echo
-        self._terminal = pexpect.spawn(
-            sys.executable, ["-m", "baton", "chat", "--target", address, *flags], encoding="utf-8", timeout=120,
-            dimensions=(24, 80), env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"})
+        own, theirs = pty.openpty()
+        fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", IN_TERMINAL, "chat", "--target", address, *flags], stdin=theirs, stdout=theirs,
+            stderr=theirs, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"})
+        os.close(theirs)
+        self._terminal = fdspawn(own, encoding="utf-8", timeout=120)
 
     def type(self, keys: str) -> None:
         self._terminal.send(keys)
 
     def interrupt(self) -> None:
-        self._terminal.sendintr()
+        self._terminal.send("\x03")
 
     async def reads(self, word: str) -> None:
         await asyncio.to_thread(self._terminal.expect_exact, word)
 
     async def leaves(self) -> int:
         await asyncio.to_thread(self._terminal.expect, pexpect.EOF)
-        await asyncio.to_thread(self._terminal.close)
-        return cast(int, self._terminal.exitstatus)
+        return await asyncio.to_thread(self._process.wait, 120)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(120)
+        self._terminal.close()
 
     async def asked(self, count: int) -> list[list[str]]:
         """What the messages of each request said, once there were `count` requests."""
@@ -62,7 +80,7 @@ async def conversation(*flags: str) -> AsyncIterator[Person]:
         await person.reads("/help says more")
         yield person
     finally:
-        person._terminal.close(force=True)
+        person.close()
         await server.drain(grace_s=0)
 
 
@@ -88,7 +106,7 @@ async def test_a_line_can_be_edited_and_an_earlier_one_taken_again() -> None:
         await person.reads("hello ")
         person.type(up + ENTER)
         assert (await person.asked(2))[1][-1] == "hello"
-        person.type("\x04")
+        person.type("/exit" + ENTER)
         assert await person.leaves() == 0
 
 
@@ -100,12 +118,15 @@ async def test_an_interrupt_ends_the_answer_and_not_the_conversation() -> None:
         person.interrupt()
         await person.reads("(stopped)")
         await person.reads(AT_PROMPT)
+        person.type("/clear" + ENTER)  # the echo would stop at what is kept of this turn, too
+        await person.reads("(forgotten)")
         person.type("go on" + ENTER)
         assert (await person.asked(2))[1][-1] == "go on"
         await person.reads("go on ")
         await person.reads(AT_PROMPT)
         person.interrupt()
         await person.reads("Ctrl-D or /exit ends")
+        await person.reads(AT_PROMPT)  # between two prompts the terminal itself would take it
         person.type("\x04")
         assert await person.leaves() == 0
 
