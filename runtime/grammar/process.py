@@ -40,6 +40,8 @@ from runtime.grammar.messages import (
 
 Masks = dict[tuple[int, ...], bytes]  # a bit per token, by the tokens after the text's end
 
+# The kernel ends a process for its computing by ticks, and takes each for a whole one: a few of them too early.
+TICKS_S = 0.02
 COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing is no measure
 MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
@@ -143,7 +145,7 @@ class GrammarProcess:
             raise CapacityError(f"the processor is too busy to compile a grammar within {COMPILE_WALL_S:g} s",
                                 resource="grammar compiler") from None
         except OSError:
-            if time.monotonic() - began_s >= self._cpu_limit_s:
+            if time.monotonic() - began_s >= self._cpu_limit_s - TICKS_S:
                 raise TooSlow(FieldViolation(self._grammar.field, "could not be compiled within "
                                              f"{self._cpu_limit_s:g} s of computing, the limit")) from None
             raise self._grammar.refused(f"cannot be compiled: it needs more than {MEMORY_BYTES >> 20} MiB, or ends "

@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -45,7 +47,7 @@ async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -
         await asyncio.gather(*(grammars.check(regex(f"[a-z]{{{number}}}")) for number in range(1, 9)))
         assert not all(task.done() for task in hostile), "they were in the way of nobody"
         ends = await asyncio.gather(*hostile, return_exceptions=True)
-    assert {type(end) for end in ends} <= {process.TooSlow, CapacityError}
+    assert {type(end) for end in ends} <= {process.TooSlow, CapacityError}, ends
     assert any(isinstance(end, process.TooSlow) for end in ends)
 
 
@@ -111,6 +113,25 @@ async def test_one_that_needs_too_much_memory_is_refused_alone(grammars: Grammar
         await grammars.check(huge)
     monkeypatch.undo()
     await grammars.check(regex("b"))
+
+
+@pytest.mark.parametrize(("cpu_limit_s", "is_slow"), [(0.2, True), (60.0, False)])
+def test_what_ends_just_before_its_time_of_computing_was_too_slow(cpu_limit_s: float, *, is_slow: bool) -> None:
+    """It is tried once more with more time; what ends the compiler sooner is refused for good."""
+
+    class Dying:
+        def send(self, data: bytes, timeout_s: float) -> None: ...
+
+        def close(self) -> None: ...
+
+        def receive(self, timeout_s: float) -> bytes:
+            time.sleep(0.2 - process.TICKS_S / 2)
+            raise ConnectionResetError
+
+    nursery = cast(children.GrammarNursery, SimpleNamespace(fork=Dying))
+    ended = process.GrammarProcess(nursery, regex("a"), cpu_limit_s, stays=False).compiled.exception(LONG_S)
+    assert isinstance(ended, InvalidRequestError)
+    assert isinstance(ended, process.TooSlow) is is_slow
 
 
 async def test_no_text_of_a_grammar_reaches_an_error_or_a_log_at_length(

@@ -133,7 +133,8 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
         handed_back.append(error)
 
     config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, tp=1, dp_attention=1, step_limit_s=step_limit_s,
-                                                frame_timeout_s=10.0, placement=Placement(0, world_size)))
+                                                frame_timeout_s=10.0, placement=Placement(0, world_size),
+                                                overlap_steps=False))
     leader = Leader(config, cast(Stage, stage), [scheduler], GuidedSampler(None), warm_up=warm_up, empty=empty,
                     hand_back=hand_back, reports=SessionReports(asyncio.get_running_loop()),
                     on_serving=lambda serving, reason: reasons.append(reason))
