@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join", "/baton.v1.Decode/Steps"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
-REFRESH_S = 1.0  # between two looks of the gauges; scrapes are not more frequent
+REFRESH_S = 0.25  # between two looks of the gauges
 
 
 class PoolScheduler(Scheduler, RankScheduler, Protocol):
