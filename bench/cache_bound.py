@@ -19,10 +19,10 @@ import argparse
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, quantiles
 
-from baton.workload import Planned, read_trace
+from baton.workload import Planned
+from bench.arguments import trace_file
 from bench.report import Value, render
 
 BLOCK_TOKENS = 512  # of a trace's blocks
@@ -104,14 +104,14 @@ def _p90(samples: Sequence[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=trace_file)
     parser.add_argument("--requests", type=int, help="the first so many of the trace; default all")
     parser.add_argument("--attention-tokens", type=int, default=0, help="default 0")
     parser.add_argument("--servers", type=int, default=2, help="default 2")
     parser.add_argument("--load", type=float, default=0.73, help="default 0.73")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    trace = read_trace(flags.trace)[:flags.requests]
+    trace = flags.trace[:flags.requests]
     tokens, plain = sum(planned.prompt_tokens for planned in trace), jobs_of(trace, 0)
     print(render("cache_bound", {
         "requests": len(trace), "reused_share": 1 - sum(job.rest for job in plain) / tokens,

@@ -9,13 +9,17 @@ takes, in tokens, 0 for a model without recurrent states.
 
 import argparse
 import json
+import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.arguments import at_least
 from bench.report import Value, render
 from pool.prefix.tree import SNAPSHOT_SHARE, Changed, PrefixTree, ResumeRule
 from runtime.clock import ManualClock
+from runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,25 @@ class TracedPrompt:
 
 
 def read_trace(path: Path, block_tokens: int) -> Iterator[TracedPrompt]:
-    with path.open() as lines:
-        for line in lines:
-            entry = json.loads(line)
-            whole = entry["hash_ids"][:entry["input_length"] // block_tokens]
-            yield TracedPrompt(entry["timestamp"] / 1000, entry["input_length"],
-                               tuple(item.to_bytes(8, "little") for item in whole))
+    """Raises ConfigError naming the line that is not one of a trace."""
+    try:
+        with path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                yield _prompt(line, f"{path}:{number}", block_tokens)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}", field="trace") from error
+
+
+def _prompt(line: str, where: str, block_tokens: int) -> TracedPrompt:
+    try:
+        entry = json.loads(line)
+        at_s, num_tokens = float(entry["timestamp"]) / 1000, int(entry["input_length"])
+        names = tuple(int(item).to_bytes(8, "little") for item in entry["hash_ids"][:num_tokens // block_tokens])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{where}: needs timestamp, input_length and hash_ids ({error!r})", field="trace") from None
+    if not 0 <= at_s < math.inf or num_tokens < 1:
+        raise ConfigError(f"{where}: timestamp must be finite and not negative, input_length at least 1", field="trace")
+    return TracedPrompt(at_s, num_tokens, names)
 
 
 class CachedPool:
@@ -88,31 +105,45 @@ class CachedPool:
 
 
 def replay(prompts: Iterable[TracedPrompt], capacity: int, state_tokens: int, block_tokens: int) -> dict[str, Value]:
-    """`token_hit`: the share of all tokens that were there when their prompt came."""
+    """`token_hit`: the share of all tokens that were there when their prompt came.
+
+    Raises ConfigError if not even one snapshot or one of the prompts has room.
+    """
     num_slots = capacity // SNAPSHOT_SHARE // state_tokens if state_tokens else 0
-    pool = CachedPool(ResumeRule(block_tokens, block_tokens, has_states=state_tokens > 0),
-                      (capacity - num_slots * state_tokens) // block_tokens, num_slots)
+    if state_tokens and not num_slots:
+        raise ConfigError(f"capacity must be at least {SNAPSHOT_SHARE * state_tokens} tokens for a snapshot of "
+                          f"{state_tokens}, got {capacity}", field="capacity")
+    num_pages = (capacity - num_slots * state_tokens) // block_tokens
+    pool = CachedPool(ResumeRule(block_tokens, block_tokens, has_states=state_tokens > 0), num_pages, num_slots)
     num_prompts = num_tokens = num_hit = 0
     for prompt in prompts:
+        if len(prompt.blocks) > num_pages:
+            raise ConfigError(f"a prompt of {prompt.num_tokens} tokens does not fit into {num_pages} pages of "
+                              f"{block_tokens}: a larger capacity is needed", field="capacity")
         num_prompts += 1
         num_tokens += prompt.num_tokens
         num_hit += pool.compute(prompt)
     return {"prompts": num_prompts, "tokens": num_tokens, "capacity": capacity, "state_tokens": state_tokens,
-            "snapshot_slots": num_slots, "token_hit": num_hit / num_tokens}
+            "snapshot_slots": num_slots, "token_hit": num_hit / max(1, num_tokens)}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--capacity", type=int, required=True, help="memory of the cache, in tokens of pages")
-    parser.add_argument("--state-tokens", type=int, default=3000, help="default 3000; 0: no recurrent states")
-    parser.add_argument("--block-tokens", type=int, default=512, help="tokens per hash id; default 512")
+    parser.add_argument("--capacity", type=at_least(1), required=True, help="memory of the cache, in tokens of pages")
+    parser.add_argument("--state-tokens", type=at_least(0), default=3000, help="default 3000; 0: no recurrent states")
+    parser.add_argument("--block-tokens", type=at_least(1), default=512, help="tokens per hash id; default 512")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     prompts = read_trace(flags.trace, flags.block_tokens)
-    print(render("cache_policy", replay(prompts, flags.capacity, flags.state_tokens, flags.block_tokens),
-                 as_json=flags.json))
+    try:
+        values = replay(prompts, flags.capacity, flags.state_tokens, flags.block_tokens)
+    except ConfigError as error:
+        print(f"bench.cache_policy: {error}", file=sys.stderr)
+        return 1
+    print(render("cache_policy", values, as_json=flags.json))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

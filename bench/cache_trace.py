@@ -23,7 +23,8 @@ from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Slo, run_load, summarise
 from baton.retry import NO_RETRY
 from baton.values import ModelInfo, Query, Sampling, Stop
-from baton.workload import Planned, read_trace
+from baton.workload import Planned
+from bench.arguments import trace_file
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.report import OtherLoad, Value
 from router.workers.policy import Policy
@@ -63,7 +64,7 @@ async def _queries(client: AsyncBatonClient, trace: Sequence[Planned], scale: in
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    trace, others = read_trace(flags.trace)[:flags.requests], OtherLoad()
+    trace, others = flags.trace[:flags.requests], OtherLoad()
     capacity = flags.capacity or _number(await asked(Policy.LEAST_LOAD, flags, trace, [0.0] * len(trace)),
                                          "requests_per_s")
     lasts_s = len(trace) / (flags.load * capacity)
@@ -95,7 +96,7 @@ def missed(values: Mapping[str, Value]) -> list[str]:
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=trace_file)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     parser.add_argument("--requests", type=int, default=400, help="the first so many of the trace; default 400")
     parser.add_argument("--scale", type=int, default=32, help="what lengths are divided by; default 32")

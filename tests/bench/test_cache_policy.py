@@ -1,10 +1,13 @@
 """Hits of a trace of a few prompts, counted by hand."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from bench.cache_bound import main as cache_bound
+from bench.cache_policy import main as cache_policy
 from bench.cache_policy import read_trace, replay
 
 # A conversation of two turns, another one that begins with the same block, and the first one's second turn again.
@@ -38,3 +41,37 @@ def test_with_states_a_prompt_goes_on_where_one_ended_or_parted(trace: Path) -> 
 def test_a_cache_that_is_too_small_gives_up_the_oldest(trace: Path) -> None:
     """Three pages: the third prompt pushes out what only the second had, whose block it needs a page for."""
     assert token_hit(trace, 48, 0) == (0 + 2 + 1 + 2) * 16 / 200
+
+
+@pytest.mark.parametrize(("lines", "flags", "named"), [
+    (None, ("--capacity", "100000"), "cannot read the trace"),
+    ('{"timestamp": 0, "input_length": 5}\n', ("--capacity", "100000"), "trace.jsonl:1: needs timestamp"),
+    ('{"timestamp": -1, "input_length": 5, "hash_ids": []}\n', ("--capacity", "100000"), "jsonl:1: timestamp must"),
+    ("", ("--capacity", "0"), "--capacity: must be a whole number from 1 on, got '0'"),
+    ("", ("--capacity", "8", "--block-tokens", "x"), "--block-tokens: must be a whole number from 1 on, got 'x'"),
+    ("", ("--capacity", "100"), "capacity must be at least"),
+    ('{"timestamp": 0, "input_length": 40, "hash_ids": [1, 2, 3]}\n',
+     ("--capacity", "16", "--state-tokens", "0", "--block-tokens", "16"), "does not fit into 1 pages of 16"),
+])
+def test_what_cannot_be_replayed_gets_one_line(lines: str | None, flags: tuple[str, ...], named: str, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    monkeypatch.setattr("sys.argv", ["cache_policy", str(path), *flags])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(cache_policy())
+    assert ended.value.code in {1, 2}
+    written = capsys.readouterr()
+    assert not written.out
+    assert named in written.err
+
+
+def test_a_trace_that_is_not_there_ends_the_bound(monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["cache_bound", "absent.jsonl"])
+    with pytest.raises(SystemExit) as ended:
+        cache_bound()
+    assert ended.value.code == 2
+    assert "cannot read the trace absent.jsonl" in capsys.readouterr().err
