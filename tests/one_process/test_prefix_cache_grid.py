@@ -48,10 +48,9 @@ CELLS = [(family, draft, 1 + place % 3, 1 + (place // 3 + place) % 3) for place,
 # Enough of others to take pages from what the turns left, but not all of them.
 FILLERS = [question(f"filler {i}", [*ROOT[7 * i:], *ROOT[:7 * i]][:200]) for i in range(1, 4)]
 EVICTED = question("partly evicted", ROOT[:300])
-# More than fit a pool at once, once they draw: for long enough that all have come before the first one ends.
+# Four of them are more than fit a pool at once: they draw for so long that four have come before the first one ends.
 SET_BACK = [replace(question(f"set back {i}", [*ROOT[9 * i:], *ROOT[:9 * i]][:200], is_sampled=bool(i % 2)),
                     max_tokens=110) for i in range(5)]
-SET_BACK_DRAFTING = [replace(request, max_tokens=70) for request in SET_BACK]  # their steps take longer
 FLUSHED, AFTER = question("flushed", ROOT[:200]), question("after the flush", ROOT[:250])
 ASKED = [*QUESTIONS, *FILLERS, EVICTED, FLUSHED, AFTER]
 
@@ -107,8 +106,7 @@ async def test_warm_answers_are_cold_answers(tmp_path: Path, family: str, draft:
     async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, page_size=PAGE,
                                   chunk_tokens=CHUNK, max_context=320, num_pages=72, max_running=5,
                                   announced=tmp_path, **drafting) as client:
-        set_back = SET_BACK_DRAFTING if drafting else SET_BACK
-        cell = Cell(client, tmp_path, answers_of(checkpoint, [*ASKED, *set_back]))
+        cell = Cell(client, tmp_path, answers_of(checkpoint, [*ASKED, *SET_BACK]))
         for turn, *there in TURNS:
             assert await cell.ask(turn) == (there[kind], there[OF_PAGES]), turn.request_id
         at_once = await asyncio.gather(*(cell.ask(request) for request in AT_ONCE))
@@ -117,7 +115,7 @@ async def test_warm_answers_are_cold_answers(tmp_path: Path, family: str, draft:
             await cell.ask(filler)
         assert max(await cell.ask(EVICTED)) < 288
         for _ in range(5):  # whether so many are in the pool at once is a matter of time
-            await asyncio.gather(*(cell.ask(request) for request in set_back))
+            await asyncio.gather(*(cell.ask(request) for request in SET_BACK))
             if await cell.decode("baton_preemptions"):
                 break
         else:
