@@ -182,7 +182,6 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     transport = UcxTransport(profile=profile, clock=SystemClock(), binding=config.binding)
     agent = build_agent(pools, backends.device, transport, incarnation=incarnation, on_event=on_event,
                         route=Route.DIRECT if profile.reaches_devices else Route.PINNED)
-    agent.start()
     observer = observe_layers(agent, layer_mark(backends.device))
     # Only a prefill pool, which observes layers one by one, has no steps to capture.
     graphs = None if observer is not None else build_graphs(
@@ -195,8 +194,10 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
         drafter = reader = build_drafter(speculation, pools, backends, capture, digest, draft_digest)
         if not speculates:
             reader = prompt_drafter(speculation, drafter, observer)
+    grammars = _grammars(config, plan.description.facts)
+    agent.start()  # last: whatever is refused above leaves no thread behind
     return Stage(plan, pools, executor, agent, reader, ranks, stage_counts(executor, drafter),
-                 _grammars(config, plan.description.facts), backends.device,
+                 grammars, backends.device,
                  _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0), digest.of(COPIED))
 
 

@@ -62,7 +62,11 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
                 await _until_clean(client)
         finally:
             stop.set("the test is over")
-            await asyncio.gather(*tasks)
+            # All of them, also where one has failed: a loop that closes under the others leaves their threads in UCX,
+            # and what they use is taken from under them.
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for task in tasks:
+                task.result()
 
 
 async def _start_pool(role: PoolRole, config: WorkerConfig, folder: Path, tasks: list[asyncio.Task[None]],
