@@ -17,7 +17,7 @@ from models.blocks.spec import DecoderSpec, FeedForwardSpec, LayerSpec, assemble
 _DEFAULTS = {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 202048, "rms_norm_eps": 1e-5,
              "max_position_embeddings": 131072}
 _OTHER_NAMES = (("feed_forward.router.", "mlp.gate."), ("feed_forward.", "mlp."))
-_INPUTS_FIRST = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_INPUTS_FIRST = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
@@ -30,16 +30,18 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     mixers = [rotated if rotates else bare for rotates in _rotations(raw)]
     decoder = assemble_decoder(raw, rope=read_rope(raw, head_dim=bare.head_dim, default_theta=500_000.0),
                                layers=tuple(map(LayerSpec, mixers, _read_feed_forwards(raw))))
-    return replace(decoder, max_context_tokens=_longest(raw, mixers), other_names=_OTHER_NAMES,
+    longest, context_field = _longest(raw, mixers)
+    return replace(decoder, max_context_tokens=longest, context_field=context_field, other_names=_OTHER_NAMES,
                    inputs_first=_INPUTS_FIRST)
 
 
-def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> int:
-    """Tokens of a sequence to which all of this applies."""
-    limits = [raw.integer("max_position_embeddings"), raw.integer("attention_chunk_size", 8192)]
+def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> tuple[int, str]:
+    """Tokens of a sequence to which all of this applies, and the field that says so."""
+    limits = [(raw.integer("max_position_embeddings"), "max_position_embeddings"),
+              (raw.integer("attention_chunk_size", 8192), "attention_chunk_size")]
     is_tuned = bool(raw.as_dict().get("attn_temperature_tuning", True))  # also published as a number
     if is_tuned and Rotation.NONE in [mixer.rotation for mixer in mixers]:
-        limits.append(raw.integer("floor_scale", 8192, minimum=2) - 1)
+        limits.append((raw.integer("floor_scale", 8192, minimum=2) - 1, "floor_scale"))
     return min(limits)
 
 

@@ -157,10 +157,11 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
     """
     check_model_folder(path)
     raw = read_config_file(path / "config.json")
-    checkpoint = open_checkpoint(path, text_config(raw))
+    spec = read_decoder(architecture_of(raw), text_config(raw))
+    checkpoint = open_checkpoint(path, text_config(raw), spec.inputs_first)
     generation = path / "generation_config.json"
     eos_ids = read_config_file(generation).integers("eos_token_id") if generation.exists() else ()
-    description = _describe(raw, checkpoint, eos_ids)
+    description = _describe(raw, spec, checkpoint, eos_ids)
     if in_bytes and not has_kernels(_torch_dtype(description.facts.dtype)):
         raise ConfigError(f"weights int8: models that run in {description.facts.dtype} have no products in eight bits, "
                           f"only those in bfloat16 and float32", field="weights")
@@ -169,21 +170,22 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
 
 def random_model(config: dict[str, object]) -> ModelDescription:
     """A model of this config (the content of a config.json) with repeatable random weights."""
-    return _describe(RawConfig(config), None, ())
+    raw = RawConfig(config)
+    return _describe(raw, read_decoder(architecture_of(raw), text_config(raw)), None, ())
 
 
-def _describe(raw: RawConfig, checkpoint: Checkpoint | None, generation_eos_ids: tuple[int, ...]) -> ModelDescription:
-    architecture = architecture_of(raw)
+def _describe(raw: RawConfig, spec: DecoderSpec, checkpoint: Checkpoint | None,
+              generation_eos_ids: tuple[int, ...]) -> ModelDescription:
     text = text_config(raw)
-    spec = read_decoder(architecture, text)
     if spec.tied_head and checkpoint is not None and _has_other_head(checkpoint):
         spec = replace(spec, tied_head=False)
     revision = description_digest(raw, None if checkpoint is None else checkpoint.entries)
     facts = ModelFacts(
-        architecture=architecture, num_layers=spec.num_layers, hidden_size=spec.hidden_size,
+        architecture=architecture_of(raw), num_layers=spec.num_layers, hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size, max_context_tokens=spec.max_context_tokens, dtype=dtype_name(text),
         eos_token_ids=tuple(dict.fromkeys((*text.integers("eos_token_id"), *generation_eos_ids))),
         revision=revision, chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
+        context_field=spec.context_field,
     )
     return ModelDescription(facts=facts, spec=spec, checkpoint=checkpoint)
 

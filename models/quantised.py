@@ -10,7 +10,7 @@ some MiB, so that what it takes beside its final form does not grow with it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
@@ -72,13 +72,20 @@ class QuantisedFormat:
     packing: Packing | None = None
 
     @property
+    def turned(self) -> "QuantisedFormat":
+        """Of weights that are stored [in, out], codes and scales."""
+        return replace(self, block=(self.block[1], self.block[0]))
+
+    @property
     def kind(self) -> str:
         packing = "" if self.packing is None else f", packed {self.packing}"
         return f"blocks of {self.block}, zero {self.zero}{packing}"
 
 
-def dequantised(tensors: Mapping[str, TensorEntry], form: QuantisedFormat) -> Checkpoint:
-    """The checkpoint whose weights these tensors hold, some of them quantised; nothing is read yet.
+def dequantised(tensors: Mapping[str, TensorEntry], form: QuantisedFormat,
+                inputs_first: tuple[str, ...] = ()) -> Checkpoint:
+    """The checkpoint whose weights these tensors hold, some of them quantised; nothing is read yet. `inputs_first`:
+    ends of names of weights that are stored [in, out].
 
     Raises:
         ConfigError: parts of a weight are missing or do not fit each other. The first of them are in the message.
@@ -95,7 +102,8 @@ def dequantised(tensors: Mapping[str, TensorEntry], form: QuantisedFormat) -> Ch
             complaints.append(f"{name} is {codes.dtype} and has no {stem}{form.scales[0]}")
             continue
         parts = [stem + form.zeros if form.zeros else "", stem + form.groups if form.groups else ""]
-        entry = QuantisedEntry(form, codes, tensors[scales], *(tensors.get(part) for part in parts))
+        own = form.turned if (stem + form.weight).endswith(inputs_first) else form
+        entry = QuantisedEntry(own, codes, tensors[scales], *(tensors.get(part) for part in parts))
         complaints += [f"{name}: {problem}" for problem in entry.problems()]
         entries[stem + form.weight] = entry
         taken.update((name, scales, *parts))

@@ -21,8 +21,9 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ALL = 0
 
 
-def open_checkpoint(folder: Path, config: RawConfig) -> Checkpoint:
+def open_checkpoint(folder: Path, config: RawConfig, inputs_first: tuple[str, ...] = ()) -> Checkpoint:
     """The weights in `folder`, those of a quantised checkpoint in the model's own type. `config`: of the text model.
+    `inputs_first`: ends of names of weights that are stored [in, out].
 
     Raises:
         ConfigError: no safetensors files, a damaged one, or a quantisation that is not supported; the field is named.
@@ -30,7 +31,8 @@ def open_checkpoint(folder: Path, config: RawConfig) -> Checkpoint:
     tensors, form = open_tensors(folder), _format(folder, config)
     if form is None:
         return Checkpoint(dict(tensors))
-    return dequantised({name: entry for name, entry in tensors.items() if not _OF_ACTIVATIONS.search(name)}, form)
+    weights = {name: entry for name, entry in tensors.items() if not _OF_ACTIVATIONS.search(name)}
+    return dequantised(weights, form, inputs_first)
 
 
 def _format(folder: Path, config: RawConfig) -> QuantisedFormat | None:

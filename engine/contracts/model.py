@@ -27,6 +27,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     revision: str  # digest of the weights, hex
     chunk_grid: int  # prefill chunks must end on multiples of this many tokens (64 for GatedDeltaNet, else 1)
+    context_field: str = "max_position_embeddings"  # of its config, which sets `max_context_tokens`
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,9 @@ class DecoderSpec:
     feed-forwards have a norm behind them, too. With `scales_layers` what a layer gives is multiplied by a number of its
     own. Embeddings are multiplied by `embedding_scale`, rounded to the model's type. With `logit_bound` b logits x
     become b tanh(x / b). `other_names`: parts of names that files spell in another way than blocks do, with the blocks'
-    spelling, in the order in which they are replaced. `inputs_first`: ends of names of stacks of matrices that files
-    hold as [items, in, out]."""
+    spelling, in the order in which they are replaced. `inputs_first`: ends of names, in either
+    spelling, of stacks of matrices that files hold as [items, in, out]. `context_field`: what of the config sets
+    `max_context_tokens`."""
 
     vocab_size: int
     hidden_size: int
@@ -161,6 +162,7 @@ class DecoderSpec:
     logit_bound: float | None = None
     other_names: tuple[tuple[str, str], ...] = ()
     inputs_first: tuple[str, ...] = ()
+    context_field: str = "max_position_embeddings"
     rank: TensorRank = ONLY_RANK
 
     @property

@@ -106,10 +106,10 @@ def _num_snapshots(needs: PoolNeeds, ranges: Sequence[LayerRange], budget: int) 
 
 
 def _wanted_context(config: WorkerConfig, description: ModelDescription) -> int:
-    limit = description.facts.max_context_tokens
+    limit, named = description.facts.max_context_tokens, description.facts.context_field
     if config.max_context > limit:
-        raise ConfigError(f"--max-context must be at most {limit}, the model's own, got {config.max_context}",
-                          field="max_context")
+        raise ConfigError(f"--max-context must be at most {limit}, the model's own (its {named}), got "
+                          f"{config.max_context}", field="max_context")
     return config.max_context or limit
 
 

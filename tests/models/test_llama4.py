@@ -11,19 +11,34 @@ from safetensors.torch import load_file, save_file
 from models.blocks.attention import AttentionSpec, Rotation
 from models.blocks.moe import MoeSpec
 from models.loader import read_model
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import plan_stage
+from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker
+from tests.support.models.quantised import fp8
 from tests.support.models.single_stage import StageDriver
 from tests.support.models.tiny_models import LLAMA4, tiny
 
 
-@pytest.mark.parametrize(("change", "longest"), [
-    ({}, 8191), ({"max_position_embeddings": 4096}, 4096), ({"attention_chunk_size": 2048}, 2048),
-    ({"floor_scale": 1024, "attn_temperature_tuning": 4}, 1023),
-    ({"attn_temperature_tuning": False}, 8192), ({"no_rope_layers": [1] * 5}, 8192),
+@pytest.mark.parametrize(("change", "longest", "field"), [
+    ({}, 8191, "floor_scale"), ({"max_position_embeddings": 4096}, 4096, "max_position_embeddings"),
+    ({"attention_chunk_size": 2048}, 2048, "attention_chunk_size"),
+    ({"floor_scale": 1024, "attn_temperature_tuning": 4}, 1023, "floor_scale"),
+    ({"attn_temperature_tuning": False}, 8192, "attention_chunk_size"),
+    ({"no_rope_layers": [1] * 5}, 8192, "attention_chunk_size"),
 ])
-def test_the_context_ends_with_the_first_chunk(change: dict[str, object], longest: int) -> None:
+def test_the_context_ends_with_the_first_chunk(change: dict[str, object], longest: int, field: str) -> None:
     """And before the temperature of layers without positions is another than 1."""
-    assert tiny({**LLAMA4, "max_position_embeddings": 100_000, **change}).facts.max_context_tokens == longest
+    facts = tiny({**LLAMA4, "max_position_embeddings": 100_000, **change}).facts
+    assert (facts.max_context_tokens, facts.context_field) == (longest, field)
+
+
+def test_a_longer_context_is_refused_by_the_field_that_ends_it(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama4"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_chunk_size": 256}))
+    with pytest.raises(ConfigError, match=r"at most 256, the model's own \(its attention_chunk_size\), got 257"):
+        plan_stage(WorkerConfig(model=folder, num_pages=8, max_context=257))
 
 
 @pytest.mark.parametrize(("change", "bare", "sparse"), [
@@ -53,3 +68,26 @@ def test_a_published_wrapper_is_read(checkpoint: CheckpointMaker, tmp_path: Path
                "multi_modal_projector.linear_1.weight": stray.clone()}, folder / "model.safetensors")
     expected = StageDriver(read_model(plain)).prefill({0: [5, 6, 7]})
     assert torch.equal(StageDriver(read_model(folder)).prefill({0: [5, 6, 7]}), expected)
+
+
+def test_experts_in_fp8_have_a_scale_for_each_output(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    """As published: codes [experts, in, out], scales [experts, 1, out] of the first product and [experts, out, 1] of
+    the second."""
+    plain = checkpoint("llama4")
+    config = json.loads((plain / "config.json").read_text())
+    codes, meant = load_file(plain / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name in codes if ".experts." in name]:
+        coded = [fp8((1, 0), "scale", torch.float32)(expert.mT) for expert in codes[name]]
+        codes[name] = torch.stack([parts["weight"].mT for parts, _ in coded])
+        scales = torch.stack([parts["scale"] for parts, _ in coded])
+        codes[f"{name}_scale"] = scales.mT.contiguous() if name.endswith("gate_up_proj") else scales
+        meant[name] = torch.stack([value.mT for _, value in coded])
+    quantised = {**config, "quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}}
+    drivers = []
+    for folder, tensors, fields in ((tmp_path / "codes", codes, quantised), (tmp_path / "meant", meant, config)):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(fields))
+        drivers.append(StageDriver(read_model(folder)))
+    found, expected = (driver.prefill({0: [5, 6, 7]}) for driver in drivers)
+    assert torch.equal(found, expected)
