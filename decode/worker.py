@@ -35,6 +35,7 @@ class DecodeRole:
     service = "baton.v1.Decode"
     speculates = True
     keeps_states = False  # they come with the prompts
+    reads_prompts = False  # but a short rest, where nothing recurs
 
     def max_held(self, config: WorkerConfig) -> int:
         """Beside those that run, requests whose handoff is still on its way."""

@@ -28,6 +28,7 @@ from pool.request.entry import RankScheduler
 from pool.request.stay import EventPost, MemoryReclaimer
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
+from pool.stage.kernels import compile_kernels
 from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load
@@ -109,6 +110,7 @@ class PoolRole(Protocol):
     service: str  # full gRPC name, also its health name
     speculates: bool  # whether it verifies drafts, or only lets a draft read prompts
     keeps_states: bool  # whether its prefix cache keeps recurrent states, too
+    reads_prompts: bool  # whether its forwards have several tokens of a request
 
     def max_held(self, config: WorkerConfig) -> int:
         """Requests that may hold memory at the same time, when `max_running` compute."""
@@ -183,6 +185,7 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
                describe_pools(plan.geometry), config.numerics)
     if plan.size.notice and config.rank == 0:
         logger.warning(plan.size.notice)
+    compile_kernels(config, plan, reads_prompts=role.reads_prompts)
     stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers,
                         speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)

@@ -32,6 +32,7 @@ class PrefillRole:
     service = "baton.v1.Prefill"
     speculates = False
     keeps_states = True
+    reads_prompts = True
 
     def max_held(self, config: WorkerConfig) -> int:
         return config.max_running

@@ -13,7 +13,10 @@ import ctypes
 import os
 import tempfile
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +84,35 @@ LOCK_FILE = Path(tempfile.gettempdir()) / f"baton-kernels-{os.getuid()}.lock"
 PATIENCE_S = 60.0  # the slowest kernel takes 13 s of a core of its own, and there may be none
 
 
+class Attempt(Enum):
+    """What `compile_kernel` does about a kernel that is not kept, or that another process has locked."""
+
+    WAIT = "wait for the other, or compile"
+    UNLOCKED = "compile, but where another has it raise KernelLockedError"
+    LOAD = "raise KernelMissingError, or KernelLockedError"
+
+
+class KernelLockedError(Exception):
+    """Another process compiles it, or is about to load it."""
+
+
+class KernelMissingError(Exception):
+    """No process has compiled it yet."""
+
+
+_attempt: ContextVar[Attempt] = ContextVar("attempt", default=Attempt.WAIT)
+
+
+@contextmanager
+def trying(attempt: Attempt) -> Iterator[None]:
+    """For what this thread calls within the block."""
+    token = _attempt.set(attempt)
+    try:
+        yield
+    finally:
+        _attempt.reset(token)
+
+
 def has_kernels(*dtypes: torch.dtype) -> bool:
     """Whether host kernels take all of these types."""
     return all(dtype in STORED_AS for dtype in dtypes)
@@ -109,16 +141,31 @@ def load_numba() -> None:
 def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers: Mapping[str, object] = NUMBERS):
     """The C function that `work`, a function made for this call, compiles to. Its code is kept for later processes by
     the name and a digest of the files `sources` (its own, and those whose functions are part of it) and this one:
-    nothing finds another version's. `numbers`: NUMBERS or STRICT."""
+    nothing finds another version's. `numbers`: NUMBERS or STRICT.
+
+    Raises:
+        KernelLockedError, KernelMissingError: within `trying`, see `Attempt`.
+    """
     files = [Path(source).read_bytes() for source in (*sources, __file__)]
     work.__qualname__ = f"{name}_{xxh3_64_hexdigest(b''.join(files))}"
     subject = xxh3_64_intdigest(f"{__file__} {work.__qualname__}".encode()) >> 1
     options = {"sig": types.void(types.CPointer(numba.from_dtype(arguments))), **numbers}
+    attempt = _attempt.get()
+    if_missing = {"pipeline_class": _refuse} if attempt is Attempt.LOAD else {}
     try:
-        with alone(LOCK_FILE, subject, patience_s=PATIENCE_S):
-            return cfunc(**options, cache=True)(work)
+        with alone(LOCK_FILE, subject, patience_s=PATIENCE_S if attempt is Attempt.WAIT else 0.0) as is_held:
+            if not is_held and attempt is not Attempt.WAIT:
+                raise KernelLockedError(name)
+            return cfunc(**options, **if_missing, cache=True)(work)
+    except (KernelLockedError, KernelMissingError):
+        raise
     except Exception:  # noqa: BLE001 - nowhere to keep it, a full disk, a damaged file: a fault of the code comes again
         return cfunc(**options)(work)
+
+
+def _refuse(*context: object) -> object:
+    """In place of numba's compiler."""
+    raise KernelMissingError
 
 
 def launch(kernel, kind: np.dtype, team: Team, /, *, num_items: int, scratch_bytes: int = 0,

@@ -1,0 +1,96 @@
+"""Which kernels there are, and which a model calls."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.kernels.host import (
+    causal_conv,
+    delta_rule,
+    eight_bits,
+    in_place,
+    index_scores,
+    latent,
+    packing,
+    product_kernel,
+    tiles,
+    token_passes,
+)
+from engine.kernels.host.amx import has_tiles
+from engine.kernels.host.compiled import STORED_AS, has_kernels
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A call that compiles it, or loads what is kept of it."""
+
+    function: Callable[..., object]
+    arguments: tuple[object, ...] = ()
+    options: dict[str, object] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Once for all calls of this process; see `compile_kernel`."""
+        self.function(*self.arguments, **self.options)
+
+
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What of a model decides which kernels it calls. `reads_prompts`: several tokens of a request at a time;
+    `in_bytes`: weights are kept in eight bits."""
+
+    dtype: torch.dtype
+    reads_prompts: bool
+    attends: bool = False
+    attends_latent: bool = False
+    selects_keys: bool = False
+    has_states: bool = False
+    in_bytes: bool = False
+
+
+def kernels() -> Iterator[Kernel]:
+    """All, for all types; those that take longest come first."""
+    for dtype in STORED_AS:
+        yield _attention(dtype)
+    for dtype, in_bytes in itertools.product(STORED_AS, (False, True)):
+        yield Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": in_bytes})
+    for dtype, of_one_type in itertools.product(STORED_AS, (
+            delta_rule.chunks_for, delta_rule.steps_for, index_scores.scores_for, causal_conv.compiled_for,
+            eight_bits.compiled_for, token_passes.rotation_for)):
+        yield Kernel(of_one_type, (dtype,))
+    for dtype, other in itertools.product(STORED_AS, STORED_AS):
+        yield Kernel(latent.compiled_for, (dtype, other))
+        for rounds_first in (False, True):
+            yield Kernel(token_passes.norm_for, (dtype, other, rounds_first))
+    for alone in (packing.compiled, tiles.compiled, index_scores.choice):
+        yield Kernel(alone)
+
+
+def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
+    """Those that such a model calls, a part of `kernels()`, but for some that compile within half a second; those that
+    take longest come first."""
+    dtype = needs.dtype
+    if not has_kernels(dtype):
+        return
+    if needs.attends:
+        yield _attention(dtype)
+    if needs.has_states and needs.reads_prompts:
+        yield Kernel(delta_rule.chunks_for, (dtype,))
+    yield Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": needs.in_bytes})
+    if needs.attends_latent:
+        yield Kernel(latent.compiled_for, (dtype, dtype))
+    if needs.has_states and not needs.reads_prompts:
+        yield Kernel(delta_rule.steps_for, (dtype,))
+    if needs.has_states:
+        yield Kernel(causal_conv.compiled_for, (dtype,))
+    if needs.selects_keys:
+        yield Kernel(index_scores.scores_for, (dtype,))
+        yield Kernel(index_scores.choice)
+    yield Kernel(packing.compiled)
+    if needs.in_bytes:
+        yield Kernel(eight_bits.compiled_for, (dtype,))
+
+
+def _attention(dtype: torch.dtype) -> Kernel:
+    return Kernel(in_place.compiled_for, (dtype,), {"tiled": dtype is torch.bfloat16 and has_tiles()})

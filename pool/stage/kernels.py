@@ -1,0 +1,25 @@
+"""The kernels of a stage, compiled before it loads its weights: later they would be, one after the other, while the
+pool waits for its first token."""
+
+import torch
+
+from engine.core.numerics import HOST
+from engine.kernels.host.ahead import compile_ahead
+from engine.kernels.host.kernel_list import ModelNeeds, kernels_of
+from engine.memory.layout import CacheKind
+from pool.stage.config import WorkerConfig
+from pool.stage.stage import StagePlan
+
+
+def compile_kernels(config: WorkerConfig, plan: StagePlan, *, reads_prompts: bool) -> None:
+    """Nothing for a device: what runs there is compiled as it warms up."""
+    if config.device == HOST.type:
+        compile_ahead(list(kernels_of(_needs(config, plan, reads_prompts=reads_prompts))))
+
+
+def _needs(config: WorkerConfig, plan: StagePlan, *, reads_prompts: bool) -> ModelNeeds:
+    kinds = {spec.kind for spec in plan.geometry.local_specs()}
+    return ModelNeeds(getattr(torch, plan.description.facts.dtype), reads_prompts,
+                      attends=bool(kinds & {CacheKind.KV, CacheKind.WINDOW}),
+                      attends_latent=CacheKind.LATENT in kinds, selects_keys=CacheKind.INDEX_KEY in kinds,
+                      has_states=CacheKind.STATE in kinds, in_bytes=config.weights == "int8")

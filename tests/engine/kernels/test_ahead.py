@@ -1,0 +1,165 @@
+"""Kernels are compiled by whoever comes first, one each; nobody waits while there is one that nobody compiles."""
+
+import fcntl
+import itertools
+import os
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+
+from engine.kernels.host import ahead, compiled, tiles, token_passes
+from engine.kernels.host.ahead import compile_ahead
+from engine.kernels.host.compiled import (
+    Attempt,
+    KernelLockedError,
+    KernelMissingError,
+    compile_kernel,
+    count_up,
+    record,
+    trying,
+)
+from engine.kernels.host.kernel_list import Kernel, ModelNeeds, kernels, kernels_of
+from runtime.host_memory import HostMemory
+from runtime.tied import program
+
+MISSING, LOCKED, THERE = KernelMissingError(), KernelLockedError(), None
+
+
+def scripted(name: str, calls: list[str], *outcomes: Exception | None) -> Kernel:
+    """What happens at each call; the name goes to `calls`."""
+    left = iter(outcomes)
+
+    def load() -> None:
+        calls.append(name)
+        if (outcome := next(left)) is not None:
+            raise outcome
+
+    return Kernel(load)
+
+
+class FakeHelper:
+    """Of `subprocess.Popen` what is called here. `log` has the kernels of each and what was done to it."""
+
+    log: list[str]
+
+    def __init__(self, command: Sequence[str], **options: object) -> None:
+        self.log.append(command[-1])
+
+    def kill(self) -> None:
+        self.log.append("killed")
+
+    def wait(self, timeout_s: float) -> None:
+        self.log.append("gone")
+
+
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Kernel], int, int], list[str]]:
+    """`helpers(all kernels, cores, free bytes)`: what becomes of the helpers, as `FakeHelper` tells."""
+    def prepared(every: Sequence[Kernel], num_cores: int, free: int) -> list[str]:
+        FakeHelper.log = []
+        monkeypatch.setattr(ahead, "kernels", lambda: iter(every))
+        monkeypatch.setattr(ahead, "num_cores", lambda: num_cores)
+        monkeypatch.setattr(ahead, "host_memory", lambda: HostMemory(free, free))
+        monkeypatch.setattr(subprocess, "Popen", FakeHelper)
+        return FakeHelper.log
+
+    return prepared
+
+
+def test_one_that_another_process_compiles_waits_until_nothing_else_is_left() -> None:
+    calls: list[str] = []
+    compile_ahead([scripted("a", calls, LOCKED, LOCKED, LOCKED, THERE), scripted("b", calls, LOCKED, THERE),
+                   scripted("c", calls, THERE)])
+    assert "".join(calls) == "abc" "ab" "a" "a", "all that is kept; what is free; again; and then it is waited for"
+
+
+def test_those_that_free_themselves_meanwhile_are_taken_before_another_wait() -> None:
+    calls: list[str] = []
+    compile_ahead([scripted("a", calls, LOCKED, LOCKED, THERE), scripted("b", calls, LOCKED, LOCKED, THERE)])
+    assert "".join(calls) == "ab" "ab" "a" "b"
+
+
+@pytest.mark.parametrize(("cores", "room", "begin"), [
+    (1, 99, []), (2, 99, ["1,2,0"]), (8, 99, ["1,2,0", "2,0,1"]), (8, 2, ["1,2,0"]), (8, 0, [])])
+def test_helpers_are_as_many_as_cores_kernels_and_memory_allow_and_none_is_left(
+        helpers: Callable[..., list[str]], cores: int, room: int, begin: list[str]) -> None:
+    every = [scripted(name, [], MISSING, THERE) for name in "abc"]
+    log = helpers(every, cores, room * ahead.PROCESS_BYTES)
+    compile_ahead(every)
+    assert log == [*begin, *["killed"] * len(begin), *["gone"] * len(begin)]
+
+
+def test_what_is_kept_or_locked_starts_no_helpers(helpers: Callable[..., list[str]]) -> None:
+    every = [scripted("a", [], THERE), scripted("b", [], LOCKED, THERE), scripted("c", [], LOCKED, THERE)]
+    log = helpers(every, 8, 99 * ahead.PROCESS_BYTES)
+    compile_ahead(every)
+    assert not log
+
+
+def test_a_failure_leaves_no_helper(helpers: Callable[..., list[str]]) -> None:
+    every = [scripted("a", [], MISSING, ValueError("a fault of the code")), scripted("b", [], MISSING)]
+    log = helpers(every, 2, 99 * ahead.PROCESS_BYTES)
+    with pytest.raises(ValueError, match="fault"):
+        compile_ahead(every)
+    assert log == ["1,0", "killed", "gone"]
+
+
+def test_attempts_neither_wait_nor_compile_what_they_should_not(tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(compiled, "LOCK_FILE", tmp_path / "lock")
+
+    def load(attempt: Attempt) -> object:
+        def work(pointer: object) -> None:
+            count_up(pointer, compiled.DONE)
+
+        with trying(attempt):
+            return compile_kernel(work, record(), "counting", __file__)
+
+    with (tmp_path / "lock").open("w") as other:
+        whole = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        fcntl.fcntl(other, fcntl.F_OFD_SETLK, whole)
+        for attempt in (Attempt.LOAD, Attempt.UNLOCKED):
+            with pytest.raises(KernelLockedError):
+                load(attempt)
+    with pytest.raises(KernelMissingError):
+        load(Attempt.LOAD)
+    assert not list(tmp_path.rglob("*.nbi")), "nothing was compiled"
+    assert load(Attempt.UNLOCKED)
+    assert list(tmp_path.rglob("*.nbi"))
+    assert load(Attempt.LOAD).cache_hits == 1  # type: ignore[attr-defined]
+
+
+def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = numba.cfunc
+
+    def keeping_nothing(*, cache: bool = False, **options: object) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return really(**options)
+
+    def work(pointer: object) -> None:
+        count_up(pointer, compiled.DONE)
+
+    monkeypatch.setattr(compiled, "cfunc", keeping_nothing)
+    with trying(Attempt.LOAD):
+        assert compile_kernel(work, record(), "counting", __file__).address
+
+
+def test_a_helper_compiles_what_it_is_told_to(tmp_path: Path) -> None:
+    wanted = [Kernel(tiles.compiled), Kernel(token_passes.norm_for, (torch.float32, torch.float32, False))]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    subprocess.run(program(ahead.__name__, str(os.getpid()), ahead._places(wanted)), check=True, env=environment)
+    assert sorted(path.name.partition(".")[0] for path in tmp_path.rglob("*.nbi")) == ["tiles", "token_passes"]
+
+
+def test_those_of_a_model_are_among_all() -> None:
+    every = list(kernels())
+    for dtype, flags in itertools.product((torch.bfloat16, torch.float32), itertools.product((False, True), repeat=6)):
+        assert all(kernel in every for kernel in kernels_of(ModelNeeds(dtype, *flags)))
+    assert not list(kernels_of(ModelNeeds(torch.float16, reads_prompts=True, attends=True)))
