@@ -4,7 +4,6 @@ The processes check their own settings again, in full; what is here is about all
 """
 
 import errno
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
 from runtime.host_memory import MIB, HostMemory, host_memory
-from runtime.model_folder import loaded_bytes
+from runtime.model_folder import loaded_bytes, read_object, text_fields
 
 ROLES = ("prefill", "decode")
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.85  # of what is free on the host, of a device: for all workers together
@@ -46,7 +45,8 @@ class PoolShape:
 
 
 def check_partition(shape: PoolShape, model: Path) -> None:
-    """Raises ConfigError unless the partition has a positive count for each stage and sums to the model's layers."""
+    """Raises ConfigError unless the partition has a positive count for each stage and sums to the model's layers, or
+    where config.json does not say how many these are."""
     if not shape.partition:
         return
     flag = f"--{shape.role}-partition {shape.partition}"
@@ -56,8 +56,7 @@ def check_partition(shape: PoolShape, model: Path) -> None:
     if len(counts) != shape.num_stages:
         raise ConfigError(f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp says "
                           f"{shape.num_stages}", field="partition")
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    num_layers = config.get("text_config", config).get("num_hidden_layers")
+    num_layers = text_fields(read_object(model / "config.json")).get("num_hidden_layers")
     if isinstance(num_layers, int) and sum(map(int, counts)) != num_layers:
         raise ConfigError(f"{flag} sums to {sum(map(int, counts))}, the model has {_counted(num_layers, 'layer')}",
                           field="partition")

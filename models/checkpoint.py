@@ -237,7 +237,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if not index.exists():
-        if not single.exists():
+        if not single.is_file():
             raise ConfigError(f"{folder} has neither model.safetensors nor model.safetensors.index.json", field="model")
         return {single: set()}
     try:

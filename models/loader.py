@@ -179,12 +179,14 @@ def _describe(raw: RawConfig, spec: DecoderSpec, checkpoint: Checkpoint | None,
     text = text_config(raw)
     if spec.tied_head and checkpoint is not None and _has_other_head(checkpoint):
         spec = replace(spec, tied_head=False)
+    eos_ids = tuple(dict.fromkeys((*text.integers("eos_token_id"), *generation_eos_ids)))
+    if max(eos_ids, default=0) >= spec.vocab_size:
+        raise text.fail("eos_token_id", f"{max(eos_ids)} is outside the vocabulary of {spec.vocab_size} tokens")
     revision = description_digest(raw, None if checkpoint is None else checkpoint.entries)
     facts = ModelFacts(
         architecture=architecture_of(raw), num_layers=spec.num_layers, hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size, max_context_tokens=spec.max_context_tokens, dtype=dtype_name(text),
-        eos_token_ids=tuple(dict.fromkeys((*text.integers("eos_token_id"), *generation_eos_ids))),
-        revision=revision, chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
+        eos_token_ids=eos_ids, revision=revision, chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
         context_field=spec.context_field,
     )
     return ModelDescription(facts=facts, spec=spec, checkpoint=checkpoint)

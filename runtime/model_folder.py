@@ -4,7 +4,9 @@ Looks at names and at the first bytes of small files; nothing is loaded.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from runtime.errors import ConfigError
 
@@ -25,9 +27,34 @@ def check_model_folder(folder: Path, *, field: str = "model", needs_weights: boo
         raise ConfigError(problem, field=field)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object", field="model")
+    return content
+
+
+def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json states of the language model, which models that also see images nest. Raises ConfigError."""
+    fields = config.get("text_config")
+    if fields is None:
+        return config
+    if not isinstance(fields, dict):
+        raise ConfigError(f"config.json: text_config must be an object, is {fields!r}", field="text_config")
+    return fields
+
+
 def loaded_bytes(folder: Path) -> int:
     """About what the weights in `folder` take once they are loaded: what is quantised is not, then."""
-    return sum(_loaded_bytes(file) for file in folder.glob("*.safetensors"))
+    return sum(_loaded_bytes(file) for file in folder.glob("*.safetensors") if file.is_file())
 
 
 def _loaded_bytes(file: Path) -> int:
@@ -40,7 +67,7 @@ def _loaded_bytes(file: Path) -> int:
             if name != "__metadata__":
                 start, end = tensor["data_offsets"]
                 size += (end - start) * (_LOADED_FOR_STORED.get(tensor["dtype"], 1) - 1)
-    except (ValueError, AttributeError, KeyError, TypeError):
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return file.stat().st_size
     return size
 

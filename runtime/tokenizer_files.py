@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from runtime.errors import ConfigError
+from runtime.model_folder import read_object
 from runtime.tied import program
 
 # How a file was saved to cut and pad; servers do neither (`router.text.tokenise`).
@@ -95,11 +95,5 @@ def tokenizer_digest(model_dir: Path) -> str:
     path = find_tokenizer(model_dir)
     if path is None:
         return ""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object", field="model")
-    said = {key: value for key, value in content.items() if key not in _NOT_READ}
+    said = {key: value for key, value in read_object(path).items() if key not in _NOT_READ}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

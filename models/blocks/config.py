@@ -1,10 +1,10 @@
 """Reads a checkpoint's raw config.json. No field ever stands in for another, and every complaint names the field."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.model_folder import read_object
 
 # Fields a multimodal wrapper keeps at its top level although they concern the text model inside.
 _WRAPPER_FIELDS = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id",
@@ -97,15 +97,9 @@ def read_config_file(path: Path) -> RawConfig:
     Raises:
         ConfigError: the file is missing, unreadable or not a JSON object.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path.parent} is not a checkpoint: it has no {path.name}", field="model") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object", field="model")
-    return RawConfig(values, where=path.name)
+    if not path.exists():
+        raise ConfigError(f"{path.parent} is not a checkpoint: it has no {path.name}", field="model")
+    return RawConfig(read_object(path), where=path.name)
 
 
 def architecture_of(raw: RawConfig) -> str:

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from router.text.detokenise import Detokenisers
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
+from runtime.model_folder import read_object
 from runtime.tokenizer_files import find_tokenizer
 
 # Longer texts are encoded on a thread, so that one long prompt does not hold up the tokens of all requests.
@@ -69,7 +70,7 @@ class ChatTemplate:
         try:
             return self._template.render(messages=turns, add_generation_prompt=True, tools=None, documents=None,
                                          **self._special_tokens)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise InvalidRequestError(FieldViolation("chat.messages", f"the chat template refuses them: {error}")
                                       ) from error
 
@@ -142,28 +143,28 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file holds no JSON object.
     """
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object", field="model")
-    return content
+    return read_object(path) if path.is_file() else {}
 
 
 def _load_chat_template(model_dir: Path) -> ChatTemplate | None:
     config = read_json(model_dir / "tokenizer_config.json")
     path = model_dir / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    source = _read_text(path) if path.is_file() else config.get("chat_template")
     if isinstance(source, list):  # several named templates
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        source = next((entry.get("template") for entry in source if isinstance(entry, dict)
+                       and entry.get("name") == "default"), None)
     if source is None:
         return None
     if not isinstance(source, str):
         raise ConfigError("chat_template of tokenizer_config.json must be a text", field="model")
     return ChatTemplate(source, _special_tokens(config))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from baton.preflight import (
 from runtime.config import Address
 from runtime.errors import ConfigError
 from runtime.host_memory import HostMemory
+from runtime.model_folder import loaded_bytes
 
 MIB = 1 << 20
 Tables = Mapping[str, Mapping[str, object]]
@@ -47,6 +48,23 @@ def shapes(*, prefill: int = 1, decode: int = 1, decode_pp: int = 1, flags: tupl
 def test_a_partition_fits_stages_and_layers(tmp_path: Path, num_stages: int, partition: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_partition(PoolShape("decode", 1, num_stages, partition, ()), model(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(("content", "says"), [
+    ("{", "cannot be read"), ("[" * 100_000, "cannot be read"), ("[]", "must hold a JSON object"),
+    ('{"text_config": 5}', "text_config must be an object")])
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, content: str, says: str) -> None:
+    (model(tmp_path / "model") / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"config\.json.* {says}"):
+        check_partition(PoolShape("decode", 1, 1, "8", ()), tmp_path / "model")
+
+
+def test_weights_that_are_no_files_count_nothing(tmp_path: Path) -> None:
+    (tmp_path / "dangling.safetensors").symlink_to("nowhere")
+    (tmp_path / "folder.safetensors").mkdir()
+    nested = b"[" * 100_000
+    (tmp_path / "deep.safetensors").write_bytes(len(nested).to_bytes(8, "little") + nested)
+    assert loaded_bytes(tmp_path) == 100_008
 
 
 def test_a_partition_that_fits(tmp_path: Path) -> None:

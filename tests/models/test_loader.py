@@ -181,6 +181,19 @@ def test_facts_and_caches_of_a_hybrid(checkpoint: CheckpointMaker) -> None:
 def test_eos_ids_of_both_files(broken: Path) -> None:
     (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     assert read_model(broken).facts.eos_token_ids == (2, 7)
+    (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": 10**6}))
+    with pytest.raises(ConfigError, match="eos_token_id 1000000 is outside the vocabulary of"):
+        read_model(broken)
+
+
+def test_config_and_weights_that_are_no_files_are_named(broken: Path) -> None:
+    (broken / "model.safetensors").unlink()
+    (broken / "model.safetensors").mkdir()
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        read_model(broken)
+    (broken / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        read_model(broken)
 
 
 def test_random_model_needs_no_files_and_repeats(checkpoint: CheckpointMaker) -> None:

@@ -45,7 +45,8 @@ def test_a_template_can_refuse_messages() -> None:
     assert caught.value.violations[0].field == "chat.messages"
 
 
-@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"])
+@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
+                                    "{{ range(10 ** 12) }}", "{{ 1 // 0 }}"])
 def test_a_template_stays_in_its_sandbox(source: str) -> None:
     with pytest.raises(InvalidRequestError):
         ChatTemplate(source, {}).render(CHAT)
@@ -131,10 +132,19 @@ def test_facts_of_a_nested_language_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "content"), [
     ("config.json", "{"), ("config.json", "[]"), ("config.json", '{"vocab_size": 0}'),
-    ("tokenizer.json", "{}"), ("tokenizer_config.json", '{"chat_template": 3}')])
+    ("config.json", "[" * 100_000), ("config.json", '{"text_config": 5}'), ("tokenizer.json", "{}"),
+    ("tokenizer.json", "[" * 100_000), ("tokenizer_config.json", '{"chat_template": 3}'),
+    ("chat_template.jinja", "\udcff")])
 def test_broken_files_are_named(tmp_path: Path, name: str, content: str) -> None:
-    (write_model_dir(tmp_path) / name).write_text(content)
+    (write_model_dir(tmp_path) / name).write_text(content, errors="surrogateescape")
     with pytest.raises(ConfigError, match=name.split(".")[0]):
+        load_served_model(tmp_path)
+
+
+@pytest.mark.parametrize("eos", ["x", -3, [2, -3], 1e9, [VOCAB_SIZE], True])
+def test_end_of_sequence_ids_that_no_token_has_are_refused(tmp_path: Path, eos: object) -> None:
+    (write_model_dir(tmp_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ConfigError, match=f"eos_token_id must be ids from 0 to {VOCAB_SIZE - 1}, got"):
         load_served_model(tmp_path)
 
 
