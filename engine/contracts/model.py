@@ -121,6 +121,16 @@ class Ranks(Protocol):
         of each as many as this one has for itself."""
         ...
 
+    def swap_shares(self, shares: Sequence[Tensor]) -> list[Tensor]:
+        """As `swap` of one for each rank, without a copy: what the ranks have for this one, each in a tensor by itself
+        of the shape of this one's own, which is the one that was given."""
+        ...
+
+    def complete(self, rows: Tensor, counts: Sequence[int]) -> None:
+        """As `gather` in place. rows: [sum(counts), ...], dense, counts[r] of them from rank r, one behind the other:
+        this rank's are there, and the others' are written between them."""
+        ...
+
 
 class RanksOfStage(Ranks, Protocol):
     """Those that share a stage. Counts of rows by data rank are the same on all of them."""

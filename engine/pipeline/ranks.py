@@ -42,6 +42,8 @@ _LOOK_S = 1.0
 _SHARE_OF_STEP = 0.75  # of the time a step may take: a wait for another rank ends before this one counts as hung
 
 
+_Outgoing = tuple[Sequence[int], memoryview]  # to ranks of the pool
+_Coming = tuple[int, memoryview]  # of a rank of the pool, and where to
 Step = tuple[ForwardBatch | None, ...]  # what each data rank runs at once
 
 
@@ -179,6 +181,14 @@ class StageRanks:
         """See `Ranks.swap`."""
         return self.swap_among(range(self.own.size), parts, counts)
 
+    def swap_shares(self, shares: Sequence[Tensor]) -> list[Tensor]:
+        """See `Ranks.swap_shares`."""
+        return self.swap_shares_among(range(self.own.size), shares)
+
+    def complete(self, rows: Tensor, counts: Sequence[int]) -> None:
+        """See `Ranks.complete`."""
+        self.complete_among(range(self.own.size), rows, counts)
+
     def gather_among(self, members: range, part: Tensor, counts: Sequence[int] | None = None, *,
                      first_number: int = 0) -> Tensor:
         """As `gather`, of these ranks of the stage; see `_exchange`."""
@@ -191,6 +201,28 @@ class StageRanks:
         sent = [([self._first + rank], part) for rank, part in zip(members, parts, strict=True)
                 if rank != self.own.rank]
         return self._exchange(sent, parts[members.index(self.own.rank)], members, counts, first_number=first_number)
+
+    def swap_shares_among(self, members: range, shares: Sequence[Tensor], *, first_number: int = 0) -> list[Tensor]:
+        """As `swap_shares`, of these ranks of the stage; see `_exchange`."""
+        number, own = self._begin(first_number), shares[members.index(self.own.rank)]
+        parts = [own if rank == self.own.rank else torch.empty_like(own) for rank in members]
+        outgoing, coming = list[_Outgoing](), list[_Coming]()
+        for rank, share, part in zip(members, shares, parts, strict=True):
+            if rank != self.own.rank:
+                outgoing.append(([self._first + rank], _bytes_of(share)))
+                coming.append((self._first + rank, _bytes_of(part)))
+        self._move(outgoing, coming, number)
+        return parts
+
+    def complete_among(self, members: range, rows: Tensor, counts: Sequence[int], *, first_number: int = 0) -> None:
+        """As `complete`, of these ranks of the stage; see `_exchange`."""
+        number, shares = self._begin(first_number), torch.split(rows, list(counts))
+        others, coming = list[int](), list[_Coming]()
+        for rank, share in zip(members, shares, strict=True):
+            if rank != self.own.rank:
+                others.append(self._first + rank)
+                coming.append((self._first + rank, _bytes_of(share)))
+        self._move([(others, _bytes_of(shares[members.index(self.own.rank)]))], coming, number)
 
     def collect(self, part: Tensor, counts: Sequence[int]) -> Tensor | None:
         """See `RanksOfStage.collect`."""
@@ -227,15 +259,11 @@ class StageRanks:
         """The next exchange: parts go to some ranks of the pool each. Returns what the members of the stage have for
         this one, one behind the other: `own` of itself, of the others as many rows as it has, or `counts`. Exchanges
         whose numbers begin at `first_number` are counted for themselves."""
-        if self._parts is None:
-            raise InternalError(f"stage {self._stage} has {self.own.size} ranks and no channel between them")
-        self._exchanges[first_number] += 1
-        number = self._number = first_number + self._exchanges[first_number]
-        self._open.add(number)
+        number = self._begin(first_number)
         counts = [len(own)] * len(members) if counts is None else counts
         result = own.new_empty(sum(counts), *own.shape[1:])
         memory, row_bytes, end = _bytes_of(result), own.itemsize * math.prod(own.shape[1:]), 0
-        coming = list[tuple[int, memoryview]]()
+        coming = list[_Coming]()
         for rank, count in zip(members, counts, strict=True):
             start, end = end, end + count * row_bytes
             if rank == self.own.rank:
@@ -243,11 +271,18 @@ class StageRanks:
             else:
                 coming.append((self._first + rank, memory[start:end]))
         self._move([(ranks, _bytes_of(part)) for ranks, part in sent], coming, number)
-        self._open.remove(number)
         return result
 
-    def _move(self, outgoing: Sequence[tuple[Sequence[int], memoryview]], coming: Sequence[tuple[int, memoryview]],
-              number: int) -> None:
+    def _begin(self, first_number: int) -> int:
+        """The number of the next exchange of those whose numbers begin there."""
+        if self._parts is None:
+            raise InternalError(f"stage {self._stage} has {self.own.size} ranks and no channel between them")
+        self._exchanges[first_number] += 1
+        number = self._number = first_number + self._exchanges[first_number]
+        self._open.add(number)
+        return number
+
+    def _move(self, outgoing: Sequence[_Outgoing], coming: Sequence[_Coming], number: int) -> None:
         """Bytes to these ranks, and those of others into their places, a piece of each in turn."""
         assert self._parts is not None, "checked before"
         at_once, deadline_s = self._parts.max_bytes, time.monotonic() + self._wait_s
@@ -263,6 +298,7 @@ class StageRanks:
             for rank, place in coming:
                 if start < len(place):
                     self._receive(rank, place[start:start + at_once], deadline_s)
+        self._open.remove(number)
 
     def _receive(self, rank: int, into: memoryview, deadline_s: float) -> None:
         while True:
@@ -329,6 +365,14 @@ class _AttentionRanks:
     def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
         """See `Ranks.swap`."""
         return self._stage.swap_among(self._members, parts, counts, first_number=_WITHIN_DATA_RANK)
+
+    def swap_shares(self, shares: Sequence[Tensor]) -> list[Tensor]:
+        """See `Ranks.swap_shares`."""
+        return self._stage.swap_shares_among(self._members, shares, first_number=_WITHIN_DATA_RANK)
+
+    def complete(self, rows: Tensor, counts: Sequence[int]) -> None:
+        """See `Ranks.complete`."""
+        self._stage.complete_among(self._members, rows, counts, first_number=_WITHIN_DATA_RANK)
 
 
 def _bytes_of(part: Tensor) -> memoryview:

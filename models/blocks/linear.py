@@ -86,9 +86,14 @@ class Homes:
             start = sum(self.counts[:ranks.own.rank])
             self.own = slice(start, start + self.counts[ranks.own.rank])
 
-    def everywhere(self, rows: Tensor) -> Tensor:
-        """rows: this rank's. Returns all."""
-        return rows if self.counts is None or self._ranks is None else self._ranks.gather(rows, self.counts)
+    def everywhere(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """rows: this rank's. Returns all in this type."""
+        if self.counts is None or self._ranks is None:
+            return rows.to(dtype)
+        every = torch.empty(sum(self.counts), *rows.shape[1:], dtype=dtype)
+        every[self.own] = rows
+        self._ranks.complete(every, self.counts)
+        return every
 
 
 class SummedLinear:
@@ -116,15 +121,15 @@ class SummedLinear:
         else:
             part = plain_product(x, self._weight, num_segments=self._num_segments)
         homes = Homes(self._ranks, len(part), part.nbytes)
-        parts = (self._ranks.gather(part) if homes.counts is None else
-                 self._ranks.swap(torch.split(part, homes.counts)))
-        return homes.everywhere(self._sum(parts.view(self._ranks.own.size, -1, part.shape[1])).to(x.dtype))
+        parts = (list(self._ranks.gather(part).view(self._ranks.own.size, *part.shape)) if homes.counts is None else
+                 self._ranks.swap_shares(torch.split(part, homes.counts)))
+        return homes.everywhere(self._sum(parts), x.dtype)
 
-    def _sum(self, sums: Tensor) -> Tensor:
-        """sums: [ranks, n, out] fp32, which are overwritten. Returns [n, out]."""
-        while len(sums) > 1:
-            sums = sums[::2].add_(sums[1::2])
-        return sums[0] if self._bias is None else sums[0] + self._bias
+    def _sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """parts: by rank, [n, out] fp32 each, which are overwritten. Returns [n, out]."""
+        while len(parts) > 1:
+            parts = [first.add_(second) for first, second in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0] if self._bias is None else parts[0].add_(self._bias)
 
 
 class Activation(StrEnum):

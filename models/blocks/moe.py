@@ -176,7 +176,7 @@ class Moe:
             shared = self._shared.forward(x)[homes.own].float()
             out += (sigmoid(logits[homes.own, self._spec.num_experts:].float()) * shared if self._is_gated else
                     shared)
-        return homes.everywhere(out.to(x.dtype))
+        return homes.everywhere(out, x.dtype)
 
 
 class _Experts:

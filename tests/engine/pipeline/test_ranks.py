@@ -87,6 +87,32 @@ def test_a_long_part_goes_in_several_packets(ranks_of: GroupMaker) -> None:
     assert together(ranks_of(2), [step] * 2) == [True, True]
 
 
+def test_shares_come_each_by_itself_and_the_own_one_is_not_copied(ranks_of: GroupMaker) -> None:
+    def step(ranks: StageRanks) -> object:
+        own = ranks.own.rank
+        shares = torch.split(torch.arange(0, 6)[:, None] + 10 * own, [2, 0, 1, 3])
+        with ranks.step(1):
+            parts = ranks.swap_shares(shares)
+        return parts[own] is shares[own], [part.flatten().tolist() for part in parts]
+
+    rows = [[0, 1], [], [2], [3, 4, 5]]
+    assert together(ranks_of(4), [step] * 4) == [(True, [[10 * other + row for row in share] for other in range(4)])
+                                                 for share in rows]
+
+
+def test_rows_are_completed_where_they_lie(ranks_of: GroupMaker) -> None:
+    counts = [2, 0, 1, 3]
+
+    def step(ranks: StageRanks) -> list[int]:
+        rows = torch.full((6,), -1)
+        torch.split(rows, counts)[ranks.own.rank].fill_(ranks.own.rank)
+        with ranks.step(1):
+            ranks.complete(rows, counts)
+        return rows.tolist()
+
+    assert together(ranks_of(4), [step] * 4) == [[0, 0, 2, 3, 3, 3]] * 4
+
+
 def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs(ranks_of: GroupMaker) -> None:
     group = ranks_of(4)
 
