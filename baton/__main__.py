@@ -23,11 +23,14 @@ def main() -> None:
             from baton.nursery import Nursery
 
             nursery = stack.enter_context(Nursery())
+        from typer.main import get_command
+
         from baton.cli import app
 
+        command = get_command(app)  # takes a while, too
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        app(obj=nursery)
+        command(obj=nursery)
 
 
 def needs_nursery(arguments: Sequence[str]) -> bool:

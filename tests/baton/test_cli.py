@@ -171,8 +171,19 @@ def heard_interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heard_interrupts")
-def test_an_interrupt_while_it_loads_ends_it_in_silence(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text('import time; print("loading", flush=True); time.sleep(60)')
+@pytest.mark.parametrize("stage", ["typer.py", "sitecustomize.py"])
+def test_an_interrupt_while_it_loads_ends_it_in_silence(tmp_path: Path, stage: str) -> None:
+    """Before the commands are there, and while their flags are made of their signatures."""
+    waits = 'import time; print("loading", flush=True); time.sleep(60)'
+    (tmp_path / stage).write_text(waits if stage == "typer.py" else f"""
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "baton.cli":
+            import typer.main
+            typer.main.get_group = lambda typer_instance: exec({waits!r})
+sys.meta_path.insert(0, Finder())
+""")
     with subprocess.Popen([sys.executable, "-m", "baton", "status"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}) as child:
         assert child.stdout is not None
