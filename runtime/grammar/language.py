@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,12 +72,20 @@ def check_shape(grammar: Grammar) -> None:
 def schema_of(grammar: Grammar) -> dict[str, Any]:
     """Raises InvalidRequestError for a schema that is not a JSON object."""
     try:
-        schema = json.loads(grammar.text)
+        schema = json.loads(grammar.text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise grammar.refused(f"is not JSON: {shown(str(error))}") from None
     if not isinstance(schema, dict):
         raise grammar.refused("must be a JSON object")
     return schema
+
+
+def _finite(number: str) -> float:
+    """The compiler would read null instead of what has no end. Raises ValueError."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no finite number")
+    return value
 
 
 def shown(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
