@@ -14,6 +14,9 @@ _LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 _LFS_BYTES = 1024  # a pointer is smaller, what it stands for is not
 _HEADER_BYTES = 100 << 20
 _LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4}  # codes of 8 bits, and of 4 bits packed, become 16 bits each
+# The most that a number in a config.json may be, and a number of layers. None that is published comes near; what takes
+# work in proportion, or goes into a message, still ends well.
+MAX_NUMBER, MAX_LAYERS = 1 << 24, 10_000
 _POINTED_AT = ("config.json", "tokenizer.json", "tokenizer.model", "*.safetensors", "*.bin")
 
 
@@ -50,6 +53,11 @@ def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"config.json: text_config must be an object, is {fields!r}", field="text_config")
     return fields
+
+
+def most(name: str) -> int:
+    """What the field of that name may be at most."""
+    return MAX_LAYERS if name.endswith("_layers") else MAX_NUMBER
 
 
 def loaded_bytes(folder: Path) -> int:

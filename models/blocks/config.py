@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.errors import ConfigError
-from runtime.model_folder import read_object
+from runtime.model_folder import most, read_object
 
 # Fields a multimodal wrapper keeps at its top level although they concern the text model inside.
 _WRAPPER_FIELDS = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id",
@@ -27,9 +27,10 @@ class RawConfig:
         return ConfigError(f"{self._where}: {name} {message}", field=name)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Of at least `minimum`, and at most `runtime.model_folder.most`."""
         value = self._read(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.fail(name, f"must be an integer of at least {minimum}, is {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= most(name):
+            raise self.fail(name, f"must be an integer from {minimum} to {most(name)}, is {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from router.text.tokenise import Tokeniser, load_tokeniser, read_json
 from runtime.errors import ConfigError
 from runtime.grammar import Grammars, load_grammars
-from runtime.model_folder import check_model_folder, text_fields
+from runtime.model_folder import check_model_folder, most, text_fields
 from runtime.tokenizer_files import tokenizer_digest
 
 _CONTEXT = ("max_position_embeddings", "model_max_length")  # the latter in Kimi-Linear's files
@@ -73,6 +73,6 @@ def _eos_token_ids(sources: Sequence[Mapping[str, Any]], vocab_size: int) -> tup
 
 def _positive(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json must give a positive {name}, got {value!r}", field="model")
+    if type(value) is not int or not 1 <= value <= most(name):
+        raise ConfigError(f"config.json: {name} must be an integer from 1 to {most(name)}, is {value!r}", field="model")
     return value

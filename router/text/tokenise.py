@@ -70,7 +70,8 @@ class ChatTemplate:
         try:
             return self._template.render(messages=turns, add_generation_prompt=True, tools=None, documents=None,
                                          **self._special_tokens)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError,
+                ValueError) as error:
             raise InvalidRequestError(FieldViolation("chat.messages", f"the chat template refuses them: {error}")
                                       ) from error
 

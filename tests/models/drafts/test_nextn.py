@@ -119,7 +119,7 @@ def test_glm4_moe_chains_are_those_of_transformers(made: Maker, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("fields", "complaint"), [
-    ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers must be an integer of at least 1, is 0"),
+    ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers must be an integer from 1 to 10000, is 0"),
     ({"hidden_size": 128}, "hidden_size is 128, the target's is 64"),
     ({"vocab_size": 300}, "vocab_size is 300, the target's is 256"),
     ({"dtype": "bfloat16"}, "dtype is bfloat16, the target runs in float32"),

@@ -46,7 +46,7 @@ def test_a_template_can_refuse_messages() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
-                                    "{{ range(10 ** 12) }}", "{{ 1 // 0 }}"])
+                                    "{{ range(10 ** 12) }}", "{{ 1 // 0 }}", "{{ 'a' * 10 ** 15 }}"])
 def test_a_template_stays_in_its_sandbox(source: str) -> None:
     with pytest.raises(InvalidRequestError):
         ChatTemplate(source, {}).render(CHAT)
@@ -138,6 +138,17 @@ def test_facts_of_a_nested_language_model(tmp_path: Path) -> None:
 def test_broken_files_are_named(tmp_path: Path, name: str, content: str) -> None:
     (write_model_dir(tmp_path) / name).write_text(content, errors="surrogateescape")
     with pytest.raises(ConfigError, match=name.split(".")[0]):
+        load_served_model(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "most"), [("vocab_size", 1 << 24), ("max_position_embeddings", 1 << 24),
+                                            ("num_hidden_layers", 10_000)])
+@pytest.mark.parametrize("excess", [1, 10 ** 15])
+def test_numbers_that_no_model_has_are_refused(tmp_path: Path, name: str, most: int, excess: int) -> None:
+    """A router said that it was ready, and answered nothing: no message carries such a context."""
+    path = write_model_dir(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: most + excess}))
+    with pytest.raises(ConfigError, match=f"{name} must be an integer from 1 to {most}, is {most + excess}"):
         load_served_model(tmp_path)
 
 
