@@ -12,6 +12,7 @@ import pytest
 
 from baton.values import Completion, FinishReason, Query, Sampling, Stop, StructuredOutput
 from runtime.errors import CapacityError, InvalidRequestError
+from runtime.grammar import process
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.drafts.eagle import save_draft
 from tests.support.models.guided import write_character_tokenizer
@@ -68,8 +69,10 @@ async def test_grammars_hold_and_no_topology_or_draft_changes_the_answer(
         assert [answer.text for answer in found] == [answer.text for answer in expected]
 
 
-async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(speller: Path) -> None:
+async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(
+        speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a pool whose last stage, which draws, is not the one that is asked."""
+    monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 30)  # time is to be the limit, however fast the core
     async with cluster_in_process(speller, prefill_pp=2, decode_pp=2) as client:
         hostile = [asyncio.create_task(client.complete(
             Query((5,), structured_output=StructuredOutput(never_compiled(str(number)).text)), timeout_s=60))

@@ -31,6 +31,13 @@ def grammars(tmp_path: Path) -> Iterator[Grammars]:
     loaded.close()
 
 
+@pytest.fixture
+def ample_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast core computes a product of automata beyond the limit of memory before it comes to the limit of time."""
+    monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 30)
+
+
+@pytest.mark.usefixtures("ample_memory")
 async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_and_remembered(
         grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     async with asyncio.timeout(LONG_S):
@@ -41,6 +48,7 @@ async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_a
         await grammars.check(never_compiled())
 
 
+@pytest.mark.usefixtures("ample_memory")
 async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -> None:
     hostile = [asyncio.create_task(grammars.check(never_compiled(str(number)))) for number in range(12)]
     async with asyncio.timeout(LONG_S):
