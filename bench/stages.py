@@ -27,6 +27,7 @@ CHANNELS = ("ucx", "gloo", "nccl")
 MAX_BYTES = 64 << 20
 ROWS = (1, 8, 32, 512)
 TIMEOUT_S = 60.0
+WARM_S = 0.5  # a stage that shared its core, as with another that starts, sleeps for a tenth of a second
 
 
 def backend_of(name: str, rank: int) -> LinkBackend | None:
@@ -63,15 +64,16 @@ def answer(name: str) -> None:
 
 
 def round_trip_us(channel: PoolChannel, packet: Packet, repeats: int) -> float:
-    """Median; the first tenth warms up."""
-    times = []
-    for _ in range(repeats + repeats // 10 + 1):
-        began = time.perf_counter()
+    """Median, once both have been at it for WARM_S."""
+    warm_s, times = time.perf_counter() + WARM_S, list[float]()
+    while len(times) < repeats:
+        began_s = time.perf_counter()
         channel.send(1, packet, timeout_s=TIMEOUT_S)
         if channel.receive(1, timeout_s=TIMEOUT_S) is None:
             raise PeerLostError(f"the second stage did not answer within {TIMEOUT_S:g} s")
-        times.append(time.perf_counter() - began)
-    return 1e6 * median(times[repeats // 10 + 1:])
+        if began_s >= warm_s:
+            times.append(time.perf_counter() - began_s)
+    return 1e6 * median(times)
 
 
 def measure(name: str, hidden_size: int, repeats: int) -> dict[str, Value]:
@@ -101,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--channel", choices=CHANNELS, default="ucx")
     parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=2000, help="default 2000")
     parser.add_argument("--answer", action="store_true", help="be the second stage (for internal use)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
