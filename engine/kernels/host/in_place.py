@@ -148,12 +148,14 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
                soften, fill_values, add_up):
     """The block of keys at `start` for rows begin..end-1 of a tile of `count` tokens from `first` on."""
     is_scored = count * a.share <= a.rows_by_key
+    # Where no other rows need the keys, values take their place: with room for both, and what comes from the pages, a
+    # core's nearest cache would give up each before it is needed again.
+    values = room.values if is_scored or end - begin > CHUNK_ROWS else room.keys
     if is_scored:
         shape(room.layout, end - begin)
         by_key(a, room, found, ahead, num_keys)
     else:
         fill_keys(a, room, found, ahead, num_keys)
-    fill_values(a, room, found, ahead, num_keys)
     for row in range(begin, end, CHUNK_ROWS):
         num_rows, scores = min(CHUNK_ROWS, end - row), room.scores
         shape(room.layout, num_rows)
@@ -163,7 +165,9 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
             score(room.queries + row * room.query_bytes, room.query_bytes, room.keys, room.key_block, scores, SCORE_ROW,
                   -(-a.head_dim * a.itemsize // 4), num_rows, -(-num_keys // LANES))
         _weigh(a, room, positions, scores, first, row, num_rows, start, num_keys, soften)
-        add_up(room.weights, room.weight_bytes, room.values, room.value_block, room.sums + row * room.sum_bytes,
+        if row == begin:
+            fill_values(a, room, values, found, ahead, num_keys)
+        add_up(room.weights, room.weight_bytes, values, room.value_block, room.sums + row * room.sum_bytes,
                room.sum_bytes, -(-num_keys * a.itemsize // 4), num_rows, room.value_blocks)
 
 

@@ -134,7 +134,7 @@ def _clear_ends(rows, begin, row_bytes):
 
 
 @njit(**STRICT_PART)
-def pair_values(a, room, found, ahead, num_keys):
+def pair_values(a, room, values, found, ahead, num_keys):
     """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16 pairs."""
     found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     whole, behind = a.head_dim // (2 * LANES) * 2 * LANES, _behind(a)
@@ -148,9 +148,9 @@ def pair_values(a, room, found, ahead, num_keys):
         _fetch(a, ahead, 2 * pair, 2 * pair + 2, behind)
         for channel in range(0, whole, 2 * LANES):
             put_in_pairs(first + channel * 2, second + channel * 2,
-                         room.values + channel // LANES * room.value_block + pair * VECTOR_BYTES, room.value_block)
+                         values + channel // LANES * room.value_block + pair * VECTOR_BYTES, room.value_block)
         for channel in range(whole, a.head_dim):
-            place = room.values + channel // LANES * room.value_block + pair * VECTOR_BYTES + channel % LANES * 4
+            place = values + channel // LANES * room.value_block + pair * VECTOR_BYTES + channel % LANES * 4
             words = carray(pointer_to(place, np.uint16), 2)
             words[0] = carray(pointer_to(first + channel * 2, np.uint16), 1)[0]
             words[1] = carray(pointer_to(second + channel * 2, np.uint16), 1)[0]
@@ -158,14 +158,14 @@ def pair_values(a, room, found, ahead, num_keys):
 
 
 @njit(**STRICT_PART)
-def copy_values(a, room, found, ahead, num_keys):
+def copy_values(a, room, values, found, ahead, num_keys):
     """A block's values in fp32, [channels / 16][keys][16]."""
     found, behind = carray(pointer_to(found, np.int64), BLOCK_KEYS), _behind(a)
     for key in range(num_keys):
         _fetch(a, ahead, key, key + 1, behind)
         source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)
         for channel in range(0, a.head_dim, LANES):
-            place = room.values + channel // LANES * room.value_block + key * VECTOR_BYTES
+            place = values + channel // LANES * room.value_block + key * VECTOR_BYTES
             target = carray(pointer_to(place, np.float32), LANES)
             for lane in range(min(LANES, a.head_dim - channel)):
                 target[lane] = source[channel + lane]
