@@ -363,16 +363,14 @@ class Directory:
         if not groups:
             return None
         with self._metrics.pick_s.time():
-            sources = [source for group in groups for source in group.sources]
-            draw = self._draw(sources, prompt)
-            seen = [LinkedWorkers(_candidates(group.sources), _candidates(group.pools),
-                                  self._draw(group.pools, prompt, source=group.sources[0].compatibility))
-                    for group in groups]
-            source, pool = choose_pair(self._policies[WorkerRole.PREFILL], seen, draw)
-        group, linked_seen = next((group, each) for group, each in zip(groups, seen, strict=True)
-                                  if source in each.sources)
-        return WorkerPair(self._book(_named(sources, source, draw), prompt, context_tokens),
-                          self._book(_named(group.pools, pool, linked_seen.draw), prompt, context_tokens))
+            draw = self._draw([source for group in groups for source in group.sources], prompt)
+            candidates = [LinkedWorkers(_candidates(group.sources), _candidates(group.pools),
+                                        self._draw(group.pools, prompt, source=group.sources[0].compatibility))
+                          for group in groups]
+            chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, draw)
+        sources, pools = groups[chosen.group]
+        source, pool = _named(sources, chosen.source, draw), _named(pools, chosen.pool, candidates[chosen.group].draw)
+        return WorkerPair(self._book(source, prompt, context_tokens), self._book(pool, prompt, context_tokens))
 
     def _book(self, chosen: _Chosen, prompt: RoutedPrompt, context_tokens: int) -> Booking:
         role = chosen.worker.role

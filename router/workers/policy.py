@@ -121,8 +121,16 @@ class LinkedWorkers(NamedTuple):
     draw: Draw
 
 
-def choose_pair(policy: Policy, groups: Sequence[LinkedWorkers], draw: Draw) -> tuple[Candidate, Candidate]:
-    """A prefill worker and one of the pools that it may feed; `draw` is for the former.
+class ChosenPair(NamedTuple):
+    """`group`: the place, among those there were to choose from, of the group that the two are of."""
+
+    group: int
+    source: Candidate
+    pool: Candidate
+
+
+def choose_pair(policy: Policy, groups: Sequence[LinkedWorkers], draw: Draw) -> ChosenPair:
+    """A prefill worker and one of the pools that it may feed; `draw` is for the former. Every group has some of both.
 
     With `PREFIX_CACHE` the pair on which the request waits least: for tokens ahead of it and those that the worker
     lacks, for bytes that the pool lacks, and for the others there. Any other policy chooses one after the other.
@@ -130,18 +138,22 @@ def choose_pair(policy: Policy, groups: Sequence[LinkedWorkers], draw: Draw) -> 
     sources = [candidate for group in groups for candidate in group.sources]
     if policy is not Policy.PREFIX_CACHE:
         source = _pick(policy, sources, draw)
-        pools, pool_draw = next((group.pools, group.draw) for group in groups if source in group.sources)
-        return source, _pick(policy.of_pools, pools, pool_draw)
+        place = _group_of(source, groups)
+        return ChosenPair(place, source, _pick(policy.of_pools, groups[place].pools, groups[place].draw))
     loads, pool_loads = _loads_with(sources, draw), [_loads_with(group.pools, group.draw) for group in groups]
-    if len(groups) == 1:  # what is best of either is best of both
-        return _least(sources, loads, draw), _least(groups[0].pools, pool_loads[0], draw)
-    source_s = _mean_load_s(sources) or UNSEEN_TOKEN_S
-    pool_s = _mean_load_s([pool for group in groups for pool in group.pools]) or UNSEEN_ANSWER_S
-    best_pool_s = [min(of_group) * pool_s for group, of_group in zip(groups, pool_loads, strict=True)
-                   for _ in group.sources]
-    source = _least(sources, [load * source_s + pool for load, pool in zip(loads, best_pool_s, strict=True)], draw)
-    group, of_group = next(each for each in zip(groups, pool_loads, strict=True) if source in each[0].sources)
-    return source, _least(group.pools, of_group, draw)
+    if len(groups) > 1:  # else what is best of either is best of both
+        source_s = _mean_load_s(sources) or UNSEEN_TOKEN_S
+        pool_s = _mean_load_s([pool for group in groups for pool in group.pools]) or UNSEEN_ANSWER_S
+        best_pool_s = [min(of_group) * pool_s for group, of_group in zip(groups, pool_loads, strict=True)
+                       for _ in group.sources]
+        loads = [load * source_s + pool for load, pool in zip(loads, best_pool_s, strict=True)]
+    source = _least(sources, loads, draw)
+    place = _group_of(source, groups)
+    return ChosenPair(place, source, _least(groups[place].pools, pool_loads[place], groups[place].draw))
+
+
+def _group_of(source: Candidate, groups: Sequence[LinkedWorkers]) -> int:
+    return next(place for place, group in enumerate(groups) if source in group.sources)
 
 
 def choose(policy: Policy, candidates: Sequence[Candidate], draw: Draw, *,

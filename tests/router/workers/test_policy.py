@@ -95,8 +95,9 @@ def test_a_pair_is_weighed_by_what_both_of_it_take(ahead: int, full: float, chos
     0.1 ms, an answer 5 s: 4 s ahead are less than 90 % of that, 5 s are more."""
     groups = [LinkedWorkers([Candidate(source, load, load_s=1e-4)], [Candidate(pool, share, load_s=5.0)], draw())
               for source, load, pool, share in (("first", 0, "p:1", full), ("second", ahead, "p:2", 0.0))]
-    source, pool = choose_pair(Policy.PREFIX_CACHE, groups, draw())
+    group, source, pool = choose_pair(Policy.PREFIX_CACHE, groups, draw())
     assert (source.address, pool.address) == (chosen, {"first": "p:1", "second": "p:2"}[chosen])
+    assert groups[group].sources == [source]
 
 
 @given(st.sampled_from(Policy), candidates, candidates, st.integers(0, 1000), prompts)
@@ -105,7 +106,7 @@ def test_of_workers_that_all_fit_a_pair_is_the_best_of_either_role(
     able, fit = ([worker for worker in workers if worker.has_room] for workers in (sources, pools))
     if able and fit:
         pair = choose_pair(policy, [LinkedWorkers(able, fit, draw(turn, prompt=prompt))], draw(turn, prompt=prompt))
-        assert pair == (choose(policy, able, draw(turn, prompt=prompt)),
+        assert pair == (0, choose(policy, able, draw(turn, prompt=prompt)),
                         choose(policy.of_pools, fit, draw(turn, prompt=prompt)))
 
 
