@@ -8,7 +8,7 @@ is another. Choosing a worker books the request on it; the caller must release i
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -19,6 +19,7 @@ import grpc
 
 from protos import generation_pb2
 from router.text.model_facts import ModelLimits
+from router.workers import report
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Candidate, Draw, LinkedWorkers, Policy, SeveredPairs, choose, choose_pair
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
@@ -27,7 +28,7 @@ from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
 from runtime.client import ChannelOptions, open_channel
 from runtime.clock import Clock, SystemClock
-from runtime.digests import in_common, may_pair, named_difference
+from runtime.digests import in_common, may_pair
 from runtime.metrics import RouterMetrics
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
@@ -169,19 +170,14 @@ class Directory:
         return next((worker.info.revision for worker in usable if worker.info is not None), "")
 
     def refusal(self) -> str:
-        """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
-        problem = self.pair_problem()
-        for role in WorkerRole:
-            if problem and not self._usable(role):
-                # What follows a colon is the cause, which may name hosts.
-                reasons = dict.fromkeys(w.problem.partition(":")[0] for w in self.workers if w.role is role)
-                return f"no {role} worker is usable ({'; '.join(filter(None, reasons)) or 'none found'})"
-        return problem
+        """What a client reads where no pair can serve; empty if one can."""
+        return "" if self.is_paired else report.refusal(self.workers)
 
     @property
     def is_paired(self) -> bool:
         """Whether some prefill and decode worker can serve together."""
-        return any(self._fits(digest, WorkerRole.DECODE) for digest in self._digests(WorkerRole.PREFILL))
+        sources, pools = (self._worker_set.tally.compatibilities(role) for role in WorkerRole)
+        return any(may_pair(source, pool) for source in sources for pool in pools)
 
     @property
     def pairless_s(self) -> float:
@@ -190,18 +186,7 @@ class Directory:
 
     def pair_problem(self) -> str:
         """Why no prefill and decode worker can serve together, for operators; empty if some can."""
-        if self.is_paired:
-            return ""
-        for role in WorkerRole:
-            if not self._usable(role):
-                reasons = [f"{w.address}: {w.problem}" for w in self.workers if w.role is role]
-                return f"no {role} worker is usable ({'; '.join(reasons) or 'none found'})"
-        prefill, decode = (self._usable(role)[0].info for role in WorkerRole)
-        assert prefill is not None
-        assert decode is not None
-        here, there = (info.compatibility_text or info.compatibility for info in (prefill, decode))
-        return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
-                f"has {here}, decode has {there}")
+        return "" if self.is_paired else report.pair_problem(self.workers)
 
     def place(self, prompt: RoutedPrompt, context_tokens: int = 0,
               compatibility: str = "") -> WorkerPair | None:
@@ -334,7 +319,7 @@ class Directory:
 
     def status(self) -> list[generation_pb2.WorkerStatus]:
         """Every worker, for people."""
-        return [self._status_of(worker) for worker in self.workers]
+        return report.statuses(self.workers)
 
     def _linked(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> list[_Linked]:
         """Which sources may feed which pools: severed pairs only where no source has another pool."""
@@ -420,12 +405,6 @@ class Directory:
             return usable.workers
         return [worker for worker in usable.workers if worker.standing.longest >= context_tokens]
 
-    def _digests(self, role: WorkerRole) -> Collection[str]:
-        return self._worker_set.tally.compatibilities(role)
-
-    def _fits(self, digest: str, role: WorkerRole) -> bool:
-        return any(may_pair(digest, other) for other in self._digests(role))
-
     def _on_change(self, worker: Worker) -> None:
         if self._worker_set.changed(worker) and self.is_paired != (self._pairless_since_s is None):
             self._pairless_since_s = None if self.is_paired else self._clock.now()
@@ -436,31 +415,6 @@ class Directory:
     def _num_workers(self, role: WorkerRole, *, is_usable: bool) -> int:
         """Any thread."""
         return sum(worker.role is role and worker.is_usable is is_usable for worker in self.workers)
-
-    def _status_of(self, worker: Worker) -> generation_pb2.WorkerStatus:
-        reason = worker.problem or worker.unlisted or self._unpaired(worker)
-        status = generation_pb2.WorkerStatus(
-            role=worker.role, address=worker.address, serving=worker.is_usable, reason=reason,
-            queued_requests=worker.load.queued_requests, running_requests=worker.load.running_requests,
-            pages_free=worker.load.pages_free, slots_free=worker.load.slots_free,
-            open_sessions=worker.load.open_sessions, busy_s=worker.load.busy_s,
-            prompt_tokens=worker.load.prompt_tokens, output_tokens=worker.load.output_tokens,
-            data_ranks=worker.load.data_ranks)
-        if worker.info is not None:
-            status.incarnation = worker.info.incarnation
-            status.stages.extend(worker.info.stages)
-            status.tensor_size = worker.info.tensor_size
-            status.pages_total = worker.info.pages_total
-            status.slots_total = worker.info.slots_total
-        return status
-
-    def _unpaired(self, worker: Worker) -> str:
-        other = WorkerRole.DECODE if worker.role is WorkerRole.PREFILL else WorkerRole.PREFILL
-        if self._fits(worker.compatibility, other):
-            return ""
-        others = [peer.info.compatibility_text for peer in self.workers if peer.role is other and peer.info is not None]
-        mine = "" if worker.info is None else f": it has {worker.info.compatibility_text}"
-        return f"no usable {other} worker fits it{mine}" + "".join(f"; there {text}" for text in others)
 
 
 # All workers are looked at for every choice.

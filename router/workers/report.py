@@ -1,0 +1,74 @@
+"""What people read of the workers: why none of them can serve, and how each one is."""
+
+from collections.abc import Iterable, Sequence
+
+from protos import generation_pb2
+from router.workers.worker import Worker, WorkerRole
+from runtime.digests import may_pair, named_difference
+
+
+def pair_problem(workers: Sequence[Worker]) -> str:
+    """For operators: why no prefill and decode worker of these, of which no two are a pair, can serve together."""
+    for role in WorkerRole:
+        if not _usable(workers, role):
+            return _none_usable(role, (f"{worker.address}: {worker.problem}" for worker in _of(workers, role)))
+    prefill, decode = (_usable(workers, role)[0].info for role in WorkerRole)
+    assert prefill is not None
+    assert decode is not None
+    here, there = (info.compatibility_text or info.compatibility for info in (prefill, decode))
+    return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
+            f"has {here}, decode has {there}")
+
+
+def refusal(workers: Sequence[Worker]) -> str:
+    """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
+    for role in WorkerRole:
+        if not _usable(workers, role):
+            # What follows a colon is the cause, which may name hosts.
+            reasons = dict.fromkeys(worker.problem.partition(":")[0] for worker in _of(workers, role))
+            return _none_usable(role, filter(None, reasons))
+    return pair_problem(workers)
+
+
+def statuses(workers: Sequence[Worker]) -> list[generation_pb2.WorkerStatus]:
+    """Of every worker, with the reason why one is not in use."""
+    return [_status(worker, worker.problem or worker.unlisted or _unpaired(worker, workers)) for worker in workers]
+
+
+def _of(workers: Iterable[Worker], role: WorkerRole) -> list[Worker]:
+    return [worker for worker in workers if worker.role is role]
+
+
+def _usable(workers: Iterable[Worker], role: WorkerRole) -> list[Worker]:
+    return [worker for worker in _of(workers, role) if worker.is_usable]
+
+
+def _none_usable(role: WorkerRole, reasons: Iterable[str]) -> str:
+    return f"no {role} worker is usable ({'; '.join(reasons) or 'none found'})"
+
+
+def _unpaired(worker: Worker, workers: Sequence[Worker]) -> str:
+    """Why no worker of the other role goes with this one; empty if one does."""
+    role = WorkerRole.DECODE if worker.role is WorkerRole.PREFILL else WorkerRole.PREFILL
+    if any(may_pair(worker.compatibility, other.compatibility) for other in workers
+           if other.role is role and other.is_usable):
+        return ""
+    others = [other.info.compatibility_text for other in _of(workers, role) if other.info is not None]
+    mine = "" if worker.info is None else f": it has {worker.info.compatibility_text}"
+    return f"no usable {role} worker fits it{mine}" + "".join(f"; there {text}" for text in others)
+
+
+def _status(worker: Worker, reason: str) -> generation_pb2.WorkerStatus:
+    load = worker.load
+    status = generation_pb2.WorkerStatus(
+        role=worker.role, address=worker.address, serving=worker.is_usable, reason=reason,
+        queued_requests=load.queued_requests, running_requests=load.running_requests, pages_free=load.pages_free,
+        slots_free=load.slots_free, open_sessions=load.open_sessions, busy_s=load.busy_s,
+        prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens, data_ranks=load.data_ranks)
+    if worker.info is not None:
+        status.incarnation = worker.info.incarnation
+        status.stages.extend(worker.info.stages)
+        status.tensor_size = worker.info.tensor_size
+        status.pages_total = worker.info.pages_total
+        status.slots_total = worker.info.slots_total
+    return status
