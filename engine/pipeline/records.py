@@ -7,18 +7,18 @@ computed are the tensors of the same packet. Where a whole number may be absent,
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import DataShare, ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
-from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
+from engine.core.batch import DataShare, ForwardBatch, ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecInfo, TokenTree, Verified
 from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
-from engine.core.state_rows import Snapshot, StateRow
+from engine.pipeline import row_tables
 from engine.pipeline.channel import Packet, PacketKind, PartPiece
 from engine.pipeline.frames import SCHEMA
 from engine.pipeline.tables import (
@@ -28,22 +28,22 @@ from engine.pipeline.tables import (
     Table,
     check_counts,
     column,
-    get_bytes,
     get_lists,
     get_texts,
+    ids,
     lists,
     numbers,
     octets,
-    put_bytes,
     put_lists,
     put_texts,
+    refuse_negative,
+    spread,
+    texts,
     tuples,
 )
 from engine.sampling.sampler import Scores
 from runtime.errors import InternalError
-from runtime.grammar import Grammar, GrammarKind
 
-T = TypeVar("T")
 Values = Mapping[str, Any]  # by column
 MAX_ERROR_BYTES = 4096
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
@@ -52,14 +52,6 @@ _MODES = tuple(ForwardMode)
 
 def _pairs(name: str) -> Column:
     return tuples(name, f"{name}.total", token_id="i8", value="f8")
-
-
-def _ids(name: str) -> Column:
-    return numbers(name, "i8", f"{name}.total")
-
-
-def _texts(name: str) -> Column:
-    return octets(name, f"{name}.total")
 
 
 _STEP = Table(
@@ -81,47 +73,19 @@ _DRAWING = Table(  # one entry per row that draws
            presence_penalty="f8", repetition_penalty="f8", seed="u8", position="i8", num_top_logprobs="i8",
            banned_before="i8"),
     *lists(_pairs("logit_bias"), per="drawing"),
-    *lists(_ids("banned"), per="drawing"),
+    *lists(ids("banned"), per="drawing"),
 )
-_OUTPUTS = Table(  # one per drawing row whose output matters; of these one per opening; of these one per grammar
-    "outputs",
-    tuples("outputs", "outputs", drawing="i4", key="i8", kept="i8", is_only="u1"),
-    *lists(_ids("output.tokens"), per="outputs"),
-    numbers("openings", "i4", "openings"),
-    *lists(_ids("opening.prompt"), per="openings"),
-    numbers("grammars", "i4", "grammars"),
-    *lists(_texts("grammar.kind"), per="grammars"),
-    *lists(_texts("grammar.text"), per="grammars"),
-)
-_SCORING = Table(  # one per row that scores
-    "scoring",
-    tuples("scoring", "scoring", row="i4", num_top="i8"),
-    *lists(_ids("scoring.tokens"), per="scoring"),
-)
-_SPEC = Table(  # one per row, on a pool that speculates
-    "spec",
-    tuples("spec", "spec", accepted_context="i8", next_token_id="i8", draft_start="i8", num_draft_tokens="i8",
-           scratch="i4"),
-    column("spec.tokens", "i8", "spec.tokens"),
-    *lists(_ids("spec.parents"), per="spec"),
-    *lists(_ids("spec.accepted"), per="spec"),
-)
-_STATES = Table(  # one per row, where a prefix cache does something with states
-    "states",
-    numbers("states", "i4", "states"),
-    *lists(tuples("states.snapshots", "states.snapshots.total", num_tokens="i8", slot_id="i4"), per="states"),
-)
-_BATCH = Record(_STEP, _DRAWING, _OUTPUTS, _SCORING, _SPEC, _STATES)
+_BATCH = Record(_STEP, _DRAWING, row_tables.OUTPUTS, row_tables.SCORING, row_tables.SPEC, row_tables.STATES)
 
 
 def _token_columns(name: str) -> tuple[Column, ...]:
     return (tuples(name, name, token_id="i8", has_logprobs="u1", logprob="f8", is_fault="u1"),
-            *lists(_pairs(f"{name}.top"), per=name), *lists(_texts(f"{name}.problem"), per=name))
+            *lists(_pairs(f"{name}.top"), per=name), *lists(texts(f"{name}.problem"), per=name))
 
 
 _DRAWN = Table("drawn", *_token_columns("drawn"))
-_VERIFIED = Table("verified", *lists(_ids("accepted"), per="verified"), *lists(_ids("tokens"), per="verified"),
-                  *lists(_ids("parents"), per="verified"))
+_VERIFIED = Table("verified", *lists(ids("accepted"), per="verified"), *lists(ids("tokens"), per="verified"),
+                  *lists(ids("parents"), per="verified"))
 _SCORED = Table("scored", numbers("counts", "i8", "scoring"), *_token_columns("scored"))
 _RESULT = Record(_DRAWN, _VERIFIED, _SCORED)
 _ERROR = Record(Table("error", octets("text", "bytes")))
@@ -179,10 +143,10 @@ def _pack(sequence: int, batch: ForwardBatch, output: StageOutput, token_ids: Te
             "shares": batch.shares,
         },
         _drawing_values(drawing) if drawing else None,
-        _output_values(outputs) if outputs else None,
-        _scoring_values(batch.scoring) if batch.scoring else None,
-        None if spec is None else _spec_values(spec),
-        _state_values(batch.states) if batch.states else None)
+        row_tables.output_values(outputs) if outputs else None,
+        row_tables.scoring_values(batch.scoring) if batch.scoring else None,
+        None if spec is None else row_tables.spec_values(spec),
+        row_tables.state_values(batch.states) if batch.states else None)
     return Packet(record, tuple(tensors), PacketKind.BATCH, sequence)
 
 
@@ -268,20 +232,20 @@ def _batch_of(step: Values | None, drawing: Values | None, outputs: Values | Non
     num_rows, num_tokens = len(step["rows"]), len(step["positions"])
     keys, query_lens, context_lens = zip(*step["rows"], strict=True) if num_rows else ((), (), ())
     check_counts(query_lens, num_tokens, "tokens of the rows")
-    _refuse_negative({name: step[name].min(initial=0) for name in ("page_tables", "slot_ids", "positions")})
-    _refuse_negative({"context_len": min(context_lens, default=0)})
+    refuse_negative({name: step[name].min(initial=0) for name in ("page_tables", "slot_ids", "positions")})
+    refuse_negative({"context_len": min(context_lens, default=0)})
     if len(step["token_ids"]) not in (0, num_tokens):
         raise ValueError(f"{len(step['token_ids'])} token ids of {num_tokens}")
-    _refuse_negative({"token_ids": step["token_ids"].min(initial=0)})
+    refuse_negative({"token_ids": step["token_ids"].min(initial=0)})
     batch = ForwardBatch(
         mode=_MODES[mode], request_keys=keys, query_lens=query_lens, context_lens=context_lens,
         token_ids=_owned(step["token_ids"]) if len(step["token_ids"]) or not num_tokens else None,
         positions=_owned(step["positions"]), page_tables=_owned(step["page_tables"]),
         slot_ids=_owned(step["slot_ids"]),
-        sampling=_spread(() if drawing is None else _sampling_of(drawing, outputs), num_rows),
-        scoring=() if scoring is None else _spread(_scoring_of(scoring), num_rows),
-        ended_keys=tuple(step["ended_keys"]), states=() if states is None else _states_of(states, num_rows),
-        spec_info=None if spec is None else _spec_of(spec, query_lens, num_tokens),
+        sampling=spread(() if drawing is None else _sampling_of(drawing, outputs), num_rows),
+        scoring=() if scoring is None else spread(row_tables.scoring_of(scoring), num_rows),
+        ended_keys=tuple(step["ended_keys"]), states=() if states is None else row_tables.states_of(states, num_rows),
+        spec_info=None if spec is None else row_tables.spec_of(spec, query_lens, num_tokens),
         shares=tuple(DataShare(*share) for share in step["shares"]))
     if any(len(tensor) != num_tokens if tensor.dim() else True for tensor in tensors):
         raise ValueError(f"tensors of other than {num_tokens} tokens")
@@ -307,7 +271,7 @@ def _drawing_values(drawing: Sequence[tuple[int, SamplingRow]]) -> Values:
 
 def _sampling_of(values: Values, of_outputs: Values | None) -> Iterator[tuple[int, SamplingRow]]:
     drawing = values["drawing"]
-    outputs = _spread(() if of_outputs is None else _outputs_of(of_outputs), len(drawing))
+    outputs = spread(() if of_outputs is None else row_tables.outputs_of(of_outputs), len(drawing))
     columns = (get_lists(values, name) for name in ("logit_bias", "banned"))
     for row, output, bias, banned in zip(drawing, outputs, *columns, strict=True):
         (place, temperature, top_k, top_p, min_p, frequency, presence, repetition, seed, position, num_top,
@@ -317,89 +281,6 @@ def _sampling_of(values: Values, of_outputs: Values | None) -> Iterator[tuple[in
                            frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition,
                            seed=seed, logit_bias=bias),
             position, None if num_top < 0 else num_top, banned, banned_before, output)
-
-
-def _output_values(outputs: Sequence[tuple[int, OutputRow]]) -> Values:
-    openings = [(place, row.opening) for place, (_, row) in enumerate(outputs) if row.opening is not None]
-    grammars = [(place, opening.grammar) for place, (_, opening) in enumerate(openings) if opening.grammar is not None]
-    return {
-        "outputs": [(place, row.key, row.kept, row.is_only) for place, row in outputs],
-        **put_lists("output.tokens", [row.token_ids for _, row in outputs]),
-        "openings": [place for place, _ in openings],
-        **put_lists("opening.prompt", [opening.prompt_token_ids for _, opening in openings]),
-        "grammars": [place for place, _ in grammars],
-        **put_texts("grammar.kind", [grammar.kind for _, grammar in grammars]),
-        **put_bytes("grammar.text", [grammar.encoded for _, grammar in grammars]),
-    }
-
-
-def _outputs_of(values: Values) -> Iterator[tuple[int, OutputRow]]:
-    outputs = values["outputs"]
-    _refuse_negative({"kept": min((row[2] for row in outputs), default=0)})
-    grammars = _spread(zip(values["grammars"], _grammars_of(values), strict=True), len(values["openings"]))
-    opened = [OutputOpening(prompt, grammar)
-              for prompt, grammar in zip(get_lists(values, "opening.prompt"), grammars, strict=True)]
-    openings = _spread(zip(values["openings"], opened, strict=True), len(outputs))
-    for (place, key, kept, is_only), tokens, opening in zip(outputs, get_lists(values, "output.tokens"), openings,
-                                                            strict=True):
-        yield place, OutputRow(key, kept, tokens, opening, bool(is_only))
-
-
-def _grammars_of(values: Values) -> Iterator[Grammar]:
-    for kind, text in zip(get_texts(values, "grammar.kind"), get_bytes(values, "grammar.text"), strict=True):
-        yield Grammar(GrammarKind(kind), text.decode("utf-8", "surrogatepass"))
-
-
-def _scoring_values(rows: Sequence[ScoringRow | None]) -> Values:
-    scoring = [(place, row) for place, row in enumerate(rows) if row is not None]
-    return {"scoring": [(place, row.num_top) for place, row in scoring],
-            **put_lists("scoring.tokens", [row.next_token_ids for _, row in scoring])}
-
-
-def _scoring_of(values: Values) -> Iterator[tuple[int, ScoringRow]]:
-    for (place, num_top), tokens in zip(values["scoring"], get_lists(values, "scoring.tokens"), strict=True):
-        yield place, ScoringRow(tokens, num_top)
-
-
-def _state_values(rows: Sequence[StateRow]) -> Values:
-    return {"states": [row.resumed_slot for row in rows],
-            **put_lists("states.snapshots", [row.snapshots for row in rows])}
-
-
-def _states_of(values: Values, num_rows: int) -> tuple[StateRow, ...]:
-    rows = tuple(StateRow(slot, tuple(Snapshot(*each) for each in snapshots)) for slot, snapshots in zip(
-        values["states"], get_lists(values, "states.snapshots"), strict=True))
-    if len(rows) != num_rows:
-        raise ValueError(f"the states of {len(rows)} rows of {num_rows}")
-    _refuse_negative({"states": min(values["states"], default=0)})
-    return rows
-
-
-def _spec_values(spec: SpecInfo) -> Values:
-    rows = spec.rows
-    accepted = [row.accepted or AcceptedNodes(-1, ()) for row in rows]
-    return {
-        "spec": [(nodes.context_len, -1 if row.next_token_id is None else row.next_token_id, row.draft_start,
-                  row.num_draft_tokens, row.scratch) for nodes, row in zip(accepted, rows, strict=True)],
-        "spec.tokens": spec.token_ids.numpy(),
-        **put_lists("spec.parents", [row.parents for row in rows]),
-        **put_lists("spec.accepted", [nodes.nodes for nodes in accepted]),
-    }
-
-
-def _spec_of(values: Values, query_lens: Sequence[int], num_tokens: int) -> SpecInfo:
-    if len(values["spec.tokens"]) != num_tokens:
-        raise ValueError(f"{len(values['spec.tokens'])} tokens to verify of {num_tokens}")
-    _refuse_negative({"scratch": min((row[4] for row in values["spec"]), default=0)})
-    rows = []
-    for length, (context_len, next_token_id, draft_start, num_draft_tokens, scratch), parents, nodes in zip(
-            query_lens, values["spec"], get_lists(values, "spec.parents"), get_lists(values, "spec.accepted"),
-            strict=True):
-        if parents and (len(parents) != length or any(not -1 <= parent < node for node, parent in enumerate(parents))):
-            raise ValueError(f"the parents {parents[:8]} of a row of {length} tokens")
-        rows.append(SpecRow(parents, None if context_len < 0 else AcceptedNodes(context_len, nodes),
-                            None if next_token_id < 0 else next_token_id, draft_start, num_draft_tokens, scratch))
-    return SpecInfo(_owned(values["spec.tokens"]), tuple(rows))
 
 
 def _token_values(name: str, tokens: Sequence[DrawnToken]) -> Values:
@@ -431,23 +312,6 @@ def _scores_of(values: Values) -> list[Scores]:
         scores.append(tuple(scored[start:start + count]))
         start += count
     return scores
-
-
-def _spread(entries: Iterable[tuple[int, T]], count: int) -> tuple[T | None, ...]:
-    """`count` places, those of the entries (place, value) filled and the others None. Places go up."""
-    spread: list[T | None] = [None] * count
-    last = -1
-    for place, value in entries:
-        if not last < place < count:
-            raise ValueError(f"an entry for place {place} after {last}, of {count}")
-        spread[place], last = value, place
-    return tuple(spread)
-
-
-def _refuse_negative(lowest: Mapping[str, int]) -> None:
-    for name, value in lowest.items():
-        if value < 0:
-            raise ValueError(f"{name} {value}, below 0")
 
 
 def _owned(array: Array) -> Tensor:

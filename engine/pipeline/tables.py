@@ -13,16 +13,17 @@ left out, and what no tensor is made of is read as Python's own values, not as a
 import math
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from runtime.errors import InternalError
 
+T = TypeVar("T")
 Array = NDArray[Any]
 RecordBytes = bytes | bytearray | memoryview
 Shape = tuple[int, ...]
@@ -134,6 +135,16 @@ def octets(name: str, size: int | str) -> Column:
 def lists(values: Column, *, per: str) -> tuple[Column, Column]:
     """Columns of one list of values for each of the size `per`: their lengths, and all values, which `values` holds."""
     return numbers(f"{values.name}.lengths", "i4", per), values
+
+
+def ids(name: str) -> Column:
+    """The values of lists of whole numbers, for `lists`."""
+    return numbers(name, "i8", f"{name}.total")
+
+
+def texts(name: str) -> Column:
+    """The values of lists of texts or byte strings, for `lists`."""
+    return octets(name, f"{name}.total")
 
 
 class Table:
@@ -278,6 +289,28 @@ def check_counts(counts: Sequence[int], total: int, name: str) -> None:
     """Raises ValueError when they do not add up to `total`, or one is below 0."""
     if min(counts, default=0) < 0 or sum(counts) != total:
         raise ValueError(f"{name}: {sum(counts)} in all, {total} are there")
+
+
+def refuse_negative(lowest: Mapping[str, int]) -> None:
+    """`lowest`: the lowest number of each column. Raises ValueError naming the first that is below 0."""
+    for name, value in lowest.items():
+        if value < 0:
+            raise ValueError(f"{name} {value}, below 0")
+
+
+def spread(entries: Iterable[tuple[int, T]], count: int) -> tuple[T | None, ...]:
+    """`count` places, those of the entries (place, value) filled and the others None.
+
+    Raises:
+        ValueError: places do not go up, or are none of these.
+    """
+    filled: list[T | None] = [None] * count
+    last = -1
+    for place, value in entries:
+        if not last < place < count:
+            raise ValueError(f"an entry for place {place} after {last}, of {count}")
+        filled[place], last = value, place
+    return tuple(filled)
 
 
 def _spans(values: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
