@@ -4,9 +4,13 @@
     exposition = Exposition.start(registry, port=0)             # exposition.port; exposition.close()
 """
 
+import logging
+import socket
 import threading
+from collections import OrderedDict
+from socketserver import ThreadingMixIn
 from typing import Self
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,10 +18,17 @@ from prometheus_client import (
     Info,
     PlatformCollector,
     ProcessCollector,
-    start_http_server,
+    make_wsgi_app,
 )
 
 from runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_SCRAPES = 16  # connections at once, each with a thread
+SCRAPE_SILENCE_S = 10.0
+
+_Connection = socket.socket | tuple[bytes, socket.socket]  # the base class's type; of TCP it is the socket
 
 
 def new_registry(*, role: str, version: str) -> CollectorRegistry:
@@ -28,6 +39,52 @@ def new_registry(*, role: str, version: str) -> CollectorRegistry:
     GCCollector(registry=registry)
     Info("baton_build", "What runs here.", registry=registry).info({"role": role, "version": version})
     return registry
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SCRAPE_SILENCE_S
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's signature
+        """Scrapes are not logged."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per connection, of `MAX_SCRAPES` at most: one more ends the oldest, so that connections which ask for
+    nothing keep nobody out."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+        self.address_family = family
+        self._open: OrderedDict[_Connection, None] = OrderedDict()
+        self._open_lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: _Connection, client_address: object) -> None:
+        with self._open_lock:
+            if len(self._open) >= MAX_SCRAPES:
+                _cut(self._open.popitem(last=False)[0])
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: _Connection) -> None:
+        with self._open_lock:
+            self._open.pop(request, None)
+            super().shutdown_request(request)
+
+    def handle_error(self, request: _Connection, client_address: object) -> None:
+        """Of one connection: its client left, was silent or was cut off."""
+        logger.debug("a scrape by %s failed", client_address, exc_info=True)
+
+
+def _cut(connection: _Connection) -> None:
+    """Its thread, which reads or writes, ends."""
+    assert isinstance(connection, socket.socket)
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        logger.debug("a connection to /metrics is gone already")
 
 
 class Exposition:
@@ -45,9 +102,14 @@ class Exposition:
     def start(cls, registry: CollectorRegistry, *, port: int, host: str = "127.0.0.1") -> Self:
         """Listen; port 0 lets the system choose. Raises ConfigError naming the address."""
         try:
-            return cls(*start_http_server(port, host, registry))
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            server = _Server(family, (str(address[0]), port))
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}", field="metrics_port") from error
+        server.set_app(make_wsgi_app(registry))
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
+        return cls(server, thread)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -1,3 +1,6 @@
+import socket
+import struct
+import threading
 import urllib.request
 
 import pytest
@@ -6,7 +9,7 @@ from router.request.worker_stream import MoveReason
 from router.workers.worker import WorkerRole
 from runtime import errors
 from runtime.errors import BatonError, ConfigError
-from runtime.exposition import Exposition, new_registry
+from runtime.exposition import MAX_SCRAPES, Exposition, new_registry
 from runtime.metrics import (
     FAILURES,
     SESSION_FAILURES,
@@ -35,6 +38,27 @@ def test_exposition_serves_what_was_counted() -> None:
     assert 'baton_kv_transfer_bytes_total{kind="kv"} 4096.0' in text
     assert 'baton_build_info{role="decode",version="1.2.3"} 1.0' in text
     assert "process_resident_memory_bytes" in text
+
+
+def test_connections_that_ask_for_nothing_keep_no_scrape_out(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each would have a thread and a descriptor of the worker for as long as it likes."""
+    exposition = Exposition.start(new_registry(role="decode", version="1.2.3"), port=0)
+    before = threading.active_count()
+    try:
+        idle = [socket.create_connection(("127.0.0.1", exposition.port), timeout=60) for _ in range(8 * MAX_SCRAPES)]
+        junk = socket.create_connection(("127.0.0.1", exposition.port), timeout=60)
+        junk.sendall(bytes(100_000))
+        junk.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it leaves by a reset
+        junk.close()
+        with urllib.request.urlopen(f"http://127.0.0.1:{exposition.port}/metrics", timeout=60) as answer:
+            assert b"baton_build_info" in answer.read()
+        assert [connection.recv(1) for connection in idle[:6 * MAX_SCRAPES]] == [b""] * 6 * MAX_SCRAPES
+        assert threading.active_count() - before <= 2 * MAX_SCRAPES  # some of those cut off may not have ended yet
+        for connection in idle:
+            connection.close()
+    finally:
+        exposition.close()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_worker_can_hold_all_its_sets_in_one_registry() -> None:

@@ -42,7 +42,7 @@ class SocketLimits:
     @contextmanager
     def connecting(self) -> Iterator[None]:
         """Connections that are opened in the block get the limit. Another thread's may be among them, which is so
-        seldom that it does no harm."""
+        seldom that it does no harm. Raises OSError without a free descriptor."""
         before = _sockets()
         yield
         for descriptor in _new(before, _sockets()):
@@ -50,8 +50,12 @@ class SocketLimits:
                 _limit(found)
 
     def apply(self) -> None:
-        """To what has come to the worker's ports since the last call."""
-        found = _sockets()
+        """To what has come to the worker's ports since the last call. Without a free descriptor to look with, the next
+        call finds it."""
+        try:
+            found = _sockets()
+        except OSError:
+            return
         for descriptor in _new(self._seen, found):
             with suppress(OSError), _tcp(descriptor) as accepted:
                 if accepted.getsockname()[1] in self._ports:
@@ -60,7 +64,7 @@ class SocketLimits:
 
 
 def _sockets() -> dict[int, str]:
-    """Which sockets this process has open, by descriptor."""
+    """Which sockets this process has open, by descriptor. Raises OSError without a free descriptor to look with."""
     found: dict[int, str] = {}
     for name in os.listdir(_FOLDER) if sys.platform == "linux" else ():
         with suppress(OSError):  # closed meanwhile

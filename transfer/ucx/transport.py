@@ -99,7 +99,7 @@ class UcxTransport:
             with self._sockets.connecting():
                 endpoint = self._worker.create_endpoint_from_worker_address(self._ucx.address(raw),
                                                                             endpoint_error_handling=True)
-        except self._ucx.error as error:
+        except (self._ucx.error, OSError) as error:
             raise PeerLostError(f"cannot connect to the peer's transfer worker: {error}") from error
         peer = self._peers[address] = UcxPeer(address, endpoint)
         return peer

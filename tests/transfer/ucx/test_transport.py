@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from runtime.clock import SystemClock
+from runtime.clock import ManualClock, SystemClock
 from runtime.errors import ConfigError, PeerLostError
 from tests.support.transfer.transfer_child import CHILD_FILL, SendingChild
 from tests.transfer.contract import PREFIX, Pair, TransportContract, pattern, poisoned
@@ -18,7 +19,7 @@ from transfer.transport.protocol import Operation, OperationState, Transport
 from transfer.ucx.settings import TransportProfile, live_devices, ucx_options
 from transfer.ucx.sockets import UNACKNOWLEDGED_S
 from transfer.ucx.stage_channel import UcxStageChannel
-from transfer.ucx.transport import UcxTransport
+from transfer.ucx.transport import SOCKET_CHECK_S, UcxTransport
 
 PROFILES = [TransportProfile.SHM, TransportProfile.TCP]
 NUM_BYTES = 8 << 20
@@ -221,6 +222,38 @@ def test_garbage_on_the_tcp_port_neither_crashes_nor_hangs(garbage: bytes) -> No
     pair.settle(0.1)
     left.close()
     right.close()
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """In the block this process can open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_a_free_descriptor_what_is_connected_goes_on() -> None:
+    """Connections to other ports of a process may take all there are; the handoff's thread survives it."""
+    clock = ManualClock()
+    pair = Pair(*(UcxTransport(profile=TransportProfile.TCP, clock=clock) for _ in range(2)))
+    other = UcxTransport(profile=TransportProfile.TCP, clock=clock)
+    for seed in (1, 2):  # the first message opens the connections
+        target = poisoned(100_000)
+        with no_descriptor_left() if seed == 2 else contextlib.nullcontext():
+            clock.advance(2 * SOCKET_CHECK_S)
+            pair.finish(pair.right.post_receive(pair.to_left, PREFIX + seed, target),
+                        pair.left.send(pair.to_right, PREFIX + seed, pattern(100_000, seed)))
+            if seed == 2:
+                with pytest.raises(PeerLostError, match="open files"):
+                    pair.left.connect(other.address)
+        assert target == pattern(100_000, seed)
+    for transport in (pair.left, pair.right, other):
+        transport.close()
 
 
 def test_only_slow_transports_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
