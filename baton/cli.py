@@ -101,7 +101,7 @@ def _told_of_full_disks() -> Iterator[None]:
 
 @app.command()
 def demo(context: typer.Context) -> None:
-    """Start a small local cluster, ask the shipped model one question, show the timings, stop."""
+    """Ask a small local cluster one question. Starts it with the shipped model, shows the timings, and stops it."""
 
     async def run(stop: StopSignal) -> None:
         with _told_of_full_disks():
@@ -219,7 +219,7 @@ _add_program("router", "router", "Run one router, as a container does.")
 _add_program("gateway", "baton.gateway", "Serve OpenAI's HTTP API before routers.")
 _add_program("prefill", "prefill", "Run one process of a prefill pool.")
 _add_program("decode", "decode", "Run one process of a decode pool.")
-_add_program("check", "pool.check", "Say without loading it whether a model would be served, and what it takes.")
+_add_program("check", "pool.check", "Say whether a model would be served, and what it takes.")
 _add_program("simulate", "sim", "Try a fleet in virtual time before it is there.")
 _add_program("plan", "sim.plan", "Search the cheapest fleet for a load, by simulating fleets.")
 
@@ -257,7 +257,7 @@ def generate(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Continue a prompt, or with --chat answer it, and stream the text."""
+    """Continue a prompt, or with --chat answer it. Streams the text."""
     with _one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         query = Query(
             prompt=prompt_of(read_prompt(prompt), ids=ids, as_chat=as_chat),
@@ -335,7 +335,7 @@ def flush(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Empty the prefix caches of all workers; where there are certificates, only an operator's may. Exit code 1 unless
+    """Empty the prefix caches of all workers. Where there are certificates, only an operator's may. Exit code 1 unless
     every worker did."""
     with _one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
@@ -373,8 +373,8 @@ def load(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Send requests when they are due, however slow the answers are; report TTFT, TPOT, ITL and goodput. Exit code 1 if
-    any failed."""
+    """Measure how a cluster keeps up with a load. Sends requests when they are due, however slow the answers are, and
+    reports TTFT, TPOT, ITL and goodput. Exit code 1 if any failed."""
     console = Console(stderr=True, highlight=False)
 
     async def run(spec: LoadSpec) -> dict[str, object]:

@@ -19,7 +19,7 @@ Start = Callable[[dict[str, object], Path | None], int]
 
 def worker_command(role_name: str, start: Start) -> typer.Typer:
     """`start(flags, file)` runs the role and returns the exit code; it may import torch, this module does not."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
     @app.command(help=f"Run one process of a {role_name} pool. {ENVIRONMENT_HELP}")
     def run(

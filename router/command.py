@@ -20,7 +20,7 @@ TARGET_HELP = ("HOST:PORT of a {} pool's leader, dns:///NAME:PORT for all of a n
                "k8s:///[NAMESPACE/]SERVICE:PORT for a Kubernetes service's endpoints, file:///PATH for one that "
                "announces itself there; repeat.")
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from runtime.errors import ConfigError
 
@@ -88,8 +89,14 @@ def load(kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"{section}.{key}: unknown setting{did_you_mean(key, kind.model_fields)}",
                               field=key) from error
-        given = "" if first["type"] == "missing" else f" (got {first['input']!r})"
-        raise ConfigError(f"{section}.{key}: {first['msg']}{given}", field=key) from error
+        raise ConfigError(f"{section}.{key}: {_problem(first)}", field=key) from error
+
+
+def _problem(error: ErrorDetails) -> str:
+    """What is wrong with a value, and the value."""
+    if error["type"] == "value_error":  # one of ours, which names it
+        return str(error["ctx"]["error"])
+    return error["msg"] if error["type"] == "missing" else f"{error['msg']} (got {error['input']!r})"
 
 
 def read_tables(file: Path) -> dict[str, dict[str, object]]:

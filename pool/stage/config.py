@@ -1,5 +1,6 @@
 """The settings of a prefill or decode process. Flags and one TOML file fill it; it never changes after."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -77,8 +78,8 @@ class WorkerConfig(TlsConfig):
     weights: Literal["model", "int8"] = Field(
         default="model", description="model: in the model's type; int8: matrices of projections in eight bits, "
                                      "multiplied by activations in eight bits (device cpu)")
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$",
-                        description="what layers and cache memory are on: cpu, cuda or cuda:N (with numerics fast)")
+    device: str = Field(default="cpu", description="what layers and cache memory are on: cpu, cuda or cuda:N (with "
+                                                   "numerics fast)")
     cuda_graphs: bool = Field(default=True, description="replay decode and verify steps as captured graphs, where "
                                                         "device is cuda")
     threads: int = Field(default=1, ge=1, le=256, description="compute threads of this process")
@@ -106,6 +107,13 @@ class WorkerConfig(TlsConfig):
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
     log_style: Literal["human", "json"] = Field(default="human", description="for people or for machines")
     otel_endpoint: str = Field(default="", description="URL of an OTLP collector over gRPC; empty: no traces")
+
+    @field_validator("device")
+    @classmethod
+    def _checked_device(cls, text: str) -> str:
+        if re.fullmatch(r"cpu|cuda(:[0-9]+)?", text) is None:
+            raise ValueError(f"device must be cpu, cuda or cuda:N, got {text!r}")
+        return text
 
     @field_validator("transport_ports")
     @classmethod

@@ -204,7 +204,15 @@ async def test_every_command_explains_itself(command: str) -> None:
 async def test_roles_answer_help_themselves(role: str) -> None:
     done = await baton(role, "--help")
     assert done.returncode == 0
+    assert done.stdout.startswith("Usage: ")
     assert "--announce" in done.stdout
+
+
+async def test_the_list_of_commands_has_their_whole_summaries() -> None:
+    done = await baton("--help", environment={"COLUMNS": "80"})
+    _, _, commands = done.stdout.partition("Commands:")
+    assert "  load      Measure how a cluster keeps up with a load.\n" in commands
+    assert "..." not in commands
 
 
 async def test_a_secured_server_is_reached_with_flags_or_variables(tmp_path: Path) -> None:

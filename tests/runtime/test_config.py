@@ -28,7 +28,7 @@ def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None
     ("[decoder]\nnum_pages = 8\n", "decoder", r"did you mean decode\?$"),
     ("[prefill]\nnum_pages = 'many'\n", "num_pages", "many"),
     ("[prefil]\nnum_pages = 8\n", "prefil", "router, prefill, decode"),
-    ("[prefill]\nlisten = 'nowhere'\n", "listen", "HOST:PORT"),
+    ("[prefill]\nlisten = 'nowhere'\n", "listen", "^prefill.listen: address must be HOST:PORT, got 'nowhere'$"),
     ("num_pages = 8\n", "num_pages", "tables"),
     ("not toml", "config", "not TOML"),
 ])
