@@ -32,7 +32,7 @@ from models.quantised_formats import open_checkpoint
 from models.registry import read_decoder
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
-from runtime.model_folder import check_model_folder
+from runtime.model_folder import check_model_folder, eos_token_ids
 
 # Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
 # wrapper saved as its text model keeps the wrapper's keys.
@@ -149,7 +149,7 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
 
     `facts.revision` is a digest over config.json (without the fields that only say who wrote it) and the names, types
     and shapes of all tensors; their bytes are digested while they are read (`load_stage`). End-of-sequence ids are
-    those of the config and of generation_config.json.
+    those of generation_config.json, or of the config where that states none.
 
     Raises:
         ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, a file is damaged, or
@@ -160,8 +160,8 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
     spec = read_decoder(architecture_of(raw), text_config(raw))
     checkpoint = open_checkpoint(path, text_config(raw), spec.inputs_first)
     generation = path / "generation_config.json"
-    eos_ids = read_config_file(generation).integers("eos_token_id") if generation.exists() else ()
-    description = _describe(raw, spec, checkpoint, eos_ids)
+    stated = read_config_file(generation).as_dict() if generation.exists() else {}
+    description = _describe(raw, spec, checkpoint, stated)
     if in_bytes and not has_kernels(_torch_dtype(description.facts.dtype)):
         raise ConfigError(f"weights int8: models that run in {description.facts.dtype} have no products in eight bits, "
                           f"only those in bfloat16 and float32", field="weights")
@@ -171,17 +171,15 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
 def random_model(config: dict[str, object]) -> ModelDescription:
     """A model of this config (the content of a config.json) with repeatable random weights."""
     raw = RawConfig(config)
-    return _describe(raw, read_decoder(architecture_of(raw), text_config(raw)), None, ())
+    return _describe(raw, read_decoder(architecture_of(raw), text_config(raw)), None, {})
 
 
 def _describe(raw: RawConfig, spec: DecoderSpec, checkpoint: Checkpoint | None,
-              generation_eos_ids: tuple[int, ...]) -> ModelDescription:
+              generation: Mapping[str, object]) -> ModelDescription:
     text = text_config(raw)
     if spec.tied_head and checkpoint is not None and _has_other_head(checkpoint):
         spec = replace(spec, tied_head=False)
-    eos_ids = tuple(dict.fromkeys((*text.integers("eos_token_id"), *generation_eos_ids)))
-    if max(eos_ids, default=0) >= spec.vocab_size:
-        raise text.fail("eos_token_id", f"{max(eos_ids)} is outside the vocabulary of {spec.vocab_size} tokens")
+    eos_ids = eos_token_ids((generation, text.as_dict(), raw.as_dict()), spec.vocab_size)
     revision = description_digest(raw, None if checkpoint is None else checkpoint.entries)
     facts = ModelFacts(
         architecture=architecture_of(raw), num_layers=spec.num_layers, hidden_size=spec.hidden_size,

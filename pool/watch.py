@@ -41,7 +41,7 @@ def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation
         max_running_requests=num_ranks * plan.max_held, max_batch_requests=num_ranks * config.max_running,
         max_queued_requests=num_ranks * config.max_queued,
         stages=[str(layers) for layers in plan.ranges], tensor_size=config.tp, data_size=num_ranks,
-        tokenizer_digest=tokenizer_digest(config.model))
+        tokenizer_digest=tokenizer_digest(config.model), eos_token_ids=facts.eos_token_ids)
 
 
 def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.WorkerInfo:

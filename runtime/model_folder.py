@@ -4,7 +4,7 @@ Looks at names and at the first bytes of small files; nothing is loaded.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,17 @@ def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"config.json: text_config must be an object, is {fields!r}", field="text_config")
     return fields
+
+
+def eos_token_ids(sources: Sequence[Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """Those of the first source that states any; transformers takes generation_config.json before config.json. Routers,
+    which end answers at them, and workers, whose grammars end texts with them, have to mean the same. Raises
+    ConfigError."""
+    stated: object = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
+        raise ConfigError(f"eos_token_id must be ids from 0 to {vocab_size - 1}, got {stated!r}", field="eos_token_id")
+    return tuple(dict.fromkeys(ids))
 
 
 def most(name: str) -> int:

@@ -14,16 +14,18 @@ from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
 from pool.stage.pool_size import PoolSize
 from pool.stage.speculation import SpeculationPlan
+from runtime.tokenizer_files import tokenizer_digest
 
 ANY = "any"  # no bits are promised
 MODELS_OWN = "the model's"  # no other was set
+NONE = "none"
 
 
 def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: Sequence[LayerRange],
                    size: PoolSize, *, max_held: int, speculation: SpeculationPlan | None,
                    speculates: bool) -> dict[str, str]:
     """By name as people know it, each value as text. A stage that differed in any of these would compute other bits,
-    or would meet a batch that it has no memory for."""
+    would follow a grammar over other tokens, or would meet a batch that it has no memory for."""
     kind = config.device.partition(":")[0]
     exact = Numerics(config.numerics) is Numerics.EXACT
     settings = {
@@ -35,13 +37,18 @@ def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: 
         "max_context_tokens": str(size.context_tokens),
         "chunk_tokens": str(config.chunk_tokens), "partition": ", ".join(map(str, ranges)),
         "tp": str(config.tp), "dp_attention": str(config.dp_attention), "overlap_tokens": str(config.overlap_tokens),
-        "draft": "none" if speculation is None else speculation.draft.revision, "frames": LAYOUT,
+        "tokenizer": tokenizer_digest(config.model), "eos_token_ids": _listed(description.facts.eos_token_ids),
+        "draft": NONE if speculation is None else speculation.draft.revision, "frames": LAYOUT,
     }
     if speculation is not None:
         settings |= {"spec_topk": str(config.spec_topk), "spec_steps": str(config.spec_steps),
                      "spec_draft_tokens": str(config.spec_draft_tokens), "spec_prompt": str(speculation.handed),
                      "verifies drafts": str(speculates), "max_running": str(config.max_running)}
     return settings
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return " ".join(map(str, sorted(ids))) or NONE
 
 
 def _arithmetic() -> str:

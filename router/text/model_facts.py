@@ -1,6 +1,6 @@
 """What a router has of the model it serves without loading it: limits to check requests against."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from router.text.tokenise import Tokeniser, load_tokeniser, read_json
 from runtime.errors import ConfigError
 from runtime.grammar import Grammars, load_grammars
-from runtime.model_folder import check_model_folder, most, text_fields
+from runtime.model_folder import check_model_folder, eos_token_ids, most, text_fields
 from runtime.tokenizer_files import tokenizer_digest
 
 _CONTEXT = ("max_position_embeddings", "model_max_length")  # the latter in Kimi-Linear's files
@@ -55,20 +55,11 @@ def load_served_model(model_dir: Path, name: str = "") -> ServedModel:
         vocab_size=_positive(text_config, "vocab_size"),
         max_context_tokens=_positive(text_config, context),
         num_layers=_positive(text_config, "num_hidden_layers"),
-        eos_token_ids=_eos_token_ids((generation_config, text_config, config), text_config["vocab_size"]),
+        eos_token_ids=eos_token_ids((generation_config, text_config, config), text_config["vocab_size"]),
         tokenizer_digest=tokenizer_digest(model_dir),
     )
     return ServedModel(facts, load_tokeniser(model_dir),
                        load_grammars(model_dir, facts.eos_token_ids, computes_masks=False))
-
-
-def _eos_token_ids(sources: Sequence[Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
-    """Of the first source that states any. Workers refuse requests with an id that no token has."""
-    stated: object = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
-    ids = stated if isinstance(stated, list) else [stated]
-    if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
-        raise ConfigError(f"eos_token_id must be ids from 0 to {vocab_size - 1}, got {stated!r}", field="model")
-    return tuple(ids)
 
 
 def _positive(config: Mapping[str, Any], name: str) -> int:

@@ -15,6 +15,7 @@ from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.memory.layout import CacheKind
 from models.loader import random_model, read_model, stage_entries
+from router.text.model_facts import load_served_model
 from runtime.errors import ConfigError
 from tests.models.conftest import CheckpointMaker
 from tests.support.models.checkpoints import FAMILY_NAMES
@@ -178,11 +179,20 @@ def test_facts_and_caches_of_a_hybrid(checkpoint: CheckpointMaker) -> None:
         (3, CacheKind.KV, (2, 2, 16, 32), "float32")]
 
 
-def test_eos_ids_of_both_files(broken: Path) -> None:
-    (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
-    assert read_model(broken).facts.eos_token_ids == (2, 7)
+@pytest.mark.parametrize(("generation", "expected"), [(None, (2,)), ({"eos_token_id": [7, 9, 7]}, (7, 9)),
+                                                      ({"temperature": 1}, (2,)), ({"eos_token_id": 5}, (5,))])
+def test_routers_and_workers_have_the_same_eos_ids(broken: Path, generation: dict[str, object] | None,
+                                                   expected: tuple[int, ...]) -> None:
+    """Workers had those of both files, routers those of generation_config.json: a grammar ended a text with a token
+    that no router stops at, and the request failed."""
+    if generation is not None:
+        (broken / "generation_config.json").write_text(json.dumps(generation))
+    assert read_model(broken).facts.eos_token_ids == load_served_model(broken).facts.eos_token_ids == expected
+
+
+def test_eos_ids_outside_the_vocabulary_are_refused(broken: Path) -> None:
     (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": 10**6}))
-    with pytest.raises(ConfigError, match="eos_token_id 1000000 is outside the vocabulary of"):
+    with pytest.raises(ConfigError, match="eos_token_id must be ids from 0 to 255, got 1000000"):
         read_model(broken)
 
 

@@ -49,9 +49,11 @@ def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> N
 
 
 def check_settings(mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Raises IncompatiblePeerError naming each setting in which two stages of one pool differ, and both values."""
-    differing = [f"{name} is {mine.get(name, 'not set')} here, {theirs.get(name, 'not set')} there"
-                 for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+    """Raises IncompatiblePeerError naming each setting in which two stages of one pool differ, and both values. An
+    empty value goes with any."""
+    pairs = [(name, mine.get(name, "not set"), theirs.get(name, "not set")) for name in sorted(mine.keys() | theirs)]
+    differing = [f"{name} is {here} here, {there} there" for name, here, there in pairs
+                 if here != there and here and there]
     if differing:
         raise IncompatiblePeerError(f"the stages differ: {'; '.join(differing)}")
 

@@ -49,6 +49,33 @@ def test_a_stage_of_a_release_with_other_frames_is_refused(tmp_path: Path) -> No
         check_settings(settings, {**settings, "frames": "0" * 12})
 
 
+@pytest.mark.parametrize(("file", "before", "after", "words"), [
+    ("tokenizer.json", {"model": {"vocab": {"a": 0}}}, {"model": {"vocab": {"a": 1}}},
+     "tokenizer is [0-9a-f]{16} here, [0-9a-f]{16} there"),
+    ("generation_config.json", {}, {"eos_token_id": [9, 4]}, "eos_token_ids is 2 here, 4 9 there")])
+def test_a_stage_whose_grammars_are_over_other_tokens_is_refused(tmp_path: Path, file: str, before: dict[str, object],
+                                                                 after: dict[str, object], words: str) -> None:
+    """The last stage makes masks from its own files: answers followed another grammar than their request's."""
+    model = make_checkpoint(tmp_path, "llama")
+    found = []
+    for content in (before, after):
+        (model / file).write_text(json.dumps(content))
+        found.append(plan_stage(WorkerConfig(model=model, num_pages=8)).settings)
+    with pytest.raises(IncompatiblePeerError, match=words):
+        check_settings(*found)
+
+
+def test_a_stage_without_a_tokenizer_joins_any(tmp_path: Path) -> None:
+    """Where one is made of other files, the hosts of a pool may not all have it; grammars are refused, then."""
+    model = make_checkpoint(tmp_path, "llama")
+    without = plan_stage(WorkerConfig(model=model, num_pages=8)).settings
+    (model / "tokenizer.json").write_text("{}")
+    with_one = plan_stage(WorkerConfig(model=model, num_pages=8)).settings
+    assert without["tokenizer"] != with_one["tokenizer"]
+    check_settings(without, with_one)
+    check_settings(with_one, without)
+
+
 def test_stages_that_keep_the_states_of_another_number_of_trees_do_not_join(tmp_path: Path) -> None:
     """Pools of up to 32 hold three times what they run, so that both hold 33 requests here."""
     model, draft = make_checkpoint(tmp_path, "qwen3_5_text"), save_draft(tmp_path / "eagle3", layers=(0, 1, 3))

@@ -276,6 +276,21 @@ async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(theirs
                                          "the router's b")
 
 
+@pytest.mark.parametrize(("theirs", "ours", "accepted"), [((1, 2), (2, 1), True), ((), (1,), True), ((1,), (), False),
+                                                          ((1, 2), (1,), False)])
+async def test_a_worker_that_ends_answers_elsewhere_is_refused(theirs: tuple[int, ...], ours: tuple[int, ...], *,
+                                                               accepted: bool) -> None:
+    """Of two routers before the same workers, one would let answers run on."""
+    known = Known()
+    facts = replace(FACTS, eos_token_ids=ours)
+    known.prefill.introduced(worker_info(WorkerRole.PREFILL, eos_token_ids=theirs), facts)
+    known.prefill.reported(worker_pb2.WorkerLoad(serving=True))
+    assert known.prefill.is_usable == accepted
+    if not accepted:
+        assert known.prefill.problem == (f"it ends answers elsewhere: its eos_token_id are {list(theirs)}, the "
+                                         f"router's {list(ours)}")
+
+
 async def test_half_a_pair_is_never_booked() -> None:
     """Two requests that wait for a pool would wake each other with what they book and give back."""
     known = Known(num_decode=2)
