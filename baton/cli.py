@@ -133,7 +133,7 @@ def up(
                                                show_default=DEFAULT_TARGET)] = None,
     memory_mb: Annotated[int | None, typer.Option(min=1, help="Cache memory of each worker in MiB; default: a share of "
                                                               "what is free.")] = None,
-    max_context: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together; default: the "
+    max_context: Annotated[int | None, typer.Option(min=16, help="Tokens of prompt and answer together; default: the "
                                                                 "model's, or what the memory holds.")] = None,
     http: Annotated[str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")] = "",
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,

@@ -14,6 +14,7 @@ from transfer.ucx.binding import UcxBinding, parse_ports
 
 TransportName = Literal["auto", "shm", "tcp", "cuda"]
 StageChannelName = Literal["auto", "ucx", "nccl"]
+MIN_CONTEXT_TOKENS = 16  # a router's own first request needs six, and waits for a pool that can hold them
 
 
 class WorkerConfig(TlsConfig):
@@ -43,8 +44,9 @@ class WorkerConfig(TlsConfig):
                                                 "announces itself in; needed by the other stages")
     partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')
     page_size: int = Field(default=64, ge=1, le=4096, description="tokens per cache page")
-    max_context: int = Field(default=0, ge=0, description="tokens of prompt and answer together; 0: the model's, or as "
-                                                          "many as the cache can hold")
+    max_context: int = Field(default=0, ge=0, description="tokens of prompt and answer together, at least "
+                                                          f"{MIN_CONTEXT_TOKENS}; 0: the model's, or as many as the "
+                                                          "cache can hold")
     num_pages: int = Field(default=0, ge=0, description="cache pages, the null page included; 0: from --memory-mb")
     memory_mb: int = Field(default=0, ge=0, description="cache memory per stage in MiB, on its device, when "
                                                         "--num-pages is 0; 0: from --memory-share")
@@ -107,6 +109,13 @@ class WorkerConfig(TlsConfig):
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
     log_style: Literal["human", "json"] = Field(default="human", description="for people or for machines")
     otel_endpoint: str = Field(default="", description="URL of an OTLP collector over gRPC; empty: no traces")
+
+    @field_validator("max_context")
+    @classmethod
+    def _checked_context(cls, num_tokens: int) -> int:
+        if 0 < num_tokens < MIN_CONTEXT_TOKENS:
+            raise ValueError(f"max_context must be 0 or at least {MIN_CONTEXT_TOKENS} tokens, got {num_tokens}")
+        return num_tokens
 
     @field_validator("device")
     @classmethod

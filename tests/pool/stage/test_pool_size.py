@@ -7,9 +7,11 @@ import pytest
 
 from models.loader import read_model
 from models.weights_digest import PoolWeights
-from pool.stage.config import WorkerConfig
+from pool.stage.config import MIN_CONTEXT_TOKENS, WorkerConfig
 from pool.stage.pool_size import PoolNeeds, PoolSize, plan_pool_size
 from pool.stage.stage import plan_stage
+from router.api.readiness import WARM_UP_PROMPT, WARM_UP_TOKENS
+from runtime.config import load
 from runtime.errors import ConfigError
 from runtime.host_memory import HostMemory
 from tests.support.models.checkpoints import make_checkpoint
@@ -84,6 +86,13 @@ def test_a_context_that_was_asked_for_is_given_or_refused(qwen3: Path) -> None:
     with pytest.raises(ConfigError, match="--num-pages 5 hold 256 tokens, and --max-context asks for 257"):
         size(qwen3, machine(32 * GIB), num_pages=5, max_context=257)
     assert size(qwen3, machine(32 * GIB), num_pages=5, max_context=256).context_tokens == 256
+
+
+def test_a_context_that_no_router_could_warm_up_is_refused() -> None:
+    """Its first request has four tokens and draws two; shorter pools would let it wait for longer ones."""
+    assert MIN_CONTEXT_TOKENS >= len(WARM_UP_PROMPT) + WARM_UP_TOKENS
+    with pytest.raises(ConfigError, match="max_context must be 0 or at least 16 tokens, got 15$"):
+        load(WorkerConfig, section="decode", flags={"model": Path("x"), "max_context": 15})
 
 
 def test_what_serves_nobody_is_refused(qwen3: Path) -> None:
