@@ -90,8 +90,8 @@ def test_a_context_that_was_asked_for_is_given_or_refused(qwen3: Path) -> None:
 
 def test_a_context_that_no_router_could_warm_up_is_refused() -> None:
     """Its first request has four tokens and draws two; shorter pools would let it wait for longer ones."""
-    assert MIN_CONTEXT_TOKENS >= len(WARM_UP_PROMPT) + WARM_UP_TOKENS
-    with pytest.raises(ConfigError, match="max_context must be 0 or at least 16 tokens, got 15$"):
+    assert len(WARM_UP_PROMPT) + WARM_UP_TOKENS <= MIN_CONTEXT_TOKENS
+    with pytest.raises(ConfigError, match=r"max_context must be 0 or at least 16 tokens, got 15$"):
         load(WorkerConfig, section="decode", flags={"model": Path("x"), "max_context": 15})
 
 
