@@ -78,6 +78,8 @@ class Query:
 
 
 class FinishReason(StrEnum):
+    """Why an answer ended: with a stop token or text, at a limit of tokens, or by whoever aborted it."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
@@ -243,6 +245,8 @@ class FlushedCache:
 
 @dataclass(frozen=True)
 class ClusterStatus:
+    """What `baton status` shows. Waiting requests are those a router holds back."""
+
     model: str
     waiting_requests: int
     running_requests: int

@@ -35,6 +35,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Finished:
+    """The request has its last token. Nothing follows."""
+
     reason: FinishReason
     stop_token_id: int | None
     queue_s: float  # joined to first step

@@ -39,6 +39,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class FirstToken:
+    """The prompt is computed, which took `prefill_s`, its time in the queue left out. Nothing follows."""
+
     token: DrawnToken
     prefill_s: float
 

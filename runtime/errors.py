@@ -58,6 +58,8 @@ class InvalidRequestError(BatonError):
 
 
 class UnknownModelError(InvalidRequestError):
+    """The request names a model that is not served here; the message names the one that is."""
+
     reason = "UNKNOWN_MODEL"
 
 
@@ -68,6 +70,8 @@ class UnsupportedError(InvalidRequestError):
 
 
 class DuplicateRequestError(BatonError):
+    """A request of this id is running."""
+
     reason = "DUPLICATE_REQUEST_ID"
 
 
@@ -111,6 +115,8 @@ class CapacityError(BatonError):
 
 
 class UnavailableError(BatonError):
+    """Nothing can serve it now. `retry_after_s`: seconds until something may; None where that is not known."""
+
     reason = "UNAVAILABLE"
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
@@ -131,6 +137,8 @@ class PeerLostError(UnavailableError):
 
 
 class HandoffError(BatonError):
+    """What a prompt left did not come from prefill to decode."""
+
     reason = "HANDOFF_FAILED"
 
 
@@ -141,10 +149,14 @@ class IntegrityError(HandoffError):
 
 
 class DeadlineError(BatonError):
+    """Something did not end within its time, or could not."""
+
     reason = "DEADLINE_EXCEEDED"
 
 
 class RequestAborted(BatonError):
+    """The caller has ended the request, or reads none of it any more."""
+
     reason = "ABORTED_BY_CLIENT"
 
 

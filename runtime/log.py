@@ -30,6 +30,8 @@ _ids: ContextVar[Mapping[str, str]] = ContextVar("log_ids", default={})  # noqa:
 
 
 class LogStyle(StrEnum):
+    """For people, or one JSON object per line."""
+
     HUMAN = "human"
     JSON = "json"
 

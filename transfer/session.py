@@ -31,6 +31,8 @@ class SessionInput(StrEnum):
 
 
 class ReceiveState(StrEnum):
+    """How far the decode side of a session is."""
+
     RESERVED = "reserved"  # pages and slot are held; stages are posting receives
     RECEIVING = "receiving"  # every stage has posted: the destination terms may travel
     COMPLETE = "complete"  # everything landed and was checked
@@ -40,6 +42,8 @@ class ReceiveState(StrEnum):
 
 
 class SendState(StrEnum):
+    """How far the prefill side of a session is."""
+
     PLANNED = "planned"
     SENDING = "sending"
     SENT = "sent"  # every byte has left

@@ -128,6 +128,8 @@ def resume_states(batch: ForwardBatch, pools: Iterable[Tensor]) -> None:
 
 
 def state_copies(batch: ForwardBatch) -> Iterator[StateCopy]:
+    """For the snapshots that rows ask for, in the order of the batch's tokens. Raises InternalError for one outside of
+    its row."""
     first = 0
     for row, length, context_len, slot in zip(batch.states, batch.query_lens, batch.context_lens,
                                               batch.slot_ids.tolist(), strict=True) if batch.states else ():

@@ -173,6 +173,8 @@ def node_scratch(pool: Tensor, num_states: int) -> Tensor:
 
 
 def lay_out(batch: ForwardBatch, max_nodes: int, num_scratch: int, num_slots: int) -> TreeLayout:
+    """Of a VERIFY batch. Raises InternalError for one without trees, or where a tree, a slot or a scratch record is out
+    of range."""
     info = batch.spec_info
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")

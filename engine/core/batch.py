@@ -20,6 +20,8 @@ from runtime.grammar import Grammar
 
 
 class ForwardMode(StrEnum):
+    """What the rows of a batch bring."""
+
     PREFILL = "prefill"  # prompt tokens, causal; a row may bring any number
     DECODE = "decode"  # one token per row
     VERIFY = "verify"  # a draft tree per row

@@ -8,6 +8,8 @@ from runtime.grammar import Grammar
 
 
 class FinishReason(StrEnum):
+    """Why a request has no further token."""
+
     STOP = "stop"  # an end-of-sequence or stop token
     LENGTH = "length"  # max_tokens or the context limit
     ABORTED = "aborted"

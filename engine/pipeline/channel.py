@@ -17,6 +17,8 @@ FrameBytes = bytes | bytearray | memoryview
 
 
 class PacketKind(IntEnum):
+    """What a packet is, and who gets it."""
+
     BATCH = 1  # to the next stage
     RESULT = 2  # last stage to stage 0
     ERROR = 3  # a stage could not run a batch; passed on to stage 0

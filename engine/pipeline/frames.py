@@ -47,6 +47,8 @@ class TensorRoute(IntEnum):
 
 
 class TensorSpec(NamedTuple):
+    """What the head of a frame says of a tensor."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -68,6 +70,7 @@ class Frame(NamedTuple):
 
 
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    """In the order of the tensors."""
     return tuple([TensorSpec(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
 
 

@@ -163,6 +163,7 @@ def unpack_batch(packet: Packet) -> StageInput:
 
 def pack_result(sequence: int, tokens: Sequence[DrawnToken], verified: Sequence[Verified] = (),
                 scores: Sequence[Scores] = ()) -> Packet:
+    """Arguments as the fields of `StageResult`."""
     record = _RESULT.write(
         _token_values("drawn", tokens) if tokens else None,
         {**put_lists("accepted", [row.accepted for row in verified]),
@@ -188,6 +189,7 @@ def unpack_result(packet: Packet) -> StageResult:
 
 
 def pack_error(sequence: int, text: str) -> Packet:
+    """Of a batch that failed. Text beyond `MAX_ERROR_BYTES` is cut."""
     record = _ERROR.write({"text": text.encode(errors="replace")[:MAX_ERROR_BYTES]})
     return Packet(record, kind=PacketKind.ERROR, sequence=sequence)
 
@@ -206,6 +208,7 @@ def unpack_error(packet: Packet) -> str:
 
 
 def pack_piece(piece: PartPiece) -> Packet:
+    """What a rank sends the others of its stage."""
     return Packet(_PART.pack(piece.number) + piece.data, (), piece.kind, piece.sequence)
 
 

@@ -17,6 +17,8 @@ from engine.speculative.multistep_latent import MultiStepLatentAttention
 
 
 class RoundPlanner(BatchPlanner, Protocol):
+    """Plans the steps of a round of drafting, each of which goes on from branches of the one before."""
+
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
         """The next step's branches continue those at `parents` [R, K] of the last."""
         ...

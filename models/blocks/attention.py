@@ -145,6 +145,7 @@ class Attention:
             self._value_norm = RmsNorm(weight=ones, spec=spec.value_norm)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
+        """See `Mixer.forward`."""
         spec = self._spec
         heads, value, gate = torch.split(self._input(x), self._widths, dim=-1)
         if self._whole_norms:

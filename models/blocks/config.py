@@ -41,18 +41,21 @@ class RawConfig:
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
+        """Raises ConfigError for what is neither true nor false."""
         value = self._read(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, f"must be true or false, is {value!r}")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
+        """Raises ConfigError for what is no string, or is absent without a default."""
         value = self._read(name, default)
         if not isinstance(value, str):
             raise self.fail(name, f"must be a string, is {value!r}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
+        """Raises ConfigError for what is no list of strings."""
         value = self._read(name, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.fail(name, f"must be a list of strings, is {value!r}")
@@ -67,6 +70,7 @@ class RawConfig:
         return tuple(items)
 
     def section(self, name: str) -> "RawConfig":
+        """An object in the object. Raises ConfigError for what is none."""
         value = self._read(name, None)
         if not isinstance(value, dict):
             raise self.fail(name, f"must be an object, is {value!r}")

@@ -127,6 +127,7 @@ class GatedDeltaNet:
         self._output = weights.summed("out_proj", rows=spec.hidden_size, terms=values)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
+        """See `Mixer.forward`."""
         projected = [product(x) for product in self._inputs]
         together = projected[0] if len(projected) == 1 else torch.cat(projected, dim=-1)
         mixed, gate, write, step = torch.split(together, self._input_widths, dim=-1)

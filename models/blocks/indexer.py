@@ -27,6 +27,7 @@ class IndexerSpec:
 
 
 def read_indexer(raw: RawConfig, *, rotates_pairs: bool) -> IndexerSpec:
+    """From `index_n_heads` and `index_head_dim`. Raises ConfigError, also for heads too small for their rope."""
     spec = IndexerSpec(num_heads=raw.integer("index_n_heads"), head_dim=raw.integer("index_head_dim"),
                        rotates_pairs=rotates_pairs)
     if spec.head_dim < raw.integer("qk_rope_head_dim"):

@@ -62,6 +62,7 @@ class KimiDelta:
         self._output = weights.summed("o_proj", rows=hidden, terms=channels)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
+        """See `Mixer.forward`."""
         by_head = (len(x), len(self._spec.value_heads), self._spec.value_head_dim)
         mixed, gate = torch.split(self._input(x), self._input_widths, dim=-1)
         step, write = torch.split(self._step(x), self._step_widths, dim=-1)

@@ -140,6 +140,7 @@ class Mla:
                                     weights=weights.at("indexer"))
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
+        """See `Mixer.forward`."""
         spec = self._spec
         query_latent, latent, key_rope = torch.split(self._input(x), self._input_widths, dim=-1)
         query = query_latent

@@ -13,6 +13,8 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class MlpSpec:
+    """`intermediate_size`: inner values, those of other ranks included."""
+
     hidden_size: int
     intermediate_size: int
     bias: bool = False
@@ -48,6 +50,8 @@ def read_mlp(raw: RawConfig, *, bias: bool = False, activation: Activation = Act
 
 
 class Mlp:
+    """A `FeedForward` of which this rank has some of the inner values; what it returns is the sum over all ranks."""
+
     expert_tokens = None
 
     def __init__(self, *, spec: MlpSpec, weights: Weights) -> None:
@@ -57,4 +61,5 @@ class Mlp:
         self._down = weights.summed("down_proj", rows=spec.hidden_size, terms=width, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden]."""
         return self._down(self._gate_up(x))

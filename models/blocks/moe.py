@@ -28,6 +28,8 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class SoftmaxRouting:
+    """The most probable experts; with `renormalise` the weights of those that were chosen add up to 1."""
+
     renormalise: bool
 
     def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
@@ -64,6 +66,8 @@ class SigmoidRouting:
 
 @dataclass(frozen=True)
 class InputRouting:
+    """The experts with the highest logits; weights multiply what goes into an expert instead of what comes out."""
+
     def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
         """logits: [T, experts]. Returns weights fp32 of what goes in, and expert ids, [T, num_chosen] each."""
         best, ids = logits.topk(num_chosen, dim=-1)
@@ -163,6 +167,7 @@ class Moe:
         return self._experts.tokens
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden]."""
         routing, num_chosen = self._spec.routing, self._spec.num_chosen
         logits = self._router(x if self._router_dtype is None else x.to(self._router_dtype))
         scores = logits[:, :self._spec.num_experts]

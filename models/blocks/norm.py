@@ -37,6 +37,7 @@ class RmsNorm:
         self._team = Team()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x's shape and type."""
         if x.device.type != "cpu":
             return self.fused(x)
         if has_kernels(x.dtype, self._weight.dtype):
@@ -83,5 +84,6 @@ class LayerNorm:
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x's shape and type."""
         centred = x.float() - x.float().mean(-1, keepdim=True)
         return (centred * _to_unit(centred, self._eps) * self._weight + self._bias).to(x.dtype)

@@ -25,6 +25,7 @@ from runtime.errors import InternalError
 
 FULL_ATTENTION = "full_attention"  # in `layer_types`
 
+
 @dataclass
 class StagePass:
     """One forward of one stage: what its layers share. Made new for every forward, so that nothing of an earlier
@@ -43,34 +44,42 @@ class StagePass:
     selected_keys: Tensor | None = None
 
     def rotary_table(self, *, is_window: bool = False) -> RotaryTable:
+        """Of this batch's positions. Raises InternalError where the first layer has not set it."""
         table = self.window_rotary if is_window and self.window_rotary is not None else self.rotary
         if table is None:
             raise InternalError("the stage's first layer has not computed the rotary table")
         return table
 
     def paged_attention(self) -> AttentionBackend:
+        """Raises InternalError on a stage that was built without."""
         if self.context.attention is None:
             raise InternalError("the stage was built without paged attention")
         return self.context.attention
 
     def cached_attention(self) -> CachedAttention:
+        """Over what other layers keep. Raises InternalError where there is none."""
         if self.context.cached_attention is None:
             raise InternalError("the layers were built without a cache of others to read")
         return self.context.cached_attention
 
     def latent_attention(self) -> LatentAttentionBackend:
+        """Raises InternalError on a stage that was built without."""
         if self.context.latent_attention is None:
             raise InternalError("the stage was built without latent attention")
         return self.context.latent_attention
 
 
 class Mixer(Protocol):
+    """The part of a layer in which tokens depend on others: attention, or a recurrence."""
+
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         """x: [T, hidden], normalised. Returns [T, hidden]."""
         ...
 
 
 class FeedForward(Protocol):
+    """The part of a layer that computes each token by itself."""
+
     @property
     def expert_tokens(self) -> ExpertTokens | None:
         """Of a feed-forward with experts."""
@@ -103,18 +112,26 @@ class MixerSpec(Protocol):
         """Of the attention backend it runs on; None if it is no attention."""
         ...
 
-    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]: ...
+    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+        """What it keeps of each page or of each request, of this rank's part; `dtype` is the model's."""
+        ...
 
     def of_rank(self, rank: TensorRank) -> "MixerSpec":
         """What one rank of a stage has of it. Raises ConfigError where it cannot be divided so."""
         ...
 
-    def build(self, weights: Weights, *, layer_id: int) -> Mixer: ...
+    def build(self, weights: Weights, *, layer_id: int) -> Mixer:
+        """`weights` reads this rank's part of those below `weights_name`."""
+        ...
 
 
 class FeedForwardSpec(Protocol):
+    """How a layer computes each token by itself."""
+
     @property
-    def num_experts(self) -> int: ...
+    def num_experts(self) -> int:
+        """Routed ones, those of other ranks included; 0 without."""
+        ...
 
     @property
     def counts_on_host(self) -> bool:
@@ -125,11 +142,15 @@ class FeedForwardSpec(Protocol):
         """See `MixerSpec.of_rank`."""
         ...
 
-    def build(self, weights: Weights) -> FeedForward: ...
+    def build(self, weights: Weights) -> FeedForward:
+        """`weights` reads this rank's part of those below the feed-forward's name."""
+        ...
 
 
 @dataclass(frozen=True)
 class LayerSpec:
+    """One layer of a decoder."""
+
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
 
@@ -185,6 +206,7 @@ class DecoderSpec:
 
 
 def read_norm(raw: RawConfig, *, zero_centred: bool = False) -> NormSpec:
+    """With `rms_norm_eps` of the config, 1e-6 where it is absent. Raises ConfigError."""
     return NormSpec(eps=raw.number("rms_norm_eps", 1e-6), zero_centred=zero_centred)
 
 

@@ -23,6 +23,8 @@ from runtime.pace import MIN_TOKENS
 
 
 class Policy(StrEnum):
+    """By what workers are chosen."""
+
     ROUND_ROBIN = "round_robin"  # everyone in turn
     POWER_OF_TWO = "power_of_two"  # the less loaded of two drawn at random
     LEAST_LOAD = "least_load"  # the least loaded of all

@@ -35,6 +35,8 @@ GROWTH_S = 0.5  # from a report to the reservation of a request that is placed b
 
 
 class WorkerRole(StrEnum):
+    """As reports, flags and metrics spell it."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 

@@ -37,6 +37,8 @@ def host_bytes(buffer: Buffer) -> memoryview:
 
 
 class OperationState(StrEnum):
+    """Of a send or a receive. Whatever is not PENDING is final."""
+
     PENDING = "pending"
     DONE = "done"  # a send: the buffer may be reused; a receive: all bytes are there
     FAILED = "failed"  # `error` is the cause
