@@ -58,9 +58,6 @@ class Terminal:
     def interrupt(self) -> None:
         self._shell.sendintr()
 
-    def end_input(self) -> None:
-        self._shell.sendeof()
-
     def until(self, word: str, *, typed: str = "", shown_as: str = "", timeout_s: float = ANSWER_S) -> str:
         """What the terminal shows up to `word`, which is not part of it."""
         self._shell.expect_exact(word, timeout=timeout_s)

@@ -18,7 +18,6 @@ class FaultKind(StrEnum):
     CLOCK = "clock"  # the wall clock jumps
 
 
-PROCESS_FAULTS = (FaultKind.KILL, FaultKind.STOP)
 STOP_S = (0.5, 8.0)  # a silent peer is noticed after four
 DISK_S = 2.0
 CLOCK_JUMPS_S = (-86400.0, -60.0, 3600.0)

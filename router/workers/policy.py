@@ -1,9 +1,9 @@
 """Which worker gets a request, which has room, which pairs cannot hand over, and how fast workers are. Pure: what
 varies (turn, random source, prompt, time) is an argument.
 
-Every policy sees only workers that have room and were not tried for this request yet. Of equals it draws one: routers
-that know the same of the same workers would otherwise all take the same one. The same snapshot and random source always
-give the same answer, whatever the order of the workers.
+Every policy sees only workers that may get the request: whoever asks leaves out those without room, and those that were
+tried for it. Of equals it draws one: routers that know the same of the same workers would otherwise all take the same
+one. The same snapshot and random source always give the same answer, whatever the order of the workers.
 
 Speed is measured from what the router sees. It is weighed the less the older it is, and what was not confirmed for
 a while is dropped: a pool that was slow once would otherwise get nothing by which it could show that it is not any
@@ -65,7 +65,6 @@ class Candidate(NamedTuple):
 
     address: str
     load: float
-    has_room: bool = True
     token_load: float = 1.0
     load_s: float = 0.0
 
@@ -73,7 +72,7 @@ class Candidate(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Standing:
     """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a sequence that it can hold,
-    below 0 while it cannot be used. `candidate`: itself, with room. `has_place`: a prefill worker would queue one more
+    below 0 while it cannot be used. `candidate`: as policies see it. `has_place`: a prefill worker would queue one more
     prompt, a decode pool is given one more request. `tokens_left`: of a request that it would take; those in free pages
     of a decode pool, -1 without a place. `prompts_ahead`: tokens of each prompt of a prefill worker that is busy, of
     which `busy_tokens` are enough."""
@@ -160,8 +159,8 @@ def _group_of(source: Candidate, groups: Sequence[LinkedWorkers]) -> int:
 
 def choose(policy: Policy, candidates: Sequence[Candidate], draw: Draw, *,
            tried: frozenset[str] = frozenset()) -> Candidate | None:
-    """The worker `policy` picks among those with room that are not in `tried`; None if there is none."""
-    eligible = [c for c in candidates if c.has_room and c.address not in tried]
+    """The worker `policy` picks among those that are not in `tried`; None if there is none."""
+    eligible = [c for c in candidates if c.address not in tried]
     return _pick(policy, eligible, draw) if eligible else None
 
 
@@ -183,7 +182,7 @@ def _loads_with(candidates: Sequence[Candidate], draw: Draw) -> list[float]:
     """Once the prompt is there."""
     num_tokens, num_held = len(draw.prompt_token_ids), draw.num_held.get
     return [load + (num_tokens - num_held(address, 0)) * token_load
-            for address, load, _, token_load, _ in candidates]
+            for address, load, token_load, _ in candidates]
 
 
 def _mean_load_s(candidates: Sequence[Candidate]) -> float:

@@ -333,10 +333,6 @@ class Worker:
                 self.prefill_pace.ended(num_computed)
             self.changed()
 
-    def as_candidate(self, num_tokens: int, context_tokens: int = 0) -> Candidate:
-        """This worker for a policy that places a prompt of `num_tokens`; `context_tokens` as for `book`."""
-        return self.standing.candidate._replace(has_room=self.standing.has_room(num_tokens, context_tokens))
-
     @cached_property
     def standing(self) -> Standing:
         """Made anew when something has changed. As an attribute, because every choice looks at all workers."""

@@ -24,7 +24,7 @@ async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarna
     worker.introduced(worker_info(WorkerRole.DECODE, incarnation="b", compatibility="other"), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
     assert (booking.is_outlived, booking.compatibility) == (True, "m")
-    assert worker.as_candidate(1).load == 0
+    assert worker.standing.candidate.load == 0
     assert worker.is_in_use
     booking.lost("its stream broke")
     assert worker.is_usable, "the new incarnation did nothing wrong"

@@ -10,7 +10,7 @@ import pytest
 
 from baton.client import AsyncBatonClient, BatonClient
 from baton.retry import NO_RETRY, Targets
-from baton.values import Chunk, Completion, Event, Finish, Query, Sampling, Stop, Timings
+from baton.values import Chunk, Event, Finish, Query, Sampling, Stop
 from runtime.errors import DeadlineError, DrainingError, PeerLostError, UnavailableError
 from tests.router.harness import RouterHarness, eventually, running_router
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
@@ -46,10 +46,6 @@ def next_of(turns: Targets) -> int:
 async def ended(router: RouterHarness) -> None:
     """Without a word, as a process that is killed."""
     await router.server.grpc.stop(grace=None)
-
-
-def untimed(completion: Completion) -> Completion:
-    return replace(completion, finish=replace(completion.finish, timings=Timings(), request_id=""))
 
 
 async def told(client: AsyncBatonClient, query: Query, router: RouterHarness, after: int) -> list[Event]:

@@ -23,8 +23,7 @@ from runtime.clock import ManualClock
 from runtime.pace import MIN_TOKENS
 
 addresses = st.integers(0, 9).map(lambda i: f"10.0.0.{i}:7000")
-candidates = st.lists(st.builds(Candidate, addresses, st.floats(0, 1e6), st.booleans()),
-                      unique_by=lambda c: c.address, max_size=10)
+candidates = st.lists(st.builds(Candidate, addresses, st.floats(0, 1e6)), unique_by=lambda c: c.address, max_size=10)
 prompts = st.lists(st.integers(0, 2**31), max_size=300)
 
 
@@ -37,9 +36,9 @@ def idle(count: int) -> list[Candidate]:
 
 
 @given(st.sampled_from(Policy), candidates, st.frozensets(addresses), st.integers(0, 1000), prompts)
-def test_only_untried_workers_with_room_are_chosen(policy: Policy, workers: list[Candidate], tried: frozenset[str],
-                                                   turn: int, prompt: list[int]) -> None:
-    allowed = [worker for worker in workers if worker.has_room and worker.address not in tried]
+def test_only_untried_workers_are_chosen(policy: Policy, workers: list[Candidate], tried: frozenset[str], turn: int,
+                                         prompt: list[int]) -> None:
+    allowed = [worker for worker in workers if worker.address not in tried]
     chosen = choose(policy, workers, draw(turn, prompt=prompt), tried=tried)
     assert chosen in allowed if allowed else chosen is None
 
@@ -54,17 +53,16 @@ def test_the_order_of_candidates_does_not_matter(policy: Policy, workers: list[C
 
 @given(candidates, st.integers(0, 1000))
 def test_round_robin_gives_everyone_the_same_number(workers: list[Candidate], first_turn: int) -> None:
-    able = [worker for worker in workers if worker.has_room]
     rounds = 3
-    counts = Counter(choose(Policy.ROUND_ROBIN, workers, draw(first_turn + i)) for i in range(rounds * len(able)))
+    counts = Counter(choose(Policy.ROUND_ROBIN, workers, draw(first_turn + i)) for i in range(rounds * len(workers)))
     assert all(count == rounds for count in counts.values())
-    assert len(counts) == len(able)
+    assert len(counts) == len(workers)
 
 
 @given(candidates)
 def test_least_load_is_the_minimum(workers: list[Candidate]) -> None:
     chosen = choose(Policy.LEAST_LOAD, workers, draw())
-    loads = [worker.load for worker in workers if worker.has_room]
+    loads = [worker.load for worker in workers]
     assert chosen is None if not loads else chosen is not None and chosen.load == min(loads)
 
 
@@ -103,11 +101,11 @@ def test_a_pair_is_weighed_by_what_both_of_it_take(ahead: int, full: float, chos
 @given(st.sampled_from(Policy), candidates, candidates, st.integers(0, 1000), prompts)
 def test_of_workers_that_all_fit_a_pair_is_the_best_of_either_role(
         policy: Policy, sources: list[Candidate], pools: list[Candidate], turn: int, prompt: list[int]) -> None:
-    able, fit = ([worker for worker in workers if worker.has_room] for workers in (sources, pools))
-    if able and fit:
-        pair = choose_pair(policy, [LinkedWorkers(able, fit, draw(turn, prompt=prompt))], draw(turn, prompt=prompt))
-        assert pair == (0, choose(policy, able, draw(turn, prompt=prompt)),
-                        choose(policy.of_pools, fit, draw(turn, prompt=prompt)))
+    if sources and pools:
+        groups = [LinkedWorkers(sources, pools, draw(turn, prompt=prompt))]
+        assert choose_pair(policy, groups, draw(turn, prompt=prompt)) == (
+            0, choose(policy, sources, draw(turn, prompt=prompt)),
+            choose(policy.of_pools, pools, draw(turn, prompt=prompt)))
 
 
 @pytest.mark.parametrize(("waited_s", "chosen"), [(0.0, 1), (0.1, 1), (0.4, 0)])
@@ -137,7 +135,7 @@ def test_waits_for_bytes_are_forgotten() -> None:
 
 @given(candidates, st.integers(0, 1000))
 def test_power_of_two_never_takes_the_most_loaded_of_several(workers: list[Candidate], seed: int) -> None:
-    able = sorted((w for w in workers if w.has_room), key=lambda w: (w.load, w.address))
+    able = sorted(workers, key=lambda w: (w.load, w.address))
     chosen = choose(Policy.POWER_OF_TWO, workers, draw(seed=seed))
     assert chosen is None if not able else len(able) == 1 or chosen != able[-1]
 

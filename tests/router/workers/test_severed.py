@@ -51,7 +51,7 @@ async def test_what_has_no_room_is_waited_for_rather_than_a_severed_pair() -> No
     of = directory(2, 1)
     p0, p1, d0 = of.workers
     sever(of, p0, d0)
-    while p1.as_candidate(PROMPT.num_tokens).has_room:
+    while p1.standing.has_room(PROMPT.num_tokens):
         p1.book(1)
     assert placed(of) == set()
 

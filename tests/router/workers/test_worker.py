@@ -25,18 +25,18 @@ async def a_worker(role: WorkerRole, clock: Clock | None = None, **load: int) ->
 
 async def test_bookings_since_the_report_are_added_to_it() -> None:
     worker = await a_worker(WorkerRole.PREFILL, queued_tokens=100)
-    assert worker.as_candidate(1).load == 100
+    assert worker.standing.candidate.load == 100
     booking, twin = worker.book(30), worker.book(30)
     twin.release()
-    assert worker.as_candidate(1).load == 130
+    assert worker.standing.candidate.load == 130
     worker.reported(worker_pb2.WorkerLoad(serving=True, queued_tokens=130, queued_requests=1))
-    assert worker.as_candidate(1).load == 130
+    assert worker.standing.candidate.load == 130
     other = worker.book(30)
     booking.release()
     booking.release()
-    assert worker.as_candidate(1).load == 130
+    assert worker.standing.candidate.load == 130
     other.release()
-    assert worker.as_candidate(1).load == 100
+    assert worker.standing.candidate.load == 100
 
 
 async def test_a_stale_report_never_hides_what_was_given() -> None:
@@ -44,28 +44,28 @@ async def test_a_stale_report_never_hides_what_was_given() -> None:
     for _ in range(2):
         worker.book(50)
     worker.reported(worker_pb2.WorkerLoad(serving=True))
-    assert worker.as_candidate(1).load == 100
+    assert worker.standing.candidate.load == 100
 
 
 async def test_a_full_prefill_queue_has_no_room() -> None:
     worker = await a_worker(WorkerRole.PREFILL, queued_requests=2)
-    assert worker.as_candidate(1).has_room
+    assert worker.standing.has_room(1)
     worker.book(1)
-    assert not worker.as_candidate(1).has_room
+    assert not worker.standing.has_room(1)
 
 
 async def test_decode_room_counts_pages_that_no_report_shows_yet() -> None:
     worker = await a_worker(WorkerRole.DECODE, pages_free=10, slots_free=4)
     booked = [worker.book(32) for _ in range(2)]  # two pages each, and one to grow into
-    assert worker.as_candidate(48).has_room
-    assert not worker.as_candidate(49).has_room
-    assert worker.as_candidate(49, context_tokens=64).has_room, "it can come to no more than four pages"
+    assert worker.standing.has_room(48)
+    assert not worker.standing.has_room(49)
+    assert worker.standing.has_room(49, context_tokens=64), "it can come to no more than four pages"
     for booking in booked:
         booking.reserved()
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=2, running_requests=2))
     for _ in range(2):
         worker.book(0)
-    assert not worker.as_candidate(0).has_room, "both slots are promised"
+    assert not worker.standing.has_room(0), "both slots are promised"
 
 
 async def test_a_full_pool_gets_nothing_until_a_request_has_ended_there() -> None:
@@ -74,12 +74,12 @@ async def test_a_full_pool_gets_nothing_until_a_request_has_ended_there() -> Non
     booked = worker.book(32)
     booked.reserved()
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=0, running_requests=4))
-    assert not worker.as_candidate(16).has_room
+    assert not worker.standing.has_room(16)
     booked.finished()
-    assert not worker.as_candidate(16).has_room, "it counts as running until its streams have ended"
+    assert not worker.standing.has_room(16), "it counts as running until its streams have ended"
     booked.release()
-    assert worker.as_candidate(32).has_room, "its three pages and its slot are free before a report says so"
-    assert not worker.as_candidate(64).has_room
+    assert worker.standing.has_room(32), "its three pages and its slot are free before a report says so"
+    assert not worker.standing.has_room(64)
 
 
 async def test_what_ended_badly_frees_nothing_before_a_report_says_so() -> None:
@@ -88,14 +88,14 @@ async def test_what_ended_badly_frees_nothing_before_a_report_says_so() -> None:
     booked.reserved()
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=3, running_requests=1))
     booked.release()
-    assert not worker.as_candidate(16).has_room, "bytes may still be landing"
+    assert not worker.standing.has_room(16), "bytes may still be landing"
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=4))
-    assert worker.as_candidate(16).has_room
+    assert worker.standing.has_room(16)
 
 
 async def test_requests_that_were_set_back_go_before_new_ones() -> None:
     worker = await a_worker(WorkerRole.DECODE, pages_free=4, slots_free=4, queued_requests=1)
-    assert not worker.as_candidate(1).has_room
+    assert not worker.standing.has_room(1)
 
 
 async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> None:
@@ -107,10 +107,10 @@ async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> Non
         clock.advance(1.0)
         booking.computed()
     for _ in range(PREFILL_LOOKAHEAD):
-        assert worker.as_candidate(10).has_room, "so many, however long they are"
+        assert worker.standing.has_room(10), "so many, however long they are"
         worker.book(20)
-    assert not worker.as_candidate(20).has_room, "sixty tokens take more than half a second"
-    assert worker.as_candidate(4).has_room, "a short one does not wait for all of three that are long beside it"
+    assert not worker.standing.has_room(20), "sixty tokens take more than half a second"
+    assert worker.standing.has_room(4), "a short one does not wait for all of three that are long beside it"
     assert worker.has_queue_place, "who has been placed before and lost its worker goes there all the same"
 
 
@@ -119,9 +119,9 @@ async def test_a_new_incarnation_owes_nothing() -> None:
     old = worker.book(100)
     worker.introduced(worker_info(WorkerRole.DECODE, incarnation="b"), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
-    assert worker.as_candidate(1).load == 0
+    assert worker.standing.candidate.load == 0
     old.release()
-    assert worker.as_candidate(1).load == 0
+    assert worker.standing.candidate.load == 0
 
 
 async def test_a_worker_of_another_model_is_not_used() -> None:
