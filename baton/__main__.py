@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from runtime.errors import ConfigError
 from runtime.quiet import quiet_grpc
 
 _STARTING = ("demo", "up")  # commands that start workers
@@ -22,7 +23,10 @@ def main() -> None:
         if needs_nursery(sys.argv[1:]):  # it loads for longer than this process: so it begins first
             from baton.nursery import Nursery
 
-            nursery = stack.enter_context(Nursery())
+            try:
+                nursery = stack.enter_context(Nursery())
+            except ConfigError as error:
+                sys.exit(_refused(error))
         from typer.main import get_command
 
         from baton.cli import app
@@ -31,6 +35,14 @@ def main() -> None:
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         command(obj=nursery)
+
+
+def _refused(error: ConfigError) -> int:
+    """Says so in one line; the exit code."""
+    from runtime.supervision import EXIT_CONFIG
+
+    print(f"baton: {error}", file=sys.stderr)
+    return EXIT_CONFIG
 
 
 def needs_nursery(arguments: Sequence[str]) -> bool:

@@ -212,7 +212,9 @@ def _add_program(name: str, module: str, summary: str) -> None:
     @app.command(name, help=f"{summary} See `baton {name} --help`.", add_help_option=False, context_settings={
         "ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
     def become(context: typer.Context) -> None:
-        os.execv(sys.executable, program(module, *context.args))
+        with _one_line_errors():
+            command = program(module, *context.args)
+        os.execv(sys.executable, command)
 
 
 _add_program("router", "router", "Run one router, as a container does.")

@@ -164,8 +164,15 @@ class LocalCluster:
                 await asyncio.sleep(_POLL_S)
 
     async def wait_ended(self) -> None:
-        """Until cancelled: processes that die are restarted. Raises what ends the watching of one."""
-        await asyncio.gather(*self._lives.values())
+        """Until cancelled: processes that die are restarted. Raises what ends the watching of one.
+
+        Cancelled, it leaves the lives to `stop`: each ends with its process, and closes what belongs to that.
+        """
+        try:
+            await asyncio.gather(*map(asyncio.shield, self._lives.values()))
+        except asyncio.CancelledError:
+            self._is_quiet = True
+            raise
 
     async def stop(self) -> None:
         """The routers first, so that requests can end; then the workers. Nothing survives this call."""
@@ -173,9 +180,13 @@ class LocalCluster:
             routers = [process for process in self.processes.values() if process.spec.role == "router"]
             for group in (routers, [p for p in self.processes.values() if p not in routers]):
                 await asyncio.gather(*(process.stop(grace_s=self._config.stop_grace_s) for process in group))
+        except asyncio.CancelledError:  # at once, then: no life waits for a fork that is still to be made
+            if self._link is not None:
+                self._link.close()
+            raise
         finally:
             for process in self.processes.values():
-                process.kill()
+                process.end()
             if self._lives:
                 await asyncio.wait(self._lives.values(), timeout=_REAP_S)  # they end with their processes
             for life in self._lives.values():

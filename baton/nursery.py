@@ -19,11 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from runtime.errors import PeerLostError, UnavailableError
+from runtime.errors import ConfigError, PeerLostError, UnavailableError
 from runtime.orders import Order, OrderAnswer, open_socket, receive_answer, send_order
 from runtime.tied import program
 
 LINE_LIMIT = 1 << 20
+MAX_SOCKET_BYTES = 107  # of a path: unix(7)
 _LISTEN_S = 30.0  # for a new interpreter, on a busy machine
 _LOOK_S = 0.02
 _REAP_S = 5.0
@@ -89,8 +90,16 @@ class Nursery:
     context manager, from a thread that lives as long as it."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="baton-nursery-")
+        """Raises ConfigError where its socket cannot be."""
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="baton-nursery-")
+        except OSError as error:
+            raise ConfigError(f"no folder for temporary files (TMPDIR): {error}", field="tmpdir") from error
         self._path = Path(self._folder.name) / "socket"
+        if (size := len(os.fsencode(self._path))) > MAX_SOCKET_BYTES:
+            self._folder.cleanup()
+            raise ConfigError(f"the folder for temporary files (TMPDIR) is too deep for a socket: {self._path} has "
+                              f"{size} bytes, the limit is {MAX_SOCKET_BYTES}", field="tmpdir")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
         self._process = subprocess.Popen(program("pool.nursery", str(os.getpid()), str(self._path)), env=environment,
                                          stdin=subprocess.DEVNULL, start_new_session=True)
@@ -116,9 +125,11 @@ class Nursery:
             try:
                 channel.connect(str(self._path))
             except OSError as error:
-                if self._process.poll() is not None or asyncio.get_running_loop().time() > deadline:
+                if (code := self._process.poll()) is not None or asyncio.get_running_loop().time() > deadline:
                     channel.close()
-                    raise UnavailableError(f"the nursery cannot be reached: {error.strerror}") from error
+                    reason = error.strerror if code is None else f"it ended with exit code {code}"
+                    raise UnavailableError(f"the process that loads what workers load cannot be reached: "
+                                           f"{reason}") from error
                 await asyncio.sleep(_LOOK_S)
             else:
                 return NurseryLink(channel)

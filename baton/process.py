@@ -141,8 +141,13 @@ class RoleProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(child.wait(), _REAP_S)
 
+    def end(self) -> None:
+        """End it for good, at once. The last resort."""
+        self._stopping = True
+        self.kill()
+
     def kill(self) -> None:
-        """End the process and its children at once. For the last resort, and for tests."""
+        """The process and its children die, as they might by themselves."""
         if self._child is not None:
             _kill(self._child)
 

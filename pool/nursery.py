@@ -35,7 +35,10 @@ def main() -> None:
     with open_socket() as listener:
         listener.bind(path)
         listener.listen()
-        load()
+        try:
+            load()
+        except (ImportError, MemoryError, OSError) as error:
+            sys.exit(f"what workers load cannot be loaded: {error}")
         order = NurseryServer(listener).serve()
     become(order)
 

@@ -18,7 +18,7 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from runtime.errors import BatonError, ConfigError, InternalError
 
@@ -70,19 +70,22 @@ async def background(stop: StopSignal, *work: Coroutine[None, None, None]) -> As
 
 
 async def interruptible(stop: StopSignal, work: Coroutine[None, None, None]) -> bool:
-    """Run `work` to its end, or cancel it when `stop` is set. Whether it came to its end."""
+    """Run `work` to its end, or cancel it when `stop` is set. Whether it came to its end.
+
+    Each time that this is cancelled, `work` is once more, and not twice: what it does then is its last resort, which
+    comes to its end before this raises CancelledError.
+    """
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            working.cancel()
-        with suppress(asyncio.CancelledError):
-            await working
-        return not working.cancelled()
     finally:
         working.cancel()
         stopping.cancel()
         await asyncio.gather(working, stopping, return_exceptions=True)
+    if working.cancelled():
+        return False
+    working.result()
+    return True
 
 
 def _stop_on_failure(stop: StopSignal, task: asyncio.Task[None]) -> None:

@@ -6,14 +6,21 @@ import signal
 import sys
 from pathlib import Path
 
+from runtime.errors import ConfigError
+
 _PR_SET_PDEATHSIG = 1
 ALL_CORES = "all"
 
 
 def program(module: str, *arguments: str) -> list[str]:
     """The command that runs a module of ours. A file of that name in the working directory is not taken for it, unless
-    that is where we are ourselves: in a checkout that was not installed."""
-    unless_ours = [] if Path.cwd() == Path(__file__).resolve().parents[1] else ["-P"]
+    that is where we are ourselves: in a checkout that was not installed. Raises ConfigError where that directory was
+    removed."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory is gone", field="working_directory") from None
+    unless_ours = [] if here == Path(__file__).resolve().parents[1] else ["-P"]
     return [sys.executable, *unless_ours, "-m", module, *arguments]
 
 

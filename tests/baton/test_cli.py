@@ -193,6 +193,16 @@ sys.meta_path.insert(0, Finder())
         assert (child.wait(240), child.stderr.read()) == (-signal.SIGINT, b"")
 
 
+@pytest.mark.parametrize("command", ["up", "router"])
+def test_a_working_directory_that_was_removed_is_one_line(tmp_path: Path, command: str) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(["bash", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(gone), sys.executable, "-P", "-m",
+                           "baton", command], capture_output=True, text=True, timeout=240, check=False,
+                          env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+    assert (done.returncode, done.stderr) == (2, "baton: the working directory is gone\n")
+
+
 @pytest.mark.parametrize("command", ["up", "demo", "generate", "chat", "status", "load"])
 async def test_every_command_explains_itself(command: str) -> None:
     done = await baton(command, "--help")

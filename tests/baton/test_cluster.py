@@ -307,6 +307,23 @@ def test_up_says_ready_and_stops_on_a_signal(tmp_path: Path, number: signal.Sign
     assert not any(map(alive, started))
 
 
+def test_a_second_signal_ends_up_at_once_and_in_order(tmp_path: Path) -> None:
+    """Processes that were killed used to be started again, or nobody had waited for them: a traceback followed."""
+    with up(tmp_path) as child:
+        read_until(child, "ready: ")
+        started = children_of(child.pid)
+        for pid in started:
+            os.kill(pid, signal.SIGSTOP)  # none ends by itself
+        child.send_signal(signal.SIGINT)
+        read_until(child, "stopping when what runs has ended")
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 1
+        assert child.stderr is not None
+        assert child.stderr.read() == "baton up: stopped at once\n"
+    assert len(started) == 3
+    assert not any(map(alive, started))
+
+
 async def test_killing_up_itself_leaves_no_orphan(tmp_path: Path) -> None:
     with up(tmp_path) as child:
         await asyncio.to_thread(read_until, child, "ready: ")

@@ -4,13 +4,14 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from baton.nursery import Child, Nursery, NurseryLink
-from runtime.errors import UnavailableError
+from baton.nursery import MAX_SOCKET_BYTES, Child, Nursery, NurseryLink
+from runtime.errors import ConfigError, UnavailableError
 
 _MODULE = """
 import asyncio, atexit, json, os, sys, random, threading
@@ -109,3 +110,22 @@ async def test_forks_outlive_the_connection_but_not_the_nursery(tmp_path: Path,
             await nursery.connect()
     assert other.stdout is not None
     await asyncio.wait_for(other.stdout.read(), 60)  # ends
+
+
+def test_a_folder_too_deep_for_a_socket_is_refused_with_the_limit(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * MAX_SOCKET_BYTES)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ConfigError, match=rf"TMPDIR.* {MAX_SOCKET_BYTES}$"):
+        Nursery()
+    assert not any(deep.iterdir())
+    monkeypatch.setattr("tempfile.tempdir", str(deep / "absent"))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        Nursery()
+
+
+async def test_a_nursery_that_cannot_load_is_an_error_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.nursery.program", lambda module, *arguments: [sys.executable, "-c", "exit(7)"])
+    with Nursery() as nursery, pytest.raises(UnavailableError, match="it ended with exit code 7"):
+        await nursery.connect()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from runtime.errors import BatonError, ConfigError, InternalError, UnavailableError
-from runtime.supervision import StopSignal, background, run_process
+from runtime.supervision import StopSignal, background, interruptible, run_process
 
 
 @pytest.mark.parametrize(("error", "code", "says"), [
@@ -77,3 +77,27 @@ def test_second_signal_does_not_wait() -> None:
         assert child.stdout.readline() == "draining\n"
         child.send_signal(signal.SIGTERM)
         assert child.wait(30) == 1
+
+
+def test_a_second_signal_interrupts_the_stopping_once() -> None:
+    """A process that is killed in the end has to be waited for, and its pipes closed: a traceback followed."""
+    seen: list[str] = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            try:
+                seen.append("stopping")
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.02)
+                seen.append("ended")
+
+    async def run(stop: StopSignal) -> None:
+        await interruptible(stop, work())
+
+    assert run_process("baton up", run) == 1
+    assert seen == ["stopping", "ended"]

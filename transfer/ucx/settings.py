@@ -86,7 +86,10 @@ def create_worker(ucx: UcxLibrary, profile: TransportProfile, purpose: str,
         logger.warning("%s: UCX has no transport faster than TCP here (%s)", purpose, listing)
     else:
         logger.info("%s: UCX transports %s", purpose, listing)
-    return context, _open_worker(ucx, context, binding)
+    try:
+        return context, _open_worker(ucx, context, binding)
+    except ucx.error as error:  # of /dev/shm that cannot be written, for one: what UCX logged has the cause
+        raise ConfigError(f"UCX cannot open its transports ({listing}): {error}", field="transport") from error
 
 
 def _open_worker(ucx: UcxLibrary, context: UcxContext, binding: UcxBinding) -> UcxWorker:

@@ -16,6 +16,7 @@ from runtime.errors import ConfigError, PeerLostError
 from tests.support.transfer.transfer_child import CHILD_FILL, SendingChild
 from tests.transfer.contract import PREFIX, Pair, TransportContract, pattern, poisoned
 from transfer.transport.protocol import Operation, OperationState, Transport
+from transfer.ucx.api import UcxLibrary
 from transfer.ucx.settings import TransportProfile, live_devices, ucx_options
 from transfer.ucx.sockets import UNACKNOWLEDGED_S
 from transfer.ucx.stage_channel import UcxStageChannel
@@ -282,3 +283,13 @@ def test_a_transport_that_is_not_there_is_a_config_error(monkeypatch: pytest.Mon
 def test_live_devices_are_read_from_the_description() -> None:
     info = "#   resource 0  :  md 0  dev 0  flags -- tcp/eth0\n#   resource 2  :  md 1  dev 2  flags -- posix/memory\n"
     assert live_devices(info) == [("tcp", "eth0"), ("posix", "memory")]
+
+
+def test_transports_that_cannot_be_opened_are_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A /dev/shm that cannot be written is found out here."""
+    def fail(ucx: UcxLibrary, context: object, binding: object) -> None:
+        raise ucx.error("Shared memory error")
+
+    monkeypatch.setattr("transfer.ucx.settings._open_worker", fail)
+    with pytest.raises(ConfigError, match=r"UCX cannot open its transports \(.*\): Shared memory error"):
+        UcxTransport(profile=TransportProfile.SHM, clock=SystemClock())
