@@ -55,7 +55,7 @@ class DecodeEntry(Entry[Event]):
 
     outputs: list[int] = field(default_factory=list)
     compatibility: str = ""
-    told: int | None = None  # tokens of the output that the last stage keeps; None: it has no state of the request
+    num_kept: int | None = None  # tokens of the output that the last stage keeps; None: it has no state of the request
     draft: DraftState = field(default_factory=DraftState)
     scratch: SlotLease | None = None  # where the states of its trees are kept; without it runs without trees
     num_due: int = 0  # tokens that batches in flight draw
@@ -363,9 +363,9 @@ def _row(entry: DecodeEntry, tokens: list[int], *, draws: bool) -> Row:
     assert entry.slot is not None
     sampling = None
     if draws:
-        sampling = sampling_row(entry.request, entry.outputs, key=entry.key, known=entry.told, is_only=False,
+        sampling = sampling_row(entry.request, entry.outputs, key=entry.key, known=entry.num_kept, is_only=False,
                                 num_due=entry.num_due)
         entry.num_due += 1
         if sampling.output is not None:
-            entry.told = len(entry.outputs)
+            entry.num_kept = len(entry.outputs)
     return Row(entry.key, tokens, entry.computed, entry.pages.table, entry.slot.slot_id, sampling)

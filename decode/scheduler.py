@@ -435,6 +435,6 @@ class DecodeScheduler:
     def _forget(self, entry: DecodeEntry) -> None:
         self._stop_running(entry)
         entry.free()
-        if entry.told is not None:
+        if entry.num_kept is not None:
             self._ended[entry.key] = None
         del self._entries[entry.key]

@@ -71,7 +71,7 @@ class PrefillStay:
         self._session: SendSession | None = None
         self._has_first_token = False
         self._opened_s = 0.0
-        self._told_sent = False
+        self._has_reported_sent = False
         self._destination: DestinationTerms | None = None
         self._has_shaken_hands = False
         self._waiting = begin("baton.prefill.queue", request_id=request.request_id)
@@ -122,9 +122,9 @@ class PrefillStay:
         if session.error is not None:
             self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
             raise session.error
-        if session.state is not SendState.SENT or self._told_sent:
+        if session.state is not SendState.SENT or self._has_reported_sent:
             return None
-        self._told_sent = True
+        self._has_reported_sent = True
         self._end_sending(session)
         assert self._destination is not None
         self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s,

@@ -79,7 +79,7 @@ METHODS: Mapping[str, Access] = {
 SERVICES: Mapping[str, Access] = {
     "vllm.grpc.engine.VllmEngine": Access.CLIENT,
     "vllm.grpc.engine.VllmEngine/FlushCache": Access.WATCHER,
-    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Access.WATCHER,  # it tells tokens of everybody's prompts
+    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Access.WATCHER,  # it shows tokens of everybody's prompts
     "grpc.channelz.v1.Channelz": Access.WATCHER,
     "grpc.health.v1.Health": Access.OPEN,
     "grpc.reflection.v1alpha.ServerReflection": Access.OPEN,
@@ -167,7 +167,7 @@ class ServerSecurity:
 
     @property
     def names_clients(self) -> bool:
-        """Whether `caller` can tell clients apart."""
+        """Whether `caller` can distinguish clients."""
         has_names = self.certificates is not None and self.client_certificates is ClientCertificates.REQUIRED
         return has_names or self.tokens is not None
 
@@ -239,7 +239,7 @@ def client_security(*, tls_ca: Path | None = None, tls_cert: Path | None = None,
     """What a client of the public API was given; `tls_ca` turns TLS on. Raises ConfigError naming the file that is
     missing or cannot be used."""
     if tls_ca is None and (tls_cert is not None or tls_key is not None):
-        raise ConfigError("tls_ca is missing: it says which servers to believe", field="tls_ca")
+        raise ConfigError("tls_ca is missing: it says which servers to trust", field="tls_ca")
     certificates = None if tls_ca is None else CertificateStore(TlsFiles(tls_ca, tls_cert, tls_key))
     return ChannelSecurity(certificates, None if token_file is None else OwnToken(token_file), server_name)
 

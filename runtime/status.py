@@ -85,7 +85,7 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
         info = details_pb2.RequestInfo(request_id=request_id)
         return _failure(grpc.StatusCode.INTERNAL, message, [_error_info(reason, {}), info])
     if isinstance(error, errors.InvalidRequestError):
-        error = type(error)(*_told(error.violations))
+        error = type(error)(*_shown(error.violations))
     code, message = code_of(error), _cut(str(error), MAX_MESSAGE_BYTES)
     details: list[Message] = [_error_info(error.reason, _facts(error)), *_specific(error, message)]
     trailers: list[tuple[str, str | bytes]] = []
@@ -97,7 +97,7 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
     return _failure(code, message, details, trailers)
 
 
-def _told(violations: Sequence[errors.FieldViolation]) -> Sequence[errors.FieldViolation]:
+def _shown(violations: Sequence[errors.FieldViolation]) -> Sequence[errors.FieldViolation]:
     """The first ones, and how many more there are."""
     shown = violations[:MAX_VIOLATIONS]
     shown = [errors.FieldViolation(v.field, _cut(v.description, MAX_VIOLATIONS_BYTES // len(shown))) for v in shown]

@@ -51,7 +51,7 @@ class PointJournal:
 
 
 class PointWatcher:
-    """What one watcher has not been told yet: of each point its latest state only, and the whole account once that is
+    """What one watcher has not been sent yet: of each point its latest state only, and the whole account once that is
     shorter."""
 
     def __init__(self, points: Collection[bytes], lock: Lock) -> None:

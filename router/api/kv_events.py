@@ -2,9 +2,9 @@
 `SubscribeKvEvents` in the vLLM engine contract.
 
 Workers report digests of where prompts can go on (`router.workers.prefix_index`). The tokens behind them are those of
-prompts that this router has placed, as far as it remembers: nothing is told of blocks that only other routers' prompts
-had, or that were forgotten. Nor of salted prompts, which nobody else can go on from. A block is told while some worker
-can go on from it or from one behind it.
+prompts that this router has placed, as far as it remembers: of blocks that only other routers' prompts had, or that
+were forgotten, nothing is published. Nor of salted prompts, from which nobody else can go on. A block is published
+while some worker can go on from it or from one behind it.
 
 Pure. A subscriber first gets everything, as a snapshot, then what changes; one that falls behind gets another snapshot.
 """
@@ -22,21 +22,21 @@ from smg_grpc_proto.generated import common_pb2 as pb
 from router.workers.prefix_index import RoutedPrompt
 
 MAX_BLOCKS = 65_536  # remembered, of whatever size
-MAX_EVENTS = 4096  # untold to a subscriber; more are a snapshot
+MAX_EVENTS = 4096  # not sent to a subscriber yet; more are a snapshot
 CHUNK_BLOCKS = 1024  # of a snapshot in one message
 
 
 @dataclass(eq=False, slots=True)
 class TokenBlock:
-    """`num_told`: blocks right behind it that are told."""
+    """`num_published`: blocks right behind it that are published."""
 
     name: bytes
     parent: "TokenBlock | None"
     token_ids: Sequence[int]
     depth: int
     is_point: bool = False
-    is_told: bool = False
-    num_told: int = 0
+    is_published: bool = False
+    num_published: int = 0
 
     @property
     def key(self) -> int:
@@ -51,7 +51,8 @@ class CacheEvents:
         """`is_held`: whether some worker can go on from the block of this name."""
         self._is_held = is_held
         self._blocks: dict[bytes, TokenBlock] = {}
-        self._untold: OrderedDict[bytes, None] = OrderedDict()  # those to forget first, a block after what is behind it
+        # In the order in which they are dropped, a block after what is behind it.
+        self._unpublished: OrderedDict[bytes, None] = OrderedDict()
         self._subscriptions: list[Subscription] = []
 
     def placed(self, prompt: RoutedPrompt, page_size: int, compatibility: str) -> None:
@@ -68,7 +69,7 @@ class CacheEvents:
                     break
                 tokens = array("I", prompt.token_ids[depth * page_size:(depth + 1) * page_size])
                 block = self._blocks[name] = TokenBlock(name, parent, tokens, depth)
-                self._untold[name] = None
+                self._unpublished[name] = None
             parent = block
         self._keep_longest(names)
         for name in names:
@@ -81,17 +82,17 @@ class CacheEvents:
         if block is None:
             return
         block.is_point = True
-        told: list[TokenBlock] = []
+        found: list[TokenBlock] = []
         node: TokenBlock | None = block
-        while node is not None and not node.is_told:
-            node.is_told = True
-            self._untold.pop(node.name, None)
-            told.append(node)
+        while node is not None and not node.is_published:
+            node.is_published = True
+            self._unpublished.pop(node.name, None)
+            found.append(node)
             if node.parent is not None:
-                node.parent.num_told += 1
+                node.parent.num_published += 1
             node = node.parent
-        if told:
-            self._tell(_stored(told[::-1]))
+        if found:
+            self._publish(_stored(found[::-1]))
 
     def removed(self, name: bytes) -> None:
         """No worker can any more."""
@@ -101,54 +102,54 @@ class CacheEvents:
         block.is_point = False
         gone: list[int] = []
         node: TokenBlock | None = block
-        while node is not None and node.is_told and not node.is_point and not node.num_told:
-            node.is_told = False
-            self._untold[node.name] = None
+        while node is not None and node.is_published and not node.is_point and not node.num_published:
+            node.is_published = False
+            self._unpublished[node.name] = None
             gone.append(node.key)
             node = node.parent
             if node is not None:
-                node.num_told -= 1
+                node.num_published -= 1
         if gone:
-            self._tell(pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=gone)))
+            self._publish(pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=gone)))
 
     @contextmanager
     def subscribe(self, last_number: int = 0) -> "Iterator[Subscription]":
         """`last_number`: of the batches that the subscriber had before."""
-        subscription = Subscription(self._told, last_number)
+        subscription = Subscription(self._published, last_number)
         self._subscriptions.append(subscription)
         try:
             yield subscription
         finally:
             self._subscriptions.remove(subscription)
 
-    def _told(self) -> list[TokenBlock]:
+    def _published(self) -> list[TokenBlock]:
         """Parents before what is behind them."""
-        return sorted((block for block in self._blocks.values() if block.is_told), key=lambda block: block.depth)
+        return sorted((block for block in self._blocks.values() if block.is_published), key=lambda block: block.depth)
 
-    def _tell(self, event: pb.KvCacheEvent) -> None:
+    def _publish(self, event: pb.KvCacheEvent) -> None:
         for subscription in self._subscriptions:
             subscription.note(event)
 
     def _keep_longest(self, names: Sequence[bytes]) -> None:
         """Blocks of one prompt, in order."""
         for name in reversed(names):
-            if name in self._untold:
-                self._untold.move_to_end(name)
+            if name in self._unpublished:
+                self._unpublished.move_to_end(name)
 
     def _has_room(self) -> bool:
         if len(self._blocks) >= MAX_BLOCKS:
-            if not self._untold:
+            if not self._unpublished:
                 return False
-            name, _ = self._untold.popitem(last=False)
+            name, _ = self._unpublished.popitem(last=False)
             del self._blocks[name]
         return True
 
 
 class Subscription:
-    """What one subscriber has not been told yet."""
+    """What one subscriber has not been sent yet."""
 
-    def __init__(self, told: Callable[[], list[TokenBlock]], last_number: int) -> None:
-        self._told = told
+    def __init__(self, published: Callable[[], list[TokenBlock]], last_number: int) -> None:
+        self._published = published
         self._number = last_number
         self._events: list[pb.KvCacheEvent] | None = None  # None: a snapshot is due
         self._has_news = asyncio.Event()
@@ -169,7 +170,7 @@ class Subscription:
         return self._snapshot() if events is None else [self._batch(events)]
 
     def _snapshot(self) -> list[pb.KvEventBatch]:
-        blocks = self._told()
+        blocks = self._published()
         firsts = range(0, max(len(blocks), 1), CHUNK_BLOCKS)
         batches = []
         for index, first in enumerate(firsts):

@@ -221,15 +221,15 @@ class RequestFlow:
             if isinstance(event, Ended):
                 await self._prefill_ended(event.error)
             elif isinstance(event.message, prefill_pb2.RunResponse):
-                await self._prefill_said(event.message)
+                await self._on_prefill_message(event.message)
         elif event.stream is self._decode.stream:
             if isinstance(event, Ended):
                 await self._decode_ended(event.error)
             elif isinstance(event.message, decode_pb2.DecodeResponse):
-                self._decode_said(event.message)
+                self._on_decode_message(event.message)
         # Otherwise a stream that was given up: its events are dropped.
 
-    async def _prefill_said(self, response: prefill_pb2.RunResponse) -> None:
+    async def _on_prefill_message(self, response: prefill_pb2.RunResponse) -> None:
         timings = self._timeline.timings
         match response.WhichOneof("event"):
             case "started":
@@ -259,7 +259,7 @@ class RequestFlow:
         if self._first_token is None:
             self._first_token = token
             self._decode.first_token(token)
-            self._tell(token)
+            self._emit(token)
         elif list(token.token_ids) == list(self._first_token.token_ids):
             self._decode.first_token(token)
         elif self._request.resumed_of(0):
@@ -290,7 +290,7 @@ class RequestFlow:
         directory.severed(self._prefill.booking, self._decode.booking)
         return not directory.is_fed(self._decode.booking, self._request.context_tokens)
 
-    def _decode_said(self, response: decode_pb2.DecodeResponse) -> None:
+    def _on_decode_message(self, response: decode_pb2.DecodeResponse) -> None:
         if response.HasField("destination") and self._decode.reserved(response.destination):
             self._timeline.reserved()
             self._prefill.deliver_to(response.destination)
@@ -307,7 +307,7 @@ class RequestFlow:
                     self._first_token = types_pb2.TokenChunk(token_ids=event.tokens.token_ids[:1])
                 self._timeline.decoded()
                 self._record.drew(len(event.tokens.token_ids))
-                self._tell(event.tokens)
+                self._emit(event.tokens)
             case "committed":
                 exposed_s = self._timeline.timings.transfer_exposed_s = event.committed.transfer_exposed_s
                 self._services.directory.linked(self._prefill.booking, self._decode.booking, exposed_s)
@@ -372,7 +372,7 @@ class RequestFlow:
             reason=finished.reason,
             stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None)
 
-    def _tell(self, tokens: types_pb2.TokenChunk) -> None:
+    def _emit(self, tokens: types_pb2.TokenChunk) -> None:
         self._answer.tokens(tokens)
         self._finish = self._answer.stopped or self._finish
 

@@ -222,7 +222,7 @@ def _affine(candidates: Sequence[Candidate], draw: Draw) -> Candidate:
 
 class SeveredPairs:
     """Pairs of workers that lately could not hand a prompt over though both live: the link between their hosts fails,
-    which neither shows to the router. Kept for a while, since nothing tells when such a link is mended.
+    which neither shows to the router. Kept for a while, since nothing shows when such a link is mended.
 
     By incarnations: a worker that has started anew is another one.
     """
