@@ -38,6 +38,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         tp: Annotated[int | None, typer.Option(help="Ranks (processes) that share each stage.")] = None,
         ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over: --tp.")] = None,
         dp_attention: Annotated[int | None, typer.Option(help="Groups of these with requests of their own.")] = None,
+        overlap_tokens: Annotated[int | None, typer.Option(help="Run so large a batch in two halves (--tp).")] = None,
         overlap_steps: Annotated[bool | None, typer.Option(help="Prepare a step while one computes.")] = None,
         leader: Annotated[str | None, typer.Option(help="HOST:PORT or file:///PATH of stage 0.")] = None,
         partition: Annotated[str | None, typer.Option(help='Layers per stage, as "3,5".')] = None,
