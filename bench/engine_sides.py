@@ -27,15 +27,16 @@ from transformers import (
 
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.recurrent import CpuRecurrent
-from engine.contracts.model import ForwardContext
 from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.core.request import SamplingParams
+from engine.graphs.host_steps import HostSteps
 from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import pages_for_tokens
 from engine.memory.pools import StagePools
+from engine.pipeline.stages import StageExecutor
 from models.blocks.weights import RandomWeights
 from models.loader import ModelDescription, random_model
 
@@ -76,12 +77,12 @@ class Ours:
                                         specs=description.cache_specs(page_size)))
         geometry = description.attention_geometry(page_size)
         assert geometry is not None
-        self._model = description.load_stage(layers, numerics=numerics)
-        self._attention = CpuAttention(kv_pools=pools.kv, geometry=geometry)
-        self._context = ForwardContext(
-            attention=self._attention,
-            recurrent=CpuRecurrent(conv_pools=pools.conv, state_pools=pools.state, numerics=numerics),
-        )
+        model = description.load_stage(layers, numerics=numerics)
+        attention = CpuAttention(kv_pools=pools.kv, geometry=geometry)
+        recurrent = CpuRecurrent(conv_pools=pools.conv, state_pools=pools.state, numerics=numerics)
+        steps = HostSteps(model=model, attention=attention, recurrent=recurrent, states=recurrent,
+                          max_rows=max_rows)
+        self._stage = StageExecutor(model=model, attention=attention, recurrent=recurrent, graphs=steps)
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self._tables = order.view(max_rows, pages_per_row).int()
         self._tokens, self._num_cached = torch.empty(0, 1), 0
@@ -119,8 +120,7 @@ class Ours:
             slot_ids=torch.zeros(rows, dtype=torch.int32),
             sampling=(SamplingRow(SamplingParams(temperature=0.0), position=context + length),) * rows,
         )
-        self._attention.plan(batch)
-        logits = self._model.forward(batch, None, self._context).logits
+        logits = self._stage.run(batch).logits
         assert logits is not None
         return logits
 

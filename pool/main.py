@@ -59,7 +59,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         numerics: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
         weights: Annotated[str | None, typer.Option(help="model or int8: eight bits a weight.")] = None,
         device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")] = None,
-        cuda_graphs: Annotated[bool | None, typer.Option(help="Replay steps as captured graphs (on a GPU).")] = None,
+        cuda_graphs: Annotated[bool | None, typer.Option(help="Replay steps, not run each anew.")] = None,
         threads: Annotated[int | None, typer.Option(help="Compute threads.")] = None,
         transport: Annotated[str | None, typer.Option(help="UCX profile: auto, shm, tcp or cuda.")] = None,
         transport_interface: Annotated[str | None, typer.Option(help="Network devices UCX listens on.")] = None,

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 
 from runtime.errors import ConfigError
 
@@ -92,8 +91,8 @@ def load(kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file
         raise ConfigError(f"{section}.{key}: {_problem(first)}", field=key) from error
 
 
-def _problem(error: ErrorDetails) -> str:
-    """What is wrong with a value, and the value."""
+def _problem(error: Mapping[str, Any]) -> str:
+    """What is wrong with a value, and the value. error: one of pydantic's."""
     if error["type"] == "value_error":  # one of ours, which names it
         return str(error["ctx"]["error"])
     return error["msg"] if error["type"] == "missing" else f"{error['msg']} (got {error['input']!r})"

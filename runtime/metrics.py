@@ -138,8 +138,8 @@ class StageMetrics:
             _histogram(registry, "pp_stage_step_seconds", "One forward of this stage alone.", STEP_S, "stage"),
             _counter(registry, "pp_link_bytes", "Bytes of the frames this stage sent to the next.", "stage"),
             _counter(registry, "plans", "Times attention was planned: target, draft_extend or draft_round.", "path"),
-            _counter(registry, "forwards", "Batches this stage ran: as a captured graph, eagerly, in two halves, or "
-                                          "idle beside other data ranks.", "kind"),
+            _counter(registry, "forwards", "Batches this stage ran: as a captured graph or a recording, eagerly, in "
+                                          "two halves, or idle beside other data ranks.", "kind"),
             _counter(registry, "expert_tokens", "Tokens that routers gave to the experts this process has, over its "
                                                 "layers.", "expert"),
             _gauge(registry, "expert_busiest_ratio", "What a layer's busiest expert got of late, over what each got on "

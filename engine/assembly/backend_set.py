@@ -11,11 +11,11 @@ from engine.backends.recurrent_batch import SnapshotRecurrent
 from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.contracts.latent import LatentAttentionBackend, LatentGeometry
 from engine.contracts.model import StageModel
-from engine.contracts.recurrent import RecurrentBackend
+from engine.contracts.recurrent import PlansStates, RecurrentBackend
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.graphs.capture import Capture
-from engine.graphs.runner import GraphAttention, GraphRecurrent, StageGraphs
+from engine.graphs.runner import GraphAttention, GraphRecurrent, Replays
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
 from engine.pipeline.overlap import Overlap
@@ -58,13 +58,15 @@ class Capturable:
 @dataclass(frozen=True)
 class StageBackends:
     """`caches`: those that commit what a verification accepted; none where nothing is verified. `capturable`: the
-    same backends as graphs see them; None where they cannot be captured."""
+    same backends as graphs see them; None where they cannot be captured. `states` plans for recurrent layers where
+    decode steps can be recorded on the host; None where they cannot."""
 
     attention: AttentionBackend | None
     latent_attention: LatentAttentionBackend | None
     recurrent: RecurrentBackend
     caches: tuple[Commits, ...] = ()
     capturable: Capturable | None = None
+    states: PlansStates | None = None
 
     def with_snapshots(self, caches: StageCaches) -> Self:
         """The same, and where the stage has recurrent layers they do what batches say about states."""
@@ -95,7 +97,7 @@ class Backends(Protocol):
 
 
 def build_executor(model: StageModel, backends: StageBackends, device: torch.device,
-                   observer: LayerObserver | None, graphs: StageGraphs | None = None,
+                   observer: LayerObserver | None, graphs: Replays | None = None,
                    overlap: Overlap | None = None) -> StageExecutor:
     return StageExecutor(model=model, attention=backends.attention, latent_attention=backends.latent_attention,
                          recurrent=backends.recurrent, caches=backends.caches, on_layer_done=observer, device=device,

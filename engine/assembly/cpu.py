@@ -14,6 +14,7 @@ from engine.backends.recurrent_tree import TreeRecurrent
 from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
 from engine.core.numerics import HOST, Numerics
+from engine.kernels.host.compiled import has_kernels
 from engine.memory.layout import CacheKind
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.multistep import MultiStepAttention
@@ -35,12 +36,17 @@ class CpuBackends:
         slots = self._recurrent(caches.conv, caches.state)
         compressed = None if latent is None else CpuLatentAttention(
             latent_pools=caches.latent, index_pools=caches.index_key, geometry=latent)
+        # What else runs decides by values on the host, or reads pages that new ones take the place of.
+        can_record = paged is not None and not caches.window and all(
+            has_kernels(pool.dtype) for pools in (caches.kv, caches.conv) for pool in pools.values())
         if not max_nodes:
-            return StageBackends(paged, compressed, slots, (paged,) if paged is not None and caches.window else ())
-        states = TreeRecurrent(slots=slots, conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes,
+            return StageBackends(paged, compressed, slots, (paged,) if paged is not None and caches.window else (),
+                                 states=slots if can_record else None)
+        trees = TreeRecurrent(slots=slots, conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes,
                                num_scratch=num_scratch, backend_over=self._recurrent)
-        return StageBackends(paged, compressed, states,
-                             tuple(cache for cache in (paged, compressed, states) if cache is not None))
+        return StageBackends(paged, compressed, trees,
+                             tuple(cache for cache in (paged, compressed, trees) if cache is not None),
+                             states=trees if can_record else None)
 
     def of_draft(self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools) -> DraftAttention:
         """See `Backends.of_draft`."""

@@ -7,6 +7,7 @@ verification, in the scratch record that stage 0 leased to it, until a batch of 
 last; that one moves to the slot.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from engine.backends.gated_delta import decays_of, normalise_heads, recurrent_step
 from engine.backends.recurrent_batch import delta_inputs, recurrent_rows
-from engine.contracts.recurrent import RecurrentBackend
+from engine.contracts.recurrent import PlanningRecurrent
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow, ancestors
 from engine.kernels.host.compiled import Team, has_kernels
@@ -24,7 +25,7 @@ from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from engine.memory.layout import NULL_INDEX
 from runtime.errors import InternalError
 
-BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBackend]
+BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], PlanningRecurrent]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ class TreeLayout:
         return torch.tensor(places)
 
 
+@dataclass(frozen=True)
+class TreePlan:
+    """What compiled code reads of a batch of trees: of its `TreeLayout`, by length the `history`, and the plan of its
+    `nodes`."""
+
+    rows: RecurrentRows
+    steps: StateSteps
+    slots: Tensor
+    scratch_rows: Tensor
+    histories: dict[int, Tensor]
+    nodes: object
+
+
 class TreeRecurrent:
     """A `RecurrentBackend` that adds trees to one over slots. It also commits what a verification accepted.
 
@@ -77,7 +91,7 @@ class TreeRecurrent:
     runs, whatever number of others holds a slot.
     """
 
-    def __init__(self, *, slots: RecurrentBackend, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
+    def __init__(self, *, slots: PlanningRecurrent, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
                  max_nodes: int, num_scratch: int, backend_over: BackendOver) -> None:
         """`slots` runs everything but trees over the pools; `backend_over` builds one of its kind over other pools."""
         self._slots = slots
@@ -96,8 +110,6 @@ class TreeRecurrent:
             return self._slots.causal_conv(layer_id, x, weight, batch)
         layout, histories = self._layout(batch)
         length = weight.shape[1] - 1
-        if length not in histories:
-            histories[length] = layout.history(length)
         inputs = torch.cat([self._conv_pools[layer_id][layout.slots].flatten(0, 1), x])
         self._conv_scratch[layer_id][layout.scratch_rows] = inputs[histories[length]]
         return self._nodes.causal_conv(layer_id, x, weight, layout.nodes)
@@ -129,6 +141,14 @@ class TreeRecurrent:
         out = torch.cat(outs)
         return out if layout.by_depth is None else torch.empty_like(out).index_copy_(0, layout.by_depth, out)
 
+    def plan(self, batch: ForwardBatch) -> object:
+        """See `PlansStates.plan`."""
+        if batch.mode is not ForwardMode.VERIFY:
+            return self._slots.plan(batch)
+        layout, histories = self._layout(batch)
+        return TreePlan(layout.rows, layout.steps, layout.slots, layout.scratch_rows, histories,
+                        self._nodes.plan(layout.nodes))
+
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""
         moves = kept_states(batch, self._max_nodes, self._num_scratch) if self._conv_pools or self._state_pools else []
@@ -142,8 +162,11 @@ class TreeRecurrent:
     def _layout(self, batch: ForwardBatch) -> tuple[TreeLayout, dict[int, Tensor]]:
         """Made at the first recurrent layer of a forward, used by all."""
         if self._planned is None or self._planned[0] is not batch:
-            num_slots = min(len(pool) for pool in (*self._conv_pools.values(), *self._state_pools.values()))
-            self._planned = (batch, lay_out(batch, self._max_nodes, self._num_scratch, num_slots), {})
+            pools = (*self._conv_pools.values(), *self._state_pools.values())
+            layout = lay_out(batch, self._max_nodes, self._num_scratch,
+                             min((len(pool) for pool in pools), default=sys.maxsize))
+            lengths = {pool.shape[1] for pool in self._conv_pools.values()}
+            self._planned = batch, layout, {length: layout.history(length) for length in lengths}
         return self._planned[1:]
 
 

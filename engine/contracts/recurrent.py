@@ -7,6 +7,19 @@ from torch import Tensor
 from engine.core.batch import ForwardBatch
 
 
+class PlansStates(Protocol):
+    """Plans for recurrent layers ahead of a forward."""
+
+    def plan(self, batch: ForwardBatch) -> object:
+        """What they read of the batch besides their inputs: a dataclass in which all that may be different in the next
+        batch of the same shape is in tensors. The batch's forward uses it, if that is the next one.
+
+        Raises:
+            InternalError: a slot or a tree that this stage does not have.
+        """
+        ...
+
+
 class RecurrentBackend(Protocol):
     """Built over the stage's conv and state pools; reads and writes them by layer id and `batch.slot_ids`.
 
@@ -28,3 +41,7 @@ class RecurrentBackend(Protocol):
         repeats each key head for its Hv / Hk consecutive value heads.
         """
         ...
+
+
+class PlanningRecurrent(RecurrentBackend, PlansStates, Protocol):
+    """Both."""

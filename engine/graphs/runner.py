@@ -53,6 +53,24 @@ class GraphRecurrent(RecurrentBackend, Protocol):
         ...
 
 
+class Replays(Protocol):
+    """A stage's forwards as recordings of some kind."""
+
+    @property
+    def plans_share_memory(self) -> bool:
+        """Whether the next batch may be planned only when the one before has run."""
+        ...
+
+    def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
+        """What to run the batch in; None for what runs eagerly."""
+        ...
+
+    def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
+        """The forward of a batch that `bucket_for` found this bucket for. `given` as in `StageExecutor.run`. Logits are
+        valid until the next `run`."""
+        ...
+
+
 @dataclass
 class CapturedForward:
     """One bucket's graph and the batch it was captured with, whose mark is that of the latest plan."""
@@ -78,6 +96,8 @@ class CapturedForward:
 
 class StageGraphs:
     """The captured forwards of one stage. What `run` returns as logits is valid until the next `run`."""
+
+    plans_share_memory = True
 
     def __init__(self, *, model: StageModel, attention: GraphAttention, recurrent: GraphRecurrent,
                  buckets: Sequence[GraphBucket], capture: Capture, device: torch.device) -> None:

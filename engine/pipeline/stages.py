@@ -26,7 +26,7 @@ from engine.core.draft_trees import NO_TREE, SpecInfo, Verified
 from engine.core.numerics import HOST, use_in_this_thread
 from engine.core.request import DrawnToken
 from engine.core.time_limits import FrameLimit
-from engine.graphs.runner import StageGraphs
+from engine.graphs.runner import Replays
 from engine.pipeline import records
 from engine.pipeline.channel import Packet, PacketKind, StageChannel
 from engine.pipeline.overlap import Overlap
@@ -56,7 +56,7 @@ class StageExecutor:
     def __init__(self, *, model: StageModel, attention: AttentionBackend | None, recurrent: RecurrentBackend,
                  latent_attention: LatentAttentionBackend | None = None, caches: Sequence[Commits] = (),
                  on_layer_done: LayerObserver | None = None, device: torch.device = HOST,
-                 graphs: StageGraphs | None = None, overlap: Overlap | None = None) -> None:
+                 graphs: Replays | None = None, overlap: Overlap | None = None) -> None:
         """Exactly one of `attention` and `latent_attention` is given: the kind the model's layers have. `overlap`: how
         batches run in two halves, where the stage's ranks do that."""
         planner = attention if attention is not None else latent_attention
@@ -96,7 +96,10 @@ class StageExecutor:
         bucket = None if self._graphs is None else self._graphs.bucket_for(batch)
         if self._graphs is not None and bucket is not None:
             self.num_forwards["graph"] += 1
-            self.num_plans += 1
+            if self._graphs.plans_share_memory:
+                self.num_plans += 1
+            else:
+                self.num_plans += plan_where_needed(batch, self._planner)
             return self._graphs.run(batch, bucket, given)
         observer = self._on_layer_done
         done = None if observer is None else lambda layer_id: observer(batch, layer_id)
@@ -114,7 +117,8 @@ class StageExecutor:
     def plan_ahead(self, batch: ForwardBatch) -> None:
         """Plan and mark a batch while another one may run. Not where plans share memory: those of a device lie in
         buffers that the running batch reads, and are made behind it by `run`."""
-        if self._device == HOST and self._graphs is None and batch.mode not in (ForwardMode.PREBUILT, ForwardMode.IDLE):
+        shares = self._device != HOST or (self._graphs is not None and self._graphs.plans_share_memory)
+        if not shares and batch.mode not in (ForwardMode.PREBUILT, ForwardMode.IDLE):
             self.num_plans += plan_where_needed(batch, self._planner)
 
     @torch.inference_mode()

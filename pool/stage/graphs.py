@@ -1,4 +1,4 @@
-"""Which forwards of a stage run as captured graphs."""
+"""Which forwards of a stage run as captured graphs, or on the host as recordings."""
 
 import logging
 
@@ -7,6 +7,7 @@ import torch
 from engine.assembly.backend_set import Capturable, StageBackends
 from engine.contracts.model import StageModel
 from engine.graphs.buckets import decode_buckets, extend_buckets, verify_buckets
+from engine.graphs.host_steps import HostSteps
 from engine.graphs.runner import StageGraphs
 from engine.speculative.config import SpeculationConfig
 from engine.speculative.draft_attention import DraftAttention
@@ -42,6 +43,18 @@ def build_graphs(config: WorkerConfig, description: ModelDescription, model: Sta
                          capture=parts.capture, device=parts.device)
     graphs.capture_all()
     return graphs
+
+
+def build_host_steps(config: WorkerConfig, description: ModelDescription, model: StageModel,
+                     backends: StageBackends) -> HostSteps | None:
+    """Record the decode steps of up to `max_running` rows, each number of rows when it comes. None where what such a
+    step does depends on more than its rows, and where nothing is to be captured."""
+    attention, states = backends.attention, backends.states
+    if (attention is None or states is None or not config.cuda_graphs or description.counts_on_host
+            or config.placement.tensor.size > 1):
+        return None
+    return HostSteps(model=model, attention=attention, recurrent=backends.recurrent, states=states,
+                     max_rows=config.max_running)
 
 
 def build_draft_graphs(config: WorkerConfig, parts: Capturable | None, plan: SpeculationPlan, model: DraftModel,

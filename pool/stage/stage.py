@@ -10,6 +10,7 @@ from engine.assembly.backend_set import Backends, StageBackends, StageCaches, bu
 from engine.contracts.model import ModelFacts, StageModel
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.core.numerics import HOST, Numerics
+from engine.graphs.runner import Replays
 from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
@@ -22,7 +23,7 @@ from models.loader import ModelDescription, read_model
 from models.weights_digest import PoolWeights, StageWeights, WeightsDigest
 from pool.stage.backends import choose_backends
 from pool.stage.config import WorkerConfig
-from pool.stage.graphs import build_draft_graphs, build_graphs
+from pool.stage.graphs import build_draft_graphs, build_graphs, build_host_steps
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
 from pool.stage.pool_size import Memory, PoolNeeds, PoolSize, memory_of, plan_pool_size
@@ -184,8 +185,12 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                         route=Route.DIRECT if profile.reaches_devices else Route.PINNED)
     observer = observe_layers(agent, layer_mark(backends.device))
     # Only a prefill pool, which observes layers one by one, has no steps to capture.
-    graphs = None if observer is not None else build_graphs(
-        config, plan.description, model, runs_on, speculation.config if speculation is not None else None)
+    graphs: Replays | None = None
+    if observer is None and backends.device == HOST:
+        graphs = build_host_steps(config, plan.description, model, runs_on)
+    elif observer is None:
+        graphs = build_graphs(config, plan.description, model, runs_on,
+                              speculation.config if speculation is not None else None)
     executor = build_executor(model, runs_on, backends.device, observer, graphs, overlap)
     drafter: PoolDrafter | None = None
     reader: Drafter | None = None

@@ -32,8 +32,7 @@ class Output:
         self._num_prompt_tokens = len(engine.prompt_token_ids)
         self._min_tokens = engine.min_tokens
         self._stop_token_ids = frozenset(engine.stop_token_ids)
-        self._detokeniser = detokeniser
-        self._stops = StopMatcher(stop_strings)
+        self._text = None if detokeniser is None else (detokeniser, StopMatcher(stop_strings))
         self._num_scored = 1  # the first token of a prompt has no score
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, as the latest prefill worker counted them
@@ -68,10 +67,11 @@ class Output:
 
     def finish(self) -> str:
         """Text that was held back, now that no token follows."""
-        if self._detokeniser is None or self.stop_string is not None:
+        if self._text is None or self.stop_string is not None:
             return ""
-        text, self.stop_string = self._stops.feed(self._detokeniser.finish())
-        return text if self.stop_string is not None else text + self._stops.finish()
+        detokeniser, stops = self._text
+        text, self.stop_string = stops.feed(detokeniser.finish())
+        return text if self.stop_string is not None else text + stops.finish()
 
     def usage(self) -> generation_pb2.Usage:
         usage = generation_pb2.Usage()
@@ -84,12 +84,13 @@ class Output:
 
     def _text_of(self, token_id: int) -> str:
         # A stop token can only be drawn as the last one; like a stop string, it is not part of the text.
-        if self._detokeniser is None or token_id in self._stop_token_ids:
+        if self._text is None or token_id in self._stop_token_ids:
             return ""
-        text = self._detokeniser.add(token_id)
+        detokeniser, stops = self._text
+        text = detokeniser.add(token_id)
         if self.num_tokens < self._min_tokens:
             return text  # stop strings count from the token that may be the last
-        text, self.stop_string = self._stops.feed(text)
+        text, self.stop_string = stops.feed(text)
         return text
 
 

@@ -15,8 +15,9 @@ from engine.backends.plan import AttentionPlan, build_plan, check_covered, windo
 from engine.backends.recurrent_batch import resume_states
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
-from engine.kernels.host.compiled import Team, has_kernels
+from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.in_place import attend_in_place
+from engine.kernels.host.rows import write_tokens
 from engine.kernels.rows_in_place import RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 
@@ -66,7 +67,7 @@ class CpuAttention:
         if layer_id in self._windows:
             return self._run_window(layer_id, q, k, v, plan)
         pool = self._pool(layer_id)
-        _write(pool, k, v, plan)
+        _write(pool, k, v, plan, self._team)
         return attend(pool, q, plan.rows, self._geometry.scale, self._team)
 
     def read(self, layer_id: int, q: Tensor, batch: ForwardBatch) -> Tensor:
@@ -92,7 +93,7 @@ class CpuAttention:
         slots, pages = self._windows[layer_id], self._rings[layer_id]
         out = torch.empty_like(q)
         for part in plan.parts:
-            _write(pages, k[part.tokens], v[part.tokens], part.plan)
+            _write(pages, k[part.tokens], v[part.tokens], part.plan, self._team)
             out[part.tokens] = attend(pages, q[part.tokens], part.plan.rows, self._windowed.scale, self._team)
             if part.copy is not None:
                 slots[part.copy.target] = slots[part.copy.slot_id]
@@ -117,8 +118,10 @@ def _check_pools(pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> No
             raise InternalError(f"layer {layer_id}: pages are {tuple(pool.shape[1:])}, geometry says {page_shape}")
 
 
-def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
-    if not plan.runs:
+def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, team: Team) -> None:
+    if not plan.runs and k.dtype == v.dtype == pool.dtype and has_kernels(pool.dtype):
+        write_tokens(dense_tokens(k), dense_tokens(v), pool, plan.write_pages, plan.write_offsets, team)
+    elif not plan.runs:
         pool[plan.write_pages, 0, :, plan.write_offsets] = k
         pool[plan.write_pages, 1, :, plan.write_offsets] = v
     for run in plan.runs:

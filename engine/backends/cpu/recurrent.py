@@ -3,6 +3,7 @@
 In code compiled for the machine, where there is any for the type, else in plain torch.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +40,14 @@ class _RowLayout:
     latest_at: Tensor
 
 
+@dataclass(frozen=True)
+class RecurrentPlan:
+    """Which states a batch's tokens read and write; `steps` where each is a row of its own."""
+
+    rows: RecurrentRows
+    steps: StateSteps | None
+
+
 class CpuRecurrent:
     """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools [num_slots, Hv, dk, dv]
     fp32, by layer id.
@@ -57,7 +66,7 @@ class CpuRecurrent:
         self._numerics = numerics
         self._team = Team()
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}  # a layer's weight, and the same as the kernel reads it
-        self._planned: tuple[ForwardBatch, RecurrentRows] | None = None
+        self._planned: tuple[ForwardBatch, RecurrentPlan] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """Depthwise causal convolution, then SiLU; see `RecurrentBackend.causal_conv`."""
@@ -66,7 +75,8 @@ class CpuRecurrent:
         if not x.shape[0]:
             return x
         if x.dtype == pool.dtype and has_kernels(x.dtype):
-            return causal_conv(dense_tokens(x), self._taps_of(layer_id, weight), pool, self._rows(batch), self._team)
+            taps, rows = self._taps_of(layer_id, weight), self.plan(batch).rows
+            return causal_conv(dense_tokens(x), taps, pool, rows, self._team)
         return _plain_conv(x, weight, pool, batch)
 
     def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
@@ -78,17 +88,20 @@ class CpuRecurrent:
             return v.float()
         if not has_kernels(v.dtype):
             return _plain_delta_rule(q, k, v, g, beta, pool, batch)
-        inputs, rows = delta_inputs(q, k, v, g, beta), self._rows(batch)
-        if batch.mode is ForwardMode.DECODE:
-            steps = StateSteps(parents=torch.full_like(rows.slots, -1), targets=rows.slots)
-            return delta_steps(inputs, rows, steps, pool, pool, self._team)
-        return delta_chunks(inputs, rows, pool, self._team)
+        inputs, plan = delta_inputs(q, k, v, g, beta), self.plan(batch)
+        if plan.steps is not None:
+            return delta_steps(inputs, plan.rows, plan.steps, pool, pool, self._team)
+        return delta_chunks(inputs, plan.rows, pool, self._team)
 
-    def _rows(self, batch: ForwardBatch) -> RecurrentRows:
-        """Made at the first recurrent layer of a forward, used by all."""
+    def plan(self, batch: ForwardBatch) -> RecurrentPlan:
+        """See `PlansStates.plan`. Made before or at the first recurrent layer of a forward, used by all."""
         if self._planned is None or self._planned[0] is not batch:
             pools = (*self._conv_pools.values(), *self._state_pools.values())
-            self._planned = (batch, recurrent_rows(batch, min(len(pool) for pool in pools)))
+            rows = recurrent_rows(batch, min((len(pool) for pool in pools), default=sys.maxsize))
+            steps = None
+            if batch.mode is ForwardMode.DECODE:
+                steps = StateSteps(parents=torch.full_like(rows.slots, -1), targets=rows.slots)
+            self._planned = batch, RecurrentPlan(rows, steps)
         return self._planned[1]
 
     def _taps_of(self, layer_id: int, weight: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numba
 import numpy as np
@@ -68,6 +69,12 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
         return None
 
 
+def parallel_address() -> int:
+    """Of GOMP_parallel; 0 where there is none."""
+    parallel = _gomp_parallel()
+    return 0 if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
 STORED_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}  # numba has no bf16, only its bits
 NUMBERS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}  # NaN stays NaN
 # Functions that kernels call become part of them. A called one would be a symbol that a process which has just compiled
@@ -76,7 +83,7 @@ PART = {**NUMBERS, "inline": "always"}
 # Operations in the order in which they are written, one rounding each: for kernels whose sums have an order (`dot.py`).
 STRICT = {"error_model": "numpy"}
 STRICT_PART = {**STRICT, "inline": "always"}
-NEXT, DONE, _SEATS = 0, 1, 3  # the places of these fields in every record
+NEXT, DONE, NUM_ITEMS, SEATS, SCRATCH = 0, 1, 2, 3, 4  # the places of these fields in every record
 _LINE_BYTES = 64  # of a cache: seats share none
 # The processes of a host that start together would all compile the same kernels; so one does, and the others load them.
 # Each kernel of each installation is locked by itself: whoever compiles one and stands still holds up no other.
@@ -100,6 +107,15 @@ class KernelMissingError(Exception):
     """No process has compiled it yet."""
 
 
+class LaunchRecorder(Protocol):
+    """Notes what kernels were called with, to call them so again."""
+
+    def add_launch(self, function: int, arguments: bytes, seat_bytes: int) -> None:
+        """The C function at that address has been called with this record, on seats of so many bytes together."""
+        ...
+
+
+recorders: ContextVar[LaunchRecorder | None] = ContextVar("recorders", default=None)  # of this thread's launches
 _attempt: ContextVar[Attempt] = ContextVar("attempt", default=Attempt.WAIT)
 
 
@@ -185,6 +201,8 @@ def launch(kernel, kind: np.dtype, team: Team, /, *, num_items: int, scratch_byt
     arguments["scratch_bytes"] = seats.shape[1]
     team.run(kernel.address, arguments.ctypes.data, num_parts=num_items)
     _check(int(arguments["done"][0]), num_items)
+    if (recorder := recorders.get()) is not None:
+        recorder.add_launch(kernel.address, arguments.tobytes(), seats.numel())
 
 
 def launch_integers(kernel, num_items: int, integers: Sequence[int], team: Team, *, scratch_bytes: int = 0) -> None:
@@ -196,6 +214,8 @@ def launch_integers(kernel, num_items: int, integers: Sequence[int], team: Team,
     arguments = array("q", (0, 0, num_items, 0, seats.data_ptr(), seats.shape[1], *integers))
     team.run(kernel.address, arguments.buffer_info()[0], num_parts=num_items)
     _check(arguments[DONE], num_items)
+    if (recorder := recorders.get()) is not None:
+        recorder.add_launch(kernel.address, arguments.tobytes(), seats.numel())
 
 
 _NO_SEATS = torch.empty(0, 0, dtype=torch.uint8)
@@ -289,4 +309,4 @@ def number_of(bits):
 def take_seat(pointer):
     """The address of memory that is this thread's until the launch ends; once for each thread."""
     a = carray(pointer, 1)[0]
-    return a.scratch + count_up(pointer, _SEATS) * a.scratch_bytes
+    return a.scratch + count_up(pointer, SEATS) * a.scratch_bytes

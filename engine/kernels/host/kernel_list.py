@@ -15,6 +15,8 @@ from engine.kernels.host import (
     latent,
     packing,
     product_kernel,
+    program,
+    rows,
     tiles,
     token_passes,
 )
@@ -57,13 +59,14 @@ def kernels() -> Iterator[Kernel]:
         yield Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": in_bytes})
     for dtype, of_one_type in itertools.product(STORED_AS, (
             delta_rule.chunks_for, delta_rule.steps_for, index_scores.scores_for, causal_conv.compiled_for,
-            eight_bits.compiled_for, token_passes.rotation_for)):
+            eight_bits.compiled_for, token_passes.rotation_for, rows.sum_for, rows.copies_for,
+            rows.writes_for)):
         yield Kernel(of_one_type, (dtype,))
     for dtype, other in itertools.product(STORED_AS, STORED_AS):
         yield Kernel(latent.compiled_for, (dtype, other))
         for rounds_first in (False, True):
             yield Kernel(token_passes.norm_for, (dtype, other, rounds_first))
-    for alone in (packing.compiled, tiles.compiled, index_scores.choice):
+    for alone in (packing.compiled, tiles.compiled, index_scores.choice, program.load_runner):
         yield Kernel(alone)
 
 

@@ -175,7 +175,7 @@ class PackedGroup:
 def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
     """x as weights in these segments multiply it; where that is as codes, with what belongs to them."""
     if not segments.in_bytes:
-        return segments.arranged(x), None
+        return x if segments.are_whole and x.stride(-1) == 1 else segments.arranged(x), None
     codes = coded(x, segments, team)
     return codes.codes, codes
 

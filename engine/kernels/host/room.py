@@ -1,5 +1,6 @@
 """What a thread of the attention kernel (`in_place.py`) keeps between loads of its pages."""
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ class Room(NamedTuple):
     layout: int  # of the matrix unit's tiles
 
 
+@cache
 def scratch_bytes_of(head_dim: int, itemsize: int, tile_rows: int) -> int:
     """What `room_at` shares out."""
     key_bytes = -(-head_dim * itemsize // VECTOR_BYTES) * VECTOR_BYTES

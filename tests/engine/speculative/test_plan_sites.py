@@ -35,6 +35,7 @@ from tests.engine.backends import test_device_latent as device_latent
 from tests.engine.backends import test_flashinfer as flashinfer
 from tests.engine.backends.test_latent import make as cpu_latent
 from tests.engine.core import test_batch
+from tests.engine.graphs import test_host_steps as host_steps
 from tests.engine.graphs import test_runner as graphs
 from tests.engine.speculative import test_draft_graphs as draft_graphs
 from tests.engine.speculative import test_multistep_device
@@ -43,6 +44,7 @@ from tests.support.contracts import latent
 from tests.support.contracts.attention import GEOMETRY as FLASHINFER
 from tests.support.kernels.attention import LAYER
 from tests.support.kernels.flashinfer import FakeWrappers
+from tests.support.models.tiny_models import LLAMA
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("engine", "models", "decode", "prefill", "pool")
@@ -293,7 +295,11 @@ CHECKS: dict[str, Callable[[], None]] = {
     "engine/backends/plan.py": lambda: check_backend(CASES["engine/backends/cpu/attention.py"]),
     "engine/contracts/latent.py": lambda: check_backend(CASES["engine/backends/cpu/latent.py"]),
     "engine/core/batch.py": check_executor,
-    "engine/pipeline/stages.py": check_executor,
+    "engine/pipeline/stages.py": in_turn(
+        check_executor, host_steps.test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before),
+    "engine/graphs/host_steps.py": in_turn(
+        lambda: host_steps.test_trees_of_one_size_are_replayed_whatever_their_branches(LLAMA),
+        host_steps.test_a_plan_of_another_shape_is_refused),
     "engine/graphs/buckets.py": graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone,
     "engine/speculative/draft_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
     "engine/speculative/round_graphs.py": in_turn(

@@ -1,0 +1,213 @@
+"""Recorded steps against eager ones: the same bits, whatever was recorded or came before."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.assembly.backend_set import StageCaches
+from engine.assembly.cpu import CpuBackends
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardMode, ScoringRow
+from engine.core.layer_range import LayerRange
+from engine.core.numerics import Numerics
+from engine.core.state_rows import Snapshot, StateRow
+from engine.graphs.host_steps import HostSteps
+from engine.memory.layout import CacheKind
+from engine.pipeline.stages import StageExecutor
+from models.loader import ModelDescription
+from runtime.errors import StalePlanError
+from tests.support.device.captured_stage import MAX_ROWS, NODES, NUM_SEQUENCES, PAGE_SIZE, PAGES_EACH, Sequences
+from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, tiny
+
+CHAIN, FORK, BUSH = (-1, 0, 1, 2), (-1, 0, 0, 1), (-1, 0, 0, 0)
+
+
+@dataclass
+class HostStage:
+    """One stage with pools of its own, all of NaN at first; its steps are recorded, or all eager."""
+
+    model: ModelDescription
+    layers: LayerRange
+    capture_layers: frozenset[int] = frozenset()
+    is_recorded: bool = True
+    pools: dict[CacheKind, dict[int, Tensor]] = field(default_factory=lambda: {kind: {} for kind in CacheKind})
+
+    def __post_init__(self) -> None:
+        for spec in self.model.cache_specs(PAGE_SIZE):
+            if spec.layer_id in self.layers:
+                count = NUM_SEQUENCES * PAGES_EACH + 1 if spec.kind.is_paged else NUM_SEQUENCES + 1
+                self.pools[spec.kind][spec.layer_id] = torch.full(
+                    (count, *spec.record_shape), float("nan"), dtype=getattr(torch, spec.dtype))
+        caches = StageCaches(*(self.pools[kind] for kind in (
+            CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY, CacheKind.CONV, CacheKind.STATE, CacheKind.WINDOW)))
+        backends = CpuBackends(Numerics.EXACT).of_stage(
+            caches, self.model.attention_geometry(PAGE_SIZE), None, max_nodes=NODES, num_scratch=NUM_SEQUENCES + 1,
+        ).with_snapshots(caches)
+        model = self.model.load_stage(self.layers, numerics=Numerics.EXACT, capture_layers=self.capture_layers)
+        assert backends.attention is not None
+        assert backends.states is not None
+        self.attention = backends.attention
+        self.steps = HostSteps(model=model, attention=backends.attention, recurrent=backends.recurrent,
+                               states=backends.states, max_rows=MAX_ROWS)
+        self.executor = StageExecutor(model=model, attention=backends.attention, recurrent=backends.recurrent,
+                                      caches=backends.caches, graphs=self.steps if self.is_recorded else None)
+
+
+class Twins:
+    """The same stages twice, recorded and eager, fed the same."""
+
+    def __init__(self, config: dict[str, object], dtype: str = "float32", *, cuts: Sequence[int] = (),
+                 capture_layers: frozenset[int] = frozenset()) -> None:
+        model = tiny(config, dtype)
+        ranges = [LayerRange(start, end) for start, end in pairwise([0, *cuts, model.facts.num_layers])]
+        self.sequences = Sequences()
+        self.num_steps = 0
+        self.recorded, self.eager = ([HostStage(model, layers, capture_layers, is_recorded) for layers in ranges]
+                                     for is_recorded in (True, False))
+
+    def step(self, mode: ForwardMode, counts: dict[int, int], *, parents: dict[int, tuple[int, ...]] | None = None,
+             silent: Sequence[int] = ()) -> None:
+        """One batch through both, every second one planned ahead; verified nodes do not stay."""
+        batch = self.sequences.batch(mode, counts, parents=parents, silent=silent)
+        outputs = []
+        self.num_steps += 1
+        for stages in (self.recorded, self.eager):
+            output = StageOutput()
+            for stage in stages:
+                local = replace(batch.clone(), spec_info=batch.spec_info,
+                                token_ids=batch.token_ids if stage is stages[0] else None)
+                if self.num_steps % 2:
+                    stage.executor.plan_ahead(local)
+                output = stage.executor.run(local, output)
+            outputs.append(output)
+        for actual, expected in zip(*map(_tensors, outputs), strict=True):
+            assert torch.equal(actual, expected)
+        for recorded, eager in zip(self.recorded, self.eager, strict=True):
+            for kind, pools in recorded.pools.items():
+                for layer_id, pool in pools.items():
+                    assert pool.nan_to_num(-7.0).equal(eager.pools[kind][layer_id].nan_to_num(-7.0)), (kind, layer_id)
+        if mode is not ForwardMode.VERIFY:
+            self.sequences.advance(counts)
+
+    def decode(self, *rows: int) -> None:
+        self.step(ForwardMode.DECODE, dict.fromkeys(rows, 1))
+
+    def counts(self) -> tuple[int, int]:
+        """Recordings and replays."""
+        steps = [stage.steps for stage in self.recorded]
+        return sum(each.num_recorded for each in steps), sum(each.num_replays for each in steps)
+
+
+def _tensors(output: StageOutput) -> list[Tensor]:
+    assert output.logits is not None
+    return [output.logits, *output.aux_hidden.values()]
+
+
+def prefilled(twins: Twins, *lengths: int) -> Twins:
+    for row, length in enumerate(lengths):
+        twins.step(ForwardMode.PREFILL, {row: length})
+    return twins
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, HYBRID], ids=["llama", "qwen3", "hybrid"])
+def test_replays_have_the_bits_of_eager_steps(config: dict[str, object], dtype: str) -> None:
+    twins = prefilled(Twins(config, dtype, cuts=(2,), capture_layers=frozenset({1, 3})), 5, 30, 1, 17)
+    for turn in range(40):
+        chosen = random.sample(range(4), random.randint(1, MAX_ROWS))
+        if turn % 3:
+            twins.decode(*chosen)
+        else:
+            shape = random.choice([CHAIN, CHAIN[:2]])
+            twins.step(ForwardMode.VERIFY, dict.fromkeys(chosen, len(shape)), parents=dict.fromkeys(chosen, shape))
+    recorded, replayed = twins.counts()
+    assert recorded + replayed == 80
+    assert replayed > recorded
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_they_do_so_on_several_threads() -> None:
+    twins = prefilled(Twins(HYBRID, "bfloat16"), 5, 30)
+    for _ in range(3):
+        twins.decode(0, 1)
+    assert twins.counts() == (1, 2)
+
+
+@pytest.mark.parametrize("config", [LLAMA, HYBRID], ids=["attention", "hybrid"])
+def test_trees_of_one_size_are_replayed_whatever_their_branches(config: dict[str, object]) -> None:
+    twins = prefilled(Twins(config, cuts=(1,)), 3, 20, 16)
+    steps: list[dict[int, tuple[int, ...]]] = [
+        {0: FORK, 1: BUSH}, {2: BUSH, 1: FORK}, {0: CHAIN, 2: CHAIN}, {1: FORK, 2: CHAIN}]
+    for shapes in steps:
+        twins.step(ForwardMode.VERIFY, dict.fromkeys(shapes, 4), parents=shapes)
+    assert twins.counts() == (4, 4)  # trees, of which chains may be some; chains alone
+
+
+def test_prompts_larger_batches_and_rows_of_several_lengths_run_eagerly_between_replays() -> None:
+    twins = prefilled(Twins(HYBRID), 3, 4, 5, 6)
+    twins.decode(0, 1)
+    for _ in range(2):
+        twins.decode(0, 1, 2, 3)
+        twins.step(ForwardMode.PREFILL, {4: 7})
+        twins.sequences.lengths[4] = 0
+        twins.step(ForwardMode.VERIFY, {0: 2, 1: 3}, parents={0: (-1, 0), 1: (-1, 0, 1)})
+        twins.decode(1, 2)
+    assert twins.counts() == (1, 2)
+
+
+def test_a_step_is_recorded_again_when_rows_outgrow_its_tables() -> None:
+    twins = prefilled(Twins(LLAMA), 14)
+    while twins.sequences.lengths[0] < PAGE_SIZE * PAGES_EACH:
+        twins.decode(0)
+    recorded, replayed = twins.counts()
+    assert (recorded, recorded + replayed) == (2, PAGE_SIZE * PAGES_EACH - 14)  # for two pages of a row, and for four
+
+
+def test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before() -> None:
+    twins = prefilled(Twins(HYBRID), 9)
+    for _ in range(3):
+        twins.decode(0)
+        twins.sequences.lengths[0] = 0
+    assert twins.counts() == (1, 2)
+
+
+@pytest.mark.parametrize("change", ["scores", "is silent", "hands out a state", "is too large", "is a prompt",
+                                    "is empty"])
+def test_batches_that_do_more_than_draw_are_left_alone(change: str) -> None:
+    twins = prefilled(Twins({**LLAMA, "num_hidden_layers": 1}), 3, 4)
+    sequences, steps = twins.sequences, twins.recorded[0].steps
+    batch = sequences.batch(ForwardMode.DECODE, {0: 1, 1: 1})
+    assert steps.bucket_for(batch) is not None
+    changed = {
+        "scores": lambda: replace(batch, scoring=(ScoringRow((1,), 0), None)),
+        "is silent": lambda: sequences.batch(ForwardMode.DECODE, {0: 1, 1: 1}, silent=(1,)),
+        "hands out a state": lambda: replace(batch, states=(StateRow(snapshots=(Snapshot(4, 1),)), StateRow())),
+        "is too large": lambda: sequences.batch(ForwardMode.DECODE, dict.fromkeys(range(MAX_ROWS + 1), 1)),
+        "is a prompt": lambda: sequences.batch(ForwardMode.PREFILL, {0: 1}),
+        "is empty": lambda: sequences.batch(ForwardMode.DECODE, {}),
+    }[change]()
+    assert steps.bucket_for(changed) is None
+
+
+def test_a_plan_of_another_shape_is_refused() -> None:
+    twins = prefilled(Twins({**LLAMA, "num_hidden_layers": 1}), 3, 4)
+    twins.decode(0, 1)
+    batch, other = (twins.sequences.batch(ForwardMode.DECODE, rows) for rows in ({0: 1, 1: 1}, {0: 1}))
+    (stage,) = twins.recorded
+    stage.attention.plan(other)
+    batch.plan_mark = other.plan_mark
+    with pytest.raises(StalePlanError, match="recorded with 2, planned now with 1"):
+        stage.executor.run(batch)
