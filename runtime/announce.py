@@ -30,9 +30,12 @@ class Announcement:
 
 
 def write_announcement(path: Path, announcement: Announcement) -> None:
-    """Replace the file atomically. Raises ConfigError when the folder cannot be written."""
+    """Replace the file atomically. Raises ConfigError when the folder cannot be written, or when something that is no
+    file is there: a device would be gone for every process of the machine."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"cannot write {path}: it is no regular file", field="announce")
         draft.write_text(json.dumps(asdict(announcement)))
         draft.replace(path)
     except OSError as error:

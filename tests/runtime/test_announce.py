@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,13 @@ def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="directory"):
         write_announcement(taken, Announcement("a:1", None, 1, ""))
     assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_a_device_or_pipe_is_never_replaced(tmp_path: Path) -> None:
+    """`--announce /dev/null`, by root, took that device from the whole machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="pipe: it is no regular file"):
+        write_announcement(pipe, Announcement("a:1", None, 1, ""))
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
