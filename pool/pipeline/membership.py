@@ -151,10 +151,10 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         endpoint = codec.endpoint_from_proto(hello.endpoint)
         if not 1 <= hello.rank < len(self._layers):
             raise ConfigError(f"rank {hello.rank} is outside 1..{len(self._layers) - 1} of this pool", field="rank")
+        check_settings(self._settings, hello.settings)  # first: other layers follow from other settings
         if endpoint.layers != self._layers[hello.rank]:
             raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
                               f"{self._layers[hello.rank]}", field="partition")
-        check_settings(self._settings, hello.settings)
         own = self._places[hello.rank].tensor.attention
         if endpoint.tensor != own:
             raise ConfigError(f"rank {hello.rank} has part {endpoint.tensor.rank} of {endpoint.tensor.size} of its "

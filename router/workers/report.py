@@ -50,12 +50,21 @@ def _none_usable(role: WorkerRole, reasons: Iterable[str]) -> str:
 def _unpaired(worker: Worker, workers: Sequence[Worker]) -> str:
     """Why no worker of the other role goes with this one; empty if one does."""
     role = WorkerRole.DECODE if worker.role is WorkerRole.PREFILL else WorkerRole.PREFILL
-    if any(may_pair(worker.compatibility, other.compatibility) for other in workers
-           if other.role is role and other.is_usable):
+    others = [other for other in _usable(workers, role) if other.info is not None]
+    if any(may_pair(worker.compatibility, other.compatibility) for other in others):
         return ""
-    others = [other.info.compatibility_text for other in _of(workers, role) if other.info is not None]
-    mine = "" if worker.info is None else f": it has {worker.info.compatibility_text}"
-    return f"no usable {role} worker fits it{mine}" + "".join(f"; there {text}" for text in others)
+    if not others:
+        return f"no {role} worker is usable"
+    mine = "" if worker.info is None else worker.info.compatibility_text
+    theirs = dict.fromkeys(other.info.compatibility_text for other in others if other.info is not None)
+    return f"no usable {role} worker fits it: " + "; ".join(_difference(mine, text) for text in theirs)
+
+
+def _difference(mine: str, theirs: str) -> str:
+    """What is named of it; both texts where nothing is."""
+    named = named_difference(mine, theirs)
+    return f"they differ{named}" if named else f"it has {mine}; there {theirs}"
+
 
 
 def _status(worker: Worker, reason: str) -> generation_pb2.WorkerStatus:

@@ -256,6 +256,7 @@ async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that
     (1, LayerRange(2, 5), "exact", WEIGHTS, "rank 1 owns layers 2-5, this pool's partition gives it 2-4"),
     (3, LayerRange(4, 7), "exact", WEIGHTS, "rank 3 is outside 1..2"),
     (1, None, "fast", WEIGHTS, "numerics is exact here, fast there"),
+    (1, LayerRange(2, 5), "fast", WEIGHTS, "the stages differ: numerics is exact here, fast there"),
     (1, None, "exact", replace(WEIGHTS, copies={"embed_tokens.weight": "b" * 32}),
      "stage 1 has read another embed_tokens.weight than stage 0"),
 ])

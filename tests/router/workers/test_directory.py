@@ -19,6 +19,7 @@ from router.request.service_times import MOST_ASKED, Outlook, Rates
 from router.workers.directory import MOST_COMPARED, START_MARGIN, Directory, DirectoryOptions
 from router.workers.policy import DecodePace
 from router.workers.prefix_index import RoutedPrompt
+from router.workers.report import statuses
 from router.workers.worker import Worker, WorkerRole
 from runtime.clock import ManualClock
 from runtime.digests import block_names
@@ -289,6 +290,23 @@ async def test_a_worker_that_ends_answers_elsewhere_is_refused(theirs: tuple[int
     if not accepted:
         assert known.prefill.problem == (f"it ends answers elsewhere: its eos_token_id are {list(theirs)}, the "
                                          f"router's {list(ours)}")
+
+
+async def test_a_worker_without_a_partner_reports_what_differs_and_no_more() -> None:
+    known = Known(num_decode=2)
+    described = {"p": "schema 6, page size 32, layers 0-7: kv", "d": "schema 6, page size 64, layers 0-7: kv"}
+
+    def introduce(worker: Worker, text: str, *, serving: bool = True) -> None:
+        worker.introduced(worker_info(worker.role, compatibility=text, compatibility_text=described[text]), FACTS)
+        worker.reported(worker_pb2.WorkerLoad(serving=serving))
+
+    introduce(known.prefill, "p")
+    introduce(known.decode[1], "p", serving=False)
+    assert statuses([known.prefill, *known.decode])[0].reason == "no decode worker is usable"
+    introduce(known.decode[0], "d")
+    reasons = [status.reason for status in statuses([known.prefill, *known.decode])[:2]]
+    assert reasons == ["no usable decode worker fits it: they differ in page size (32 here, 64 there)",
+                       "no usable prefill worker fits it: they differ in page size (64 here, 32 there)"]
 
 
 async def test_half_a_pair_is_never_booked() -> None:
