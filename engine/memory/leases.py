@@ -128,15 +128,12 @@ class PageLease(Lease):
         self._ledger.give_back(shared)
 
 
-class PageAllocator:
-    """Grants pages 1..num_pages-1; page 0 is the null page.
+class Allocator:
+    """Grants ids of one pool by leases. Their numbers are those of its ledger."""
 
-    Prefers adjacent pages at low ids: a transfer moves a run of pages as one stretch of bytes.
-    """
-
-    def __init__(self, num_pages: int, *, name: str = "pages") -> None:
-        """`num_pages` counts the null page; `name` appears in errors and reports."""
-        self.ledger = Ledger(name, num_pages)
+    def __init__(self, num_ids: int, *, name: str) -> None:
+        """`num_ids` counts the null record; `name` appears in errors and reports."""
+        self.ledger = Ledger(name, num_ids)
 
     @property
     def num_total(self) -> int:
@@ -148,8 +145,18 @@ class PageAllocator:
 
     @property
     def num_available(self) -> int:
-        """Pages that a lease could get now."""
+        """Ids that leases could get now, those that a cache would give up included."""
         return self.ledger.num_available
+
+
+class PageAllocator(Allocator):
+    """Grants pages 1..num_pages-1; page 0 is the null page.
+
+    Prefers adjacent pages at low ids: a transfer moves a run of pages as one stretch of bytes.
+    """
+
+    def __init__(self, num_pages: int, *, name: str = "pages") -> None:
+        super().__init__(num_pages, name=name)
 
     def alloc(self, count: int, *, owner: str, shared: Sequence[int] = ()) -> PageLease:
         """All `count` pages or none, behind the `shared` ones, which a cache keeps.
@@ -175,7 +182,7 @@ class SlotLease(Lease):
         return ids[0] if ids else NULL_INDEX
 
 
-class SlotAllocator:
+class SlotAllocator(Allocator):
     """Grants slots 1..num_slots-1; slot 0 is the null slot.
 
     With `num_slots` 0 the model has no recurrent state: every request gets a lease on the null slot, and there is
@@ -183,24 +190,11 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int, *, name: str = "slots") -> None:
-        self.ledger = Ledger(name, num_slots)
+        super().__init__(num_slots, name=name)
 
     @property
     def is_stateless(self) -> bool:
         return self.ledger.num_ids == 0
-
-    @property
-    def num_total(self) -> int:
-        return self.ledger.num_total
-
-    @property
-    def num_free(self) -> int:
-        return self.ledger.num_free
-
-    @property
-    def num_available(self) -> int:
-        """Slots that leases could get now."""
-        return self.ledger.num_available
 
     def alloc(self, *, owner: str) -> SlotLease:
         """Raises CapacityError when every slot is taken."""
