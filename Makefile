@@ -16,7 +16,7 @@ TEST_OPTIONS ?=
 .PHONY: help venv demo test test-long check lint types buf stubs manifests-current protos manifests client bench clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 venv: $(STAMP) ## a virtual environment with everything installed
 $(STAMP): pyproject.toml constraints.txt
