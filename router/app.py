@@ -17,7 +17,7 @@ from router.request.admission import Admission, AdmissionLimits, PriorityLimits
 from router.request.flow import Services
 from router.request.service_times import Outlook
 from router.request.worker_stream import FlowLimits
-from router.text.model_facts import load_served_model
+from router.text.model_facts import ModelLimits, ServedModel, load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
 from router.workers.prefix_index import PrefixIndex
@@ -60,32 +60,12 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
     incarnation = uuid.uuid4().hex
     tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)
     registry = new_registry(role="router", version=VERSION)
-    metrics, clock = RouterMetrics.create(registry), SystemClock()
-    discovery = DiscoveryOptions(config.discovery_interval_s, config.kubernetes_api, config.service_account)
-    directory = Directory(DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s,
-                                           ChannelSecurity(certificates), discovery,
-                                           longest_comeback_s=0.0 if config.peer_wait_s else config.max_wait_s),
-                          model.facts, metrics, random.Random())
-    peer_wait_s = config.peer_wait_s or FlowLimits().peer_wait_s  # what was measured counts where nothing was said
-    limits = AdmissionLimits(config.max_waiting, config.max_wait_s, peer_wait_s)
-    outlook = Outlook(clock)
-    admission = Admission(directory, limits, metrics, outlook)
-    services = Services(admission, directory,
-                        FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=peer_wait_s,
-                                   capacity_wait_s=config.max_wait_s, migrations=config.migrations), metrics,
-                        outlook)
+    services = _services(config, model.facts, RouterMetrics.create(registry), ChannelSecurity(certificates))
     services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
     server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
                         security=security, background_methods=ENDLESS_METHODS, also_served=(ORCA_SERVICE,),
                         tracing=tracing)
-    request_limits = RequestLimits(config.max_request_s, config.client_stall_s,
-                                   PriorityLimits.parse(config.priority_limits), config.salt_by_client)
-    generation = GenerationService(model, services, request_limits, clock, security.caller)
-    generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
-    orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),
-                                                               server.grpc)
-    if config.vllm_engine:
-        _add_vllm_engine(server, generation, config.model, directory.index)
+    _add_apis(server, config, model, services, security)
     exposition = None
     if config.metrics_port is not None:
         exposition = Exposition.start(registry, port=config.metrics_port, host=config.metrics_host)
@@ -97,7 +77,7 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
                                                              os.getpid(), incarnation))
         readiness = Readiness(services, server.health, config.warm_up_s, services_served)
         on_start()
-        async with background(stop, directory.run(), admission.run(), readiness.run()):
+        async with background(stop, services.directory.run(), services.admission.run(), readiness.run()):
             await stop.wait()
             await server.drain(grace_s=config.drain_s)
     finally:
@@ -107,6 +87,34 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
         if model.grammars is not None:
             await asyncio.to_thread(model.grammars.close)
         await asyncio.to_thread(tracing.close)
+
+
+def _services(config: RouterConfig, facts: ModelLimits, metrics: RouterMetrics, security: ChannelSecurity) -> Services:
+    """What finds workers, admits requests and drives them; `security` is shown to workers."""
+    discovery = DiscoveryOptions(config.discovery_interval_s, config.kubernetes_api, config.service_account)
+    options = DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s, security,
+                               discovery, longest_comeback_s=0.0 if config.peer_wait_s else config.max_wait_s)
+    directory = Directory(options, facts, metrics, random.Random())
+    peer_wait_s = config.peer_wait_s or FlowLimits().peer_wait_s  # what was measured counts where nothing was said
+    outlook = Outlook(SystemClock())
+    admission = Admission(directory, AdmissionLimits(config.max_waiting, config.max_wait_s, peer_wait_s), metrics,
+                          outlook)
+    limits = FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=peer_wait_s,
+                        capacity_wait_s=config.max_wait_s, migrations=config.migrations)
+    return Services(admission, directory, limits, metrics, outlook)
+
+
+def _add_apis(server: GrpcServer, config: RouterConfig, model: ServedModel, services: Services,
+              security: ServerSecurity) -> None:
+    """Everything that clients call."""
+    limits = RequestLimits(config.max_request_s, config.client_stall_s, PriorityLimits.parse(config.priority_limits),
+                           config.salt_by_client)
+    generation = GenerationService(model, services, limits, SystemClock(), security.caller)
+    generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
+    orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),
+                                                               server.grpc)
+    if config.vllm_engine:
+        _add_vllm_engine(server, generation, config.model, services.directory.index)
 
 
 def _server_options(config: RouterConfig) -> ServerOptions:
