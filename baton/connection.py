@@ -13,7 +13,7 @@ from runtime.errors import BatonError, UnauthenticatedError, UnavailableError
 from runtime.security import ChannelSecurity, client_security
 
 TlsCa = Annotated[Path | None, typer.Option(
-    envvar="BATON_TLS_CA", help="PEM certificates of the authority to believe; connect by TLS.")]
+    envvar="BATON_TLS_CA", help="PEM certificates of the authority to trust; connect by TLS.")]
 TlsCert = Annotated[Path | None, typer.Option(
     envvar="BATON_TLS_CERT", help="PEM certificate to show, where one is asked for.")]
 TlsKey = Annotated[Path | None, typer.Option(envvar="BATON_TLS_KEY", help="PEM key of the certificate.")]

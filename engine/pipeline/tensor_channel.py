@@ -95,7 +95,7 @@ class TensorChannel:
         self._frames.close()
 
     def _read(self, rank: int, data: memoryview) -> Frame:
-        """The stage is lost when this raises: what else it sends cannot be believed, and the pool has to form anew."""
+        """The stage is lost when this raises: what else it sends cannot be trusted, and the pool has to form anew."""
         try:
             return wire.read(data)
         except IntegrityError as error:
