@@ -52,6 +52,19 @@ def recurrent_rows(batch: ForwardBatch, num_slots: int) -> RecurrentRows:
                          is_new=torch.tensor([int(length == 0) for length in batch.context_lens]))
 
 
+class Taps:
+    """Convolutions' weights [C, K] as kernels read them, [K, C] fp32, made once for each layer."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, layer_id: int, weight: Tensor) -> Tensor:
+        known = self._known.get(layer_id)
+        if known is None or known[0] is not weight:
+            known = self._known[layer_id] = (weight, weight.float().t().contiguous())
+        return known[1]
+
+
 def delta_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
     """As kernels read them. Shapes as in `RecurrentBackend.gated_delta_rule`."""
     return DeltaInputs(dense_tokens(q), dense_tokens(k), dense_tokens(v), g.float().contiguous(),

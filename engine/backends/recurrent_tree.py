@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from engine.backends.gated_delta import decays_of, normalise_heads, recurrent_step
-from engine.backends.recurrent_batch import delta_inputs, recurrent_rows
-from engine.contracts.recurrent import PlanningRecurrent
+from engine.backends.recurrent_batch import Taps, delta_inputs, recurrent_rows
+from engine.contracts.recurrent import PlanningRecurrent, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow, ancestors
-from engine.kernels.host.compiled import Team, has_kernels
+from engine.kernels.host.causal_conv import causal_conv_of_trees
+from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.delta_rule import delta_steps
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from engine.memory.layout import NULL_INDEX
 from runtime.errors import InternalError
 
-BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], PlanningRecurrent]
+BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBackend]
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,11 @@ class TreeLayout:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """What compiled code reads of a batch of trees: of its `TreeLayout`, by length the `history`, and the plan of its
-    `nodes`."""
+    """What compiled code reads of a batch of trees: of its `TreeLayout`, and by length the `history`."""
 
     rows: RecurrentRows
     steps: StateSteps
-    slots: Tensor
-    scratch_rows: Tensor
     histories: dict[int, Tensor]
-    nodes: object
 
 
 class TreeRecurrent:
@@ -101,7 +98,7 @@ class TreeRecurrent:
             {layer_id: node_scratch(pool, num_scratch * max_nodes) for layer_id, pool in pools.items()}
             for pools in (conv_pools, state_pools))
         self._nodes = backend_over(self._conv_scratch, self._state_scratch)
-        self._team = Team()
+        self._team, self._taps = Team(), Taps()
         self._planned: tuple[ForwardBatch, TreeLayout, dict[int, Tensor]] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
@@ -109,8 +106,12 @@ class TreeRecurrent:
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.causal_conv(layer_id, x, weight, batch)
         layout, histories = self._layout(batch)
-        length = weight.shape[1] - 1
-        inputs = torch.cat([self._conv_pools[layer_id][layout.slots].flatten(0, 1), x])
+        length, pool = weight.shape[1] - 1, self._conv_pools[layer_id]
+        if x.dtype == pool.dtype and has_kernels(x.dtype):
+            return causal_conv_of_trees(dense_tokens(x), self._taps.of(layer_id, weight), pool, layout.rows,
+                                        histories[length], layout.scratch_rows, self._conv_scratch[layer_id],
+                                        self._team)
+        inputs = torch.cat([pool[layout.slots].flatten(0, 1), x])
         self._conv_scratch[layer_id][layout.scratch_rows] = inputs[histories[length]]
         return self._nodes.causal_conv(layer_id, x, weight, layout.nodes)
 
@@ -146,8 +147,7 @@ class TreeRecurrent:
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.plan(batch)
         layout, histories = self._layout(batch)
-        return TreePlan(layout.rows, layout.steps, layout.slots, layout.scratch_rows, histories,
-                        self._nodes.plan(layout.nodes))
+        return TreePlan(layout.rows, layout.steps, histories)
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""

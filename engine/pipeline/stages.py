@@ -89,7 +89,8 @@ class StageExecutor:
                 self.model.forward(idle, None, ForwardContext(self._attention, self._recurrent, None,
                                                               self._latent_attention))
             return StageOutput()
-        use_in_this_thread(self._device)
+        if self._device != HOST:
+            use_in_this_thread(self._device)
         for cache in self._caches:
             cache.commit(batch)
         given = (incoming or StageOutput()).to(self._device)

@@ -10,6 +10,8 @@ from torch import Tensor
 from engine.contracts.attention import AttentionGeometry
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid
+from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.gates import gate_heads
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.linear import Linear
@@ -160,7 +162,7 @@ class Attention:
         heads = self._rotated(heads, stage_pass)
         query, key = heads[:, :self._num_heads], heads[:, self._num_heads:]
         out = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch).flatten(1)
-        return self._output(out * sigmoid(gate) if spec.output_gate else out)
+        return self._output(_gated(out, gate) if spec.output_gate else out)
 
     def _rotated(self, heads: Tensor, stage_pass: StagePass) -> Tensor:
         """[T, heads, head_dim], of q and k."""
@@ -168,6 +170,13 @@ class Attention:
             return heads
         table = stage_pass.rotary_table(is_window=self._spec.window is not None)
         return table.rotate_pairs(heads) if self._spec.rotation is Rotation.PAIRS else table.rotate_halves(heads)
+
+
+def _gated(heads: Tensor, gate: Tensor) -> Tensor:
+    """Both [T, N]."""
+    if heads.device.type == "cpu" and has_kernels(heads.dtype) and heads.dtype == gate.dtype:
+        return gate_heads(heads.contiguous(), dense_tokens(gate), Team())
+    return heads * sigmoid(gate)
 
 
 def _head_norm(spec: NormSpec, weights: Weights, head_dim: int, counts: Mapping[str, int]) -> RmsNorm:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid, softplus
+from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.gates import delta_gates
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.norm import GatedRmsNorm
@@ -131,10 +133,19 @@ class GatedDeltaNet:
         projected = [product(x) for product in self._inputs]
         together = projected[0] if len(projected) == 1 else torch.cat(projected, dim=-1)
         mixed, gate, write, step = torch.split(together, self._input_widths, dim=-1)
-        decay = self._decay * softplus(step.float() + self._step_offset)
-        heads = delta_heads(self._spec, self._layer_id, mixed, self._conv, decay, sigmoid(write.float()), stage_pass)
+        decay, strength = gates(step, write, self._decay, self._step_offset)
+        heads = delta_heads(self._spec, self._layer_id, mixed, self._conv, decay, strength, stage_pass)
         heads = self._norm.forward(heads, gate.reshape(heads.shape))
-        return self._output(heads.flatten(1).to(x.dtype))
+        return self._output(heads.flatten(1))
+
+
+def gates(step: Tensor, write: Tensor, rates: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay and write strength. step: [T, H], or [T, H * dk] for a decay of each key channel; write: [T, H]; rates:
+    [H] fp32; offsets: as a token's step, fp32. Returns the same as step and as write, fp32."""
+    if step.device.type == "cpu" and has_kernels(step.dtype) and step.dtype == write.dtype:
+        return delta_gates(dense_tokens(step), dense_tokens(write), rates, offsets, Team())
+    decays = softplus(step.float() + offsets).view(*write.shape, -1) * rates[:, None]
+    return decays.view(step.shape), sigmoid(write.float())
 
 
 def delta_heads(spec: GatedDeltaNetSpec, layer_id: int, mixed: Tensor, conv: Tensor, g: Tensor, beta: Tensor,

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.core.numerics import sigmoid, softplus
 from models.blocks.config import RawConfig
-from models.blocks.gated_delta_net import GatedDeltaNetSpec, delta_heads
+from models.blocks.gated_delta_net import GatedDeltaNetSpec, delta_heads, gates
 from models.blocks.norm import GatedRmsNorm
 from models.blocks.spec import Mixer, StagePass
 from models.blocks.weights import Weights
@@ -58,7 +57,7 @@ class KimiDelta:
         self._decay = -rates[0, 0, heads.start:heads.stop].exp()
         self._step_offset = weights.tensor("dt_bias", len(channels), rows=channels, dtype=torch.float32)
         self._norm = GatedRmsNorm(weight=weights.tensor("o_norm.weight", head_dim), eps=spec.norm_eps,
-                                  activation=sigmoid)
+                                  is_silu=False)
         self._output = weights.summed("o_proj", rows=hidden, terms=channels)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
@@ -66,8 +65,7 @@ class KimiDelta:
         by_head = (len(x), len(self._spec.value_heads), self._spec.value_head_dim)
         mixed, gate = torch.split(self._input(x), self._input_widths, dim=-1)
         step, write = torch.split(self._step(x), self._step_widths, dim=-1)
-        steps = softplus(self._fade(step).float() + self._step_offset).view(by_head)
-        heads = delta_heads(self._spec, self._layer_id, mixed, self._conv, self._decay * steps, sigmoid(write.float()),
-                            stage_pass)
+        decays, strengths = gates(self._fade(step), write, self._decay, self._step_offset)
+        heads = delta_heads(self._spec, self._layer_id, mixed, self._conv, decays.view(by_head), strengths, stage_pass)
         heads = self._norm.forward(heads, self._gate(gate).view(by_head))
-        return self._output(heads.flatten(1).to(x.dtype))
+        return self._output(heads.flatten(1))

@@ -1,14 +1,14 @@
 """Root-mean-square norms. Sums are always fp32."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.core.numerics import silu
+from engine.core.numerics import sigmoid, silu
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.gates import gated_norm
 from engine.kernels.host.token_passes import rms_norm
 from models.blocks.weights import Weights
 
@@ -58,16 +58,19 @@ class RmsNorm:
 
 
 class GatedRmsNorm:
-    """w * rms(x) * act(gate), the output norm of recurrent layers: over each head's values, in fp32."""
+    """w * rms(x) * act(gate), the output norm of recurrent layers: over each head's values, in fp32. act: silu, or
+    sigmoid."""
 
-    def __init__(self, *, weight: Tensor, eps: float, activation: Callable[[Tensor], Tensor] = silu) -> None:
-        self._weight = weight.float()
-        self._eps = eps
-        self._activation = activation
+    def __init__(self, *, weight: Tensor, eps: float, is_silu: bool = True) -> None:
+        self._weight, self._eps, self._is_silu, self._team = weight.float().contiguous(), eps, is_silu, Team()
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x: [T, heads, head_dim] fp32; gate: same shape, model dtype. Returns fp32."""
-        return self._weight * (x * _to_unit(x, self._eps)) * self._activation(gate.float())
+        """x: [T, heads, head_dim] fp32; gate: same shape, model dtype. Returns the same in gate's."""
+        if x.device.type == "cpu" and has_kernels(gate.dtype):
+            return gated_norm(x.contiguous(), dense_tokens(gate), self._weight, self._eps, self._team,
+                              is_silu=self._is_silu)
+        act = silu(gate.float()) if self._is_silu else sigmoid(gate.float())
+        return (self._weight * (x * _to_unit(x, self._eps)) * act).to(gate.dtype)
 
 
 def _to_unit(x: Tensor, eps: float) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.gated_delta import chunked, decays_of, normalise_heads, recurrent_step
-from engine.backends.recurrent_batch import check_mode, delta_inputs, pool_of, recurrent_rows
+from engine.backends.recurrent_batch import Taps, check_mode, delta_inputs, pool_of, recurrent_rows
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics, silu
 from engine.kernels.delta_rule import CHUNK
@@ -65,7 +65,7 @@ class CpuRecurrent:
         self._state_pools = dict(state_pools)
         self._numerics = numerics
         self._team = Team()
-        self._taps: dict[int, tuple[Tensor, Tensor]] = {}  # a layer's weight, and the same as the kernel reads it
+        self._taps = Taps()
         self._planned: tuple[ForwardBatch, RecurrentPlan] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
@@ -75,7 +75,7 @@ class CpuRecurrent:
         if not x.shape[0]:
             return x
         if x.dtype == pool.dtype and has_kernels(x.dtype):
-            taps, rows = self._taps_of(layer_id, weight), self.plan(batch).rows
+            taps, rows = self._taps.of(layer_id, weight), self.plan(batch).rows
             return causal_conv(dense_tokens(x), taps, pool, rows, self._team)
         return _plain_conv(x, weight, pool, batch)
 
@@ -103,12 +103,6 @@ class CpuRecurrent:
                 steps = StateSteps(parents=torch.full_like(rows.slots, -1), targets=rows.slots)
             self._planned = batch, RecurrentPlan(rows, steps)
         return self._planned[1]
-
-    def _taps_of(self, layer_id: int, weight: Tensor) -> Tensor:
-        known = self._taps.get(layer_id)
-        if known is None or known[0] is not weight:
-            known = self._taps[layer_id] = (weight, weight.float().t().contiguous())
-        return known[1]
 
 
 def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) -> Tensor:

@@ -22,6 +22,7 @@ from engine.kernels.host.compiled import (
     compile_kernel,
     count_up,
     launch,
+    launch_integers,
     pointer_to,
     record,
     rounded,
@@ -33,6 +34,8 @@ from engine.kernels.host.strided import clear, floats, integers, size_of
 from engine.kernels.recurrent_rows import RecurrentRows
 
 _ARGUMENTS = record("num_rows", "channels", "kernel", "stride", "x", "taps", "pool", "out", "starts", "slots", "is_new")
+_TREES = record("num_nodes", "channels", "kernel", "stride", "x", "taps", "pool", "out", "starts", "slots", "is_new",
+                "histories", "targets", "kept", "num_old")
 _BLOCK = 256  # channels of an item
 
 
@@ -57,6 +60,71 @@ def compiled_for(dtype: torch.dtype):
 
     return compile_kernel(work, _ARGUMENTS, f"causal_conv_{stored.__name__}", __file__, functions.__file__,
                           strided.__file__, numbers=STRICT)
+
+
+def causal_conv_of_trees(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, histories: Tensor,
+                         targets: Tensor, kept: Tensor, team: Team) -> Tensor:
+    """`causal_conv` of T nodes, each behind inputs of its own: histories [T, K - 1] int64 says where they are in
+    [R * (K - 1) old ones, T new ones], the old ones those in the rows' slots. kept: [N, K - 1, C] of the pool's type,
+    whose records targets [T] int64 get each node's last inputs."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    kernel, channels = taps.shape
+    launch_integers(trees_for(x.dtype), len(x) * -(-channels // _BLOCK), (
+        len(x), channels, kernel, x.stride(0) * x.itemsize, x.data_ptr(), taps.data_ptr(), pool.data_ptr(),
+        out.data_ptr(), rows.starts.data_ptr(), rows.slots.data_ptr(), rows.is_new.data_ptr(), histories.data_ptr(),
+        targets.data_ptr(), kept.data_ptr(), len(rows.slots) * (kernel - 1)), team,
+        scratch_bytes=kernel * _BLOCK * 4)
+    return out
+
+
+@cache
+def trees_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _take_nodes(pointer, stored)
+
+    return compile_kernel(work, _TREES, f"causal_conv_trees_{stored.__name__}", __file__, functions.__file__,
+                          strided.__file__, numbers=STRICT)
+
+
+@njit(**STRICT_PART)
+def _take_nodes(pointer, stored):
+    """One thread's part: some channels of a node at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    targets = integers(a.targets)
+    total_at = take_seat(pointer)
+    size, num_blocks = size_of(stored), (a.channels + _BLOCK - 1) // _BLOCK
+    old_at = total_at + _BLOCK * 4
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        node, first = item // num_blocks, item % num_blocks * _BLOCK
+        width = min(_BLOCK, a.channels - first)
+        for place in range(a.kernel - 1):
+            _recall_input(a, node, place, first, width, old_at, stored)
+        # As a row whose only new token is the node.
+        _convolve(a, node, node, first, width, old_at, total_at, stored)
+        kept_at = a.kept + (targets[node] * (a.kernel - 1) * a.channels + first) * size
+        _keep(a, kept_at, old_at, node, node + 1, first, width, stored)
+        count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _recall_input(a, node, place, first, width, old_at, stored):
+    """One of the inputs before a node as fp32; 0 where its row starts, whatever the slot holds."""
+    slots, is_new, size, length = integers(a.slots), integers(a.is_new), size_of(stored), a.kernel - 1
+    source, old = integers(a.histories)[node * length + place], floats(old_at + place * _BLOCK * 4)
+    starts = False
+    at = a.x + (source - a.num_old) * a.stride + first * size
+    if source < a.num_old:
+        row = source // length
+        starts = is_new[row] != 0
+        at = a.pool + ((slots[row] * length + source % length) * a.channels + first) * size
+    x = pointer_to(at, stored)
+    for channel in range(width):
+        old[channel] = np.float32(0) if starts else wide(x[channel])
 
 
 @njit(**STRICT_PART)

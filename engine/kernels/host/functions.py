@@ -15,7 +15,9 @@ _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 # e^r - 1 - r over r^2 for |r| <= ln(2) / 2: the polynomial of Cephes' expf
 _P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 _P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-_ONE = np.float32(1.0)
+_ONE, _TWO = np.float32(1.0), np.float32(2.0)
+_A3, _A5, _A7 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7)
+_A9, _A11, _A13 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13)
 
 
 @intrinsic
@@ -57,3 +59,14 @@ def sigmoid(x):
 @njit(**STRICT_PART)
 def silu(x):
     return x / (_ONE + exp(-x))
+
+
+@njit(**STRICT_PART)
+def softplus(x):
+    """log(1 + e^x) to 4 units in the last place: above 20 x itself; NaN stays NaN."""
+    y = exp(-abs(x))
+    # log(1 + y) is 2 artanh(y / (2 + y)), whose series ends below the last bit for y up to 1.
+    z = y / (_TWO + y)
+    w = z * z
+    series = fma(fma(fma(fma(fma(fma(_A13, w, _A11), w, _A9), w, _A7), w, _A5), w, _A3), w, _ONE)
+    return max(x, np.float32(0)) + _TWO * z * series if x == x else x

@@ -10,6 +10,7 @@ from engine.kernels.host import (
     causal_conv,
     delta_rule,
     eight_bits,
+    gates,
     in_place,
     index_scores,
     latent,
@@ -59,8 +60,8 @@ def kernels() -> Iterator[Kernel]:
         yield Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": in_bytes})
     for dtype, of_one_type in itertools.product(STORED_AS, (
             delta_rule.chunks_for, delta_rule.steps_for, index_scores.scores_for, causal_conv.compiled_for,
-            eight_bits.compiled_for, token_passes.rotation_for, rows.sum_for, rows.copies_for,
-            rows.writes_for)):
+            causal_conv.trees_for, eight_bits.compiled_for, token_passes.rotation_for, rows.sum_for, rows.copies_for,
+            rows.writes_for, gates.gates_for, gates.norm_for, gates.heads_for)):
         yield Kernel(of_one_type, (dtype,))
     for dtype, other in itertools.product(STORED_AS, STORED_AS):
         yield Kernel(latent.compiled_for, (dtype, other))
@@ -76,23 +77,25 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
     dtype = needs.dtype
     if not has_kernels(dtype):
         return
-    if needs.attends:
-        yield _attention(dtype)
-    if needs.has_states and needs.reads_prompts:
-        yield Kernel(delta_rule.chunks_for, (dtype,))
-    yield Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": needs.in_bytes})
-    if needs.attends_latent:
-        yield Kernel(latent.compiled_for, (dtype, dtype))
-    if needs.has_states and not needs.reads_prompts:
-        yield Kernel(delta_rule.steps_for, (dtype,))
-    if needs.has_states:
-        yield Kernel(causal_conv.compiled_for, (dtype,))
-    if needs.selects_keys:
-        yield Kernel(index_scores.scores_for, (dtype,))
-        yield Kernel(index_scores.choice)
-    yield Kernel(packing.compiled)
-    if needs.in_bytes:
-        yield Kernel(eight_bits.compiled_for, (dtype,))
+    draws, recurs = not needs.reads_prompts, needs.has_states
+    called: tuple[tuple[bool, Kernel], ...] = (
+        (needs.attends, _attention(dtype)),
+        (recurs and needs.reads_prompts, Kernel(delta_rule.chunks_for, (dtype,))),
+        (True, Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": needs.in_bytes})),
+        (needs.attends_latent, Kernel(latent.compiled_for, (dtype, dtype))),
+        (recurs and draws, Kernel(delta_rule.steps_for, (dtype,))),
+        (recurs, Kernel(causal_conv.compiled_for, (dtype,))),
+        (recurs, Kernel(gates.norm_for, (dtype,))),
+        (recurs, Kernel(gates.gates_for, (dtype,))),
+        (needs.selects_keys, Kernel(index_scores.scores_for, (dtype,))),
+        (needs.selects_keys, Kernel(index_scores.choice)),
+        (True, Kernel(packing.compiled)),
+        (draws, Kernel(program.load_runner)),
+        (draws, Kernel(rows.sum_for, (dtype,))),
+        (draws, Kernel(rows.writes_for, (dtype,))),
+        (needs.in_bytes, Kernel(eight_bits.compiled_for, (dtype,))),
+    )
+    yield from (kernel for is_called, kernel in called if is_called)
 
 
 def _attention(dtype: torch.dtype) -> Kernel:

@@ -32,7 +32,7 @@ from engine.kernels.host.product_kernel import SHARE_FIELDS, TILE_ROWS, compiled
 from engine.kernels.host.tiles import in_tiles, is_tiled
 from runtime.errors import InternalError
 
-REVISION = 3  # of sums and roundings: another number, other bits
+REVISION = 4  # of sums and roundings: another number, other bits
 
 _GROUP_BLOCKS = 4
 _CHUNK_ROWS = 24  # rows that share a pass over two segments of the weights while they are in the nearest cache

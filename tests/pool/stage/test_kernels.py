@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from decode.worker import DecodeRole
-from engine.kernels.host import causal_conv, delta_rule, in_place, index_scores, latent, packing, product_kernel
+from engine.kernels.host import (
+    causal_conv,
+    delta_rule,
+    gates,
+    in_place,
+    index_scores,
+    latent,
+    packing,
+    product_kernel,
+    program,
+    rows,
+)
 from engine.kernels.host.kernel_list import Kernel
 from pool.process import PoolRole
 from pool.stage import kernels as stage_kernels
@@ -17,14 +28,15 @@ from prefill.worker import PrefillRole
 from tests.support.models.checkpoints import make_checkpoint
 
 ALWAYS = {product_kernel.compiled_for, packing.compiled}
-RECURRENT = {causal_conv.compiled_for, delta_rule.chunks_for}
+RECURRENT = {causal_conv.compiled_for, gates.gates_for, gates.norm_for}
+STEPS = {program.load_runner, rows.sum_for, rows.writes_for}
 
 
 @pytest.mark.parametrize(("family", "role", "called"), [
     ("llama", PrefillRole(), {in_place.compiled_for}),
-    ("qwen3_5", PrefillRole(), {in_place.compiled_for, *RECURRENT}),
-    ("qwen3_5", DecodeRole(), {in_place.compiled_for, causal_conv.compiled_for, delta_rule.steps_for}),
-    ("deepseek_v32", DecodeRole(), {latent.compiled_for, index_scores.scores_for, index_scores.choice})])
+    ("qwen3_5", PrefillRole(), {in_place.compiled_for, delta_rule.chunks_for, *RECURRENT}),
+    ("qwen3_5", DecodeRole(), {in_place.compiled_for, delta_rule.steps_for, *RECURRENT, *STEPS}),
+    ("deepseek_v32", DecodeRole(), {latent.compiled_for, index_scores.scores_for, index_scores.choice, *STEPS})])
 def test_what_a_stage_will_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, role: PoolRole,
                                 called: set[object]) -> None:
     asked: list[Kernel] = []
@@ -41,4 +53,4 @@ def test_a_stage_of_recurrent_layers_does_not_wait_for_attention(tmp_path: Path,
     monkeypatch.setattr(stage_kernels, "compile_ahead", asked.extend)
     config = WorkerConfig(model=make_checkpoint(tmp_path, "qwen3_5"), world_size=4, partition="1,1,1,1", num_pages=8)
     compile_kernels(config, plan_stage(config), reads_prompts=True)
-    assert {kernel.function for kernel in asked} == ALWAYS | RECURRENT
+    assert {kernel.function for kernel in asked} == ALWAYS | RECURRENT | {delta_rule.chunks_for}
